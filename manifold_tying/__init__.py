@@ -1,0 +1,1 @@
+"""Manifold-constrained parametrizations, Riemannian optimizers and Pseudo-Inverse Tying for PyTorch."""

@@ -1,0 +1,52 @@
+"""The protocol that every token interface follows."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenInterface(nn.Module, ABC):
+    """The pair embedding E (V, d) and unembedding W_out (d, V) of a language model, owned by one module.
+
+    One module holds both sides so that nothing which copies, shards or materializes parameters can untie them.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        if vocab_size < 1 or hidden_size < 1:
+            raise ValueError(f"expected positive sizes, got vocab_size={vocab_size}, hidden_size={hidden_size}")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor:
+        """Rows of E: token ids (...) to vectors (..., d)."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden W_out: hidden states (..., d) to scores (..., V)."""
+
+    @abstractmethod
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """Mean cross-entropy in nats, a float32 scalar, of hidden (..., d) against targets (...).
+
+        Positions whose target is ``ignore_index`` do not count; 0 when none counts. Never holds all the logits.
+        """
+
+    @abstractmethod
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        """(E (V, d), W_out (d, V)) as plain dense tensors."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The same as :meth:`embed`."""
+        return self.embed(ids)
+
+    def extra_repr(self) -> str:
+        return f"vocab_size={self.vocab_size}, hidden_size={self.hidden_size}"
+
+
+def check_ids(ids: Tensor) -> None:
+    """ValueError unless ids are integers, as an index must be."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids must be int64 or int32, got {ids.dtype}; convert them with ids.long()")
