@@ -1,1 +1,7 @@
+"""Points and motions: manifolds that follow geoopt's protocol."""
 
+from manifold_tying.manifolds._spd import SPD as SPD
+from manifold_tying.manifolds._spd import nearest_spd as nearest_spd
+from manifold_tying.manifolds._stiefel import Retraction as Retraction
+from manifold_tying.manifolds._stiefel import Stiefel as Stiefel
+from manifold_tying.manifolds._stiefel import check_retraction as check_retraction

@@ -1,0 +1,127 @@
+"""The manifold of symmetric positive definite matrices."""
+
+from typing import Any
+
+import geoopt
+import torch
+from geoopt.utils import size2shape
+from torch import Tensor
+
+from manifold_tying import linalg
+
+
+class SPD(geoopt.Manifold):
+    """S = {X (..., d, d) : X symmetric, X > 0} with the affine-invariant metric <U, V>_X = tr X⁻¹U X⁻¹V.
+
+    A :class:`geoopt.Manifold`. Everything goes through the Cholesky factor X = L Lᵀ: in the coordinates L⁻¹U L⁻ᵀ the metric is
+    the Euclidean one, which makes transport a triangular change of coordinates and an isometry. The retraction
+    X + U + U X⁻¹U / 2 is of second order and positive definite for every symmetric U.
+    """
+
+    name = "SPD"
+    ndim = 2
+    reversible = False
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """The symmetric part of U."""
+        return linalg.symmetric(u)
+
+    def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
+        """X sym(G) X, the gradient of the affine-invariant metric."""
+        with linalg.full_precision(x.device):
+            return linalg.symmetric(x @ linalg.symmetric(u) @ x)
+
+    def projx(self, x: Tensor) -> Tensor:
+        """Nearest symmetric matrix with eigenvalues at least 1e-6 (float32) or 1e-12 (float64) times the largest."""
+        return nearest_spd(x)
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        """X + U + U X⁻¹U / 2."""
+        with linalg.full_precision(x.device):
+            return linalg.symmetric(x + u + u @ torch.cholesky_solve(u, torch.linalg.cholesky(x)) / 2)
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        """L exp(L⁻¹U L⁻ᵀ) Lᵀ, the geodesic."""
+        L = torch.linalg.cholesky(x)
+        return linalg.symmetric(L @ torch.linalg.matrix_exp(whiten(L, u)) @ L.mT)
+
+    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
+        """L log(L⁻¹Y L⁻ᵀ) Lᵀ, the inverse of :meth:`expmap`."""
+        L = torch.linalg.cholesky(x)
+        eigenvalues, V = torch.linalg.eigh(whiten(L, y))
+        return linalg.symmetric(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
+
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
+        eigenvalues = torch.linalg.eigvalsh(whiten(torch.linalg.cholesky(x), y))
+        distance = torch.linalg.vector_norm(eigenvalues.log(), dim=-1)
+        return distance[..., None, None] if keepdim else distance
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
+        L_y = torch.linalg.cholesky(y)
+        return linalg.symmetric(L_y @ whiten(torch.linalg.cholesky(x), v) @ L_y.mT)
+
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """tr X⁻¹U X⁻¹V, shape (...)."""
+        L = torch.linalg.cholesky(x)
+        a = whiten(L, u)
+        return (a * (a if v is None else whiten(L, v))).sum((-1, -2), keepdim=keepdim)
+
+    def random(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> geoopt.ManifoldTensor:
+        """exp of a symmetric matrix with standard normal entries, divided by √d: condition some tens for any d."""
+        shape = size2shape(*size)
+        self._assert_check_shape(shape, "x")
+        A = torch.randn(shape, dtype=dtype, device=device)
+        return geoopt.ManifoldTensor(torch.linalg.matrix_exp((A + A.mT) / (2 * shape[-1]) ** 0.5), manifold=self)
+
+    def origin(
+        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+    ) -> geoopt.ManifoldTensor:
+        """The identity; ``seed`` belongs to geoopt's signature and has no effect."""
+        shape = size2shape(*size)
+        self._assert_check_shape(shape, "x")
+        eye = torch.eye(shape[-1], dtype=dtype, device=device).expand(shape).contiguous()
+        return geoopt.ManifoldTensor(eye, manifold=self)
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
+        ok, reason = super()._check_shape(shape, name)
+        if ok and shape[-1] != shape[-2]:
+            return False, f"`{name}` must be square, got {tuple(shape)}"
+        return ok, reason
+
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
+        if not torch.allclose(x, x.mT, atol=atol, rtol=rtol):
+            return False, f"X is not symmetric with atol={atol}, rtol={rtol}"
+        smallest = torch.linalg.eigvalsh(x).min().item()
+        return (True, None) if smallest > 0 else (False, f"the smallest eigenvalue is {smallest:.1e}, not > 0")
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
+        ok = torch.allclose(u, u.mT, atol=atol, rtol=rtol)
+        return (True, None) if ok else (False, f"U is not symmetric with atol={atol}, rtol={rtol}")
+
+
+def whiten(L: Tensor, U: Tensor) -> Tensor:
+    """L⁻¹ U L⁻ᵀ for lower triangular L and symmetric U."""
+    half = torch.linalg.solve_triangular(L, U, upper=False)
+    return linalg.symmetric(torch.linalg.solve_triangular(L.mT, half, upper=True, left=False))
+
+
+def nearest_spd(X: Tensor) -> Tensor:
+    """Nearest symmetric matrix in Frobenius norm with eigenvalues of at least a small multiple of the largest.
+
+    The multiple is 1e-6 in float32 and 1e-12 in float64. ValueError where there is no positive eigenvalue to start from.
+    """
+    dtype = linalg.working_dtype(X.dtype)
+    if not torch.isfinite(X).all():
+        raise ValueError("expected a finite matrix, got NaN or Inf in it")
+    eigenvalues, V = torch.linalg.eigh(linalg.symmetric(X.double()))
+    largest = eigenvalues[..., -1:]
+    if not (largest > 0).all():
+        raise ValueError("expected a matrix with a positive eigenvalue, so that a positive definite one is near; got none")
+    eigenvalues = torch.maximum(eigenvalues, largest * (1e-6 if dtype == torch.float32 else 1e-12))
+    return linalg.symmetric((V * eigenvalues[..., None, :]) @ V.mT).to(X.dtype)

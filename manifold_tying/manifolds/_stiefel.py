@@ -1,0 +1,164 @@
+"""The Stiefel manifold of tall matrices with orthonormal columns."""
+
+from typing import Any, Literal, get_args
+
+import geoopt
+import torch
+from geoopt.utils import size2shape
+from torch import Tensor
+
+from manifold_tying import linalg
+
+Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
+
+
+def check_retraction(retraction: str) -> None:
+    """ValueError that lists the choices unless retraction names one."""
+    if retraction not in get_args(Retraction):
+        raise ValueError(f"unknown retraction {retraction!r}; choose one of {', '.join(get_args(Retraction))}")
+
+
+class Stiefel(geoopt.Manifold):
+    """St(n, p) = {X (..., n, p) : XᵀX = I}, n >= p, with the Euclidean metric <U, V> = tr UᵀV.
+
+    A :class:`geoopt.Manifold`: usable in ``geoopt.ManifoldParameter`` and in geoopt's optimizers as in ours. Nothing n x n is
+    ever formed. Tangent vectors are the U with XᵀU skew; the retractions move from X along U and end on the manifold to
+    rounding, whatever defect X had and however long U is:
+
+    - "polar": (X + U)(I + UᵀU)^(-1/2), the nearest point to X + U, of second order: O(‖U‖³) from the geodesic (PIT,
+      equation 18);
+    - "qr": the Q factor of X + U; first order;
+    - "cayley": (I - W/2)⁻¹(I + W/2) X with W = PUXᵀ - XUᵀP, P = I - XXᵀ/2, through a 2p x 2p system by the
+      Sherman-Morrison-Woodbury formula; first order, second for the canonical metric (Wen and Yin 2013);
+    - "cayley-neumann": the same with the inverse replaced by ``terms`` terms of its Neumann series (POET, section 3), then
+      projected; for ‖U‖ < 2.
+
+    Args:
+        retraction: one of the four names.
+        terms: of the Neumann series, even is better (see :func:`manifold_tying.linalg.cayley_neumann`).
+    """
+
+    name = "Stiefel"
+    ndim = 2
+    reversible = False
+
+    def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
+        check_retraction(retraction)
+        if not isinstance(terms, int) or terms < 1:
+            raise ValueError(f"expected terms to be a whole number >= 1, got {terms!r}")
+        super().__init__()
+        self.retraction = retraction
+        self.terms = terms
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """Orthogonal projection to the tangent space: U - X sym(XᵀU)."""
+        with linalg.full_precision(x.device):
+            return u - x @ linalg.symmetric(x.mT @ u)
+
+    egrad2rgrad = proju
+
+    def projx(self, x: Tensor) -> Tensor:
+        """The nearest point of the manifold, the polar factor."""
+        return linalg.polar(x)[0]
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        """The point reached from x along tangent vector u by this manifold's retraction."""
+        with linalg.full_precision(x.device):
+            if self.retraction == "polar":
+                return linalg.reorthonormalize(x + u)
+            if self.retraction == "qr":
+                return linalg.orthonormalize(x + u, "cholesky-qr")
+            return linalg.reorthonormalize(cayley_step(x, u, None if self.retraction == "cayley" else self.terms))
+
+    def move(self, x: Tensor, v: Tensor, *, measure: bool = True) -> Tensor:
+        """``retr(x, proju(x, v))`` for any ambient v, in four products of 2np² operations for the polar retraction.
+
+        ``measure=False`` predicts the Gram matrix of the new point from XᵀV and VᵀV as if XᵀX were I, where the default
+        measures it: the defect that x has is then carried along instead of corrected, and nothing n x p is formed in
+        between. Only for the polar retraction.
+        """
+        if self.retraction != "polar":
+            return self.retr(x, self.proju(x, v))
+        with linalg.full_precision(x.device):
+            A = x.mT @ v
+            S = linalg.symmetric(A)
+            eye = linalg.identity_like(S)
+            if measure:
+                return linalg.reorthonormalize(x @ (eye - S) + v)
+            UtU = linalg.symmetric(linalg.gram(v) - S @ A - A.mT @ S + S @ S)
+            P = linalg.inverse_sqrt(eye + UtU)
+            return x @ ((eye - S) @ P) + v @ P
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        """Geodesic of the Euclidean metric: [X U] exp([[A, -UᵀU], [I, A]]) [I; 0] exp(-A), A = XᵀU (Edelman et al. 1998)."""
+        with linalg.full_precision(x.device):
+            A = x.mT @ u
+            eye = linalg.identity_like(A).expand_as(A)
+            block = torch.cat([torch.cat([A, -linalg.gram(u)], -1), torch.cat([eye, A], -1)], -2)
+            first = torch.linalg.matrix_exp(block)[..., : A.shape[-1]]
+            return linalg.reorthonormalize(torch.cat([x, u], -1) @ (first @ torch.linalg.matrix_exp(-A)))
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Vector transport by projection to the tangent space at y."""
+        return self.proju(y, v)
+
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """tr UᵀV, shape (...)."""
+        return (u * (u if v is None else v)).sum((-1, -2), keepdim=keepdim)
+
+    def random(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> geoopt.ManifoldTensor:
+        """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
+        shape = size2shape(*size)
+        self._assert_check_shape(shape, "x")
+        return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
+
+    def origin(
+        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+    ) -> geoopt.ManifoldTensor:
+        """The first p columns of the identity; ``seed`` belongs to geoopt's signature and has no effect."""
+        shape = size2shape(*size)
+        self._assert_check_shape(shape, "x")
+        eye = torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape).contiguous()
+        return geoopt.ManifoldTensor(eye, manifold=self)
+
+    def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
+        ok, reason = super()._check_shape(shape, name)
+        if ok and shape[-1] > shape[-2]:
+            return False, f"`{name}` must be tall, shape[-2] >= shape[-1], got {tuple(shape)}"
+        return ok, reason
+
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
+        error = (linalg.gram(x) - linalg.identity_like(x)).abs().max().item()
+        return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
+        error = 2 * linalg.symmetric(x.mT @ u).abs().max().item()
+        return (True, None) if error <= atol else (False, f"max |XᵀU + UᵀX| is {error:.1e}, allowed is {atol:.1e}")
+
+    def extra_repr(self) -> str:
+        return self.retraction
+
+
+def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
+    """The Cayley curve through x along u, exact for ``terms=None``, else by that many terms of the Neumann series.
+
+    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p.
+    """
+    B = u - x @ (x.mT @ u) / 2
+    XtX, XtB, BtB = linalg.gram(x), x.mT @ B, linalg.gram(B)
+    half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2
+    RtX = torch.cat([XtX, -XtB.mT], -2)
+    if terms is None:
+        coefficients = torch.linalg.solve(linalg.identity_like(half_M) - half_M, RtX)
+    else:
+        # (I + A) Σ Aⁱ x = x + 2(A + ... + A^terms) x + A^(terms+1) x with A = W/2 and Aʲx = L (M/2)^(j-1) Rᵀx / 2.
+        power, coefficients = RtX / 2, RtX
+        for last in range(1, terms + 1):
+            power = half_M @ power
+            coefficients = coefficients + (power if last == terms else 2 * power)
+    p = x.shape[-1]
+    return x + B @ coefficients[..., :p, :] + x @ coefficients[..., p:, :]

@@ -1,0 +1,88 @@
+"""Symmetric positive definite weights through a Cholesky factor with positive diagonal."""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying.manifolds import nearest_spd
+from manifold_tying.parametrizations._orthonormal import Constraint
+
+Diagonal = Literal["softplus", "exp"]
+Bounds = tuple[float, float]
+
+
+class _Clamp(torch.autograd.Function):
+    """Clamp whose gradient vanishes only where a descent step would push further out, so that no entry is stuck outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.bounds = (low, high)
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        low, high = ctx.bounds
+        outward = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))
+        return grad.masked_fill(outward, 0), None, None
+
+
+class CholeskyFactor(Constraint):
+    """Lower triangular L with positive diagonal from a free square tensor: strict lower triangle kept, diagonal mapped.
+
+    Args:
+        diagonal: "softplus", log(1 + eˣ), or "exp".
+        bounds: (low, high) that the diagonal of L is clamped to, 0 < low < high. (PIT, section 4.2 and appendix A.2.)
+    """
+
+    def __init__(self, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> None:
+        super().__init__()
+        if diagonal not in get_args(Diagonal):
+            raise ValueError(f"unknown diagonal {diagonal!r}; choose one of {', '.join(get_args(Diagonal))}")
+        if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] < bounds[1]):
+            raise ValueError(f"expected bounds=(low, high) with 0 < low < high, got {bounds}")
+        self.diagonal = diagonal
+        self.bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+
+    def forward(self, stored: Tensor) -> Tensor:
+        raw = stored.diagonal(dim1=-2, dim2=-1)
+        positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
+        if self.bounds is not None:
+            positive = _Clamp.apply(positive, *self.bounds)
+        return stored.tril(-1) + torch.diag_embed(positive)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
+        positive = weight.diagonal(dim1=-2, dim2=-1)
+        if weight.shape[-1] != weight.shape[-2] or weight.triu(1).any() or not (positive > 0).all():
+            raise ValueError(f"expected a lower triangular matrix with diagonal > 0, got one of {tuple(weight.shape)}")
+        if self.bounds is not None:
+            positive = positive.clamp(*self.bounds)
+        # log(eʸ - 1) without overflow
+        raw = positive + torch.log(-torch.expm1(-positive)) if self.diagonal == "softplus" else positive.log()
+        return weight.tril(-1) + torch.diag_embed(raw)
+
+    def extra_repr(self) -> str:
+        return f"diagonal={self.diagonal!r}" + (f", bounds={self.bounds}" if self.bounds else "")
+
+
+class CholeskySPD(Constraint):
+    """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning stores the factor of the nearest positive definite matrix."""
+
+    def __init__(self, factor: CholeskyFactor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.factor = factor
+        self.dtype = dtype
+
+    def forward(self, stored: Tensor) -> Tensor:
+        with linalg.full_precision(stored.device):
+            L = self.factor(stored)
+            return (L @ L.mT).to(self.dtype)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        T = nearest_spd(weight.to(linalg.working_dtype(weight.dtype)))
+        return self.factor.right_inverse(torch.linalg.cholesky(T).contiguous())

@@ -1,0 +1,94 @@
+"""Orthonormal weights: as points that a Riemannian optimizer moves, and as images of free tensors."""
+
+from abc import abstractmethod
+from typing import Literal
+
+from torch import Tensor, nn
+
+from manifold_tying import linalg
+from manifold_tying.manifolds import Stiefel
+from manifold_tying.manifolds._stiefel import cayley_step
+from manifold_tying.parametrizations._layout import Layout
+
+OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
+
+
+class Constraint(nn.Module):
+    """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored."""
+
+    @abstractmethod
+    def forward(self, stored: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def right_inverse(self, weight: Tensor) -> Tensor: ...
+
+
+class OnStiefel(Constraint):
+    """The stored tensor is the point, tall (..., n, p); the weight is the same numbers in the layer's own shape."""
+
+    def __init__(self, layout: Layout, manifold: Stiefel) -> None:
+        super().__init__()
+        self.layout = layout
+        self.manifold = manifold
+
+    def forward(self, stored: Tensor) -> Tensor:
+        return self.layout.to_weight(stored)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return self.manifold.projx(self.layout.to_matrix(weight))
+
+
+class OrthonormalFactor(Constraint):
+    """The weight is the polar or the QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
+
+    def __init__(self, layout: Layout, map: Literal["polar", "qr"]) -> None:
+        super().__init__()
+        self.layout = layout
+        self.map = map
+
+    def forward(self, stored: Tensor) -> Tensor:
+        # Cholesky-QR gives the same factor as Householder QR, by products, and falls back to it.
+        return self.layout.to_weight(linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr"))
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return linalg.polar(self.layout.to_matrix(weight))[0]
+
+    def extra_repr(self) -> str:
+        return f"map={self.map!r}"
+
+
+class CayleyFactor(Constraint):
+    """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
+
+    Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y, by
+    2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series, whose defect is about
+    ‖A‖^(2 terms + 2) for an even number: fine while A is small, and ``module.weight = module.weight`` makes it small again.
+    """
+
+    base: Tensor
+
+    def __init__(self, layout: Layout, base: Tensor, terms: int | None) -> None:
+        super().__init__()
+        self.layout = layout
+        self.terms = terms
+        self.register_buffer("base", base)
+
+    def forward(self, stored: Tensor) -> Tensor:
+        base = self.base
+        if base.shape[-1] < base.shape[-2]:
+            with linalg.full_precision(base.device):
+                u = stored - base @ linalg.symmetric(base.mT @ stored)
+                return self.layout.to_weight(cayley_step(base, u, self.terms))
+        lower = stored.tril(-1)
+        A = lower - lower.mT
+        R = linalg.cayley(A) if self.terms is None else linalg.cayley_neumann(A, self.terms)
+        with linalg.full_precision(base.device):
+            return self.layout.to_weight(base @ R)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        base = linalg.polar(self.layout.to_matrix(weight))[0]
+        self.base.copy_(base)
+        return base.new_zeros(base.shape)
+
+    def extra_repr(self) -> str:
+        return "cayley" if self.terms is None else f"cayley-neumann, terms={self.terms}"

@@ -1,0 +1,126 @@
+"""The functions that put a constraint on a layer, and the one that takes them all off."""
+
+from collections.abc import Iterator
+from typing import TypeVar, get_args
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from manifold_tying import linalg
+from manifold_tying.manifolds import Retraction, Stiefel
+from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._orthonormal import (
+    CayleyFactor,
+    Constraint,
+    OnStiefel,
+    OrthogonalMap,
+    OrthonormalFactor,
+)
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar") -> M:
+    """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
+
+    The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
+    Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)`` or ``model.parameters()``; an ordinary
+    optimizer would leave the manifold. Works on Linear, Embedding, convolutions (flattened to a matrix from their second
+    dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
+    batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
+
+    >>> layer = stiefel(nn.Linear(16, 64))
+    >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
+    True
+    """
+    manifold = Stiefel(retraction)
+    _register(module, name, OnStiefel(Layout.of(module, name), manifold))
+    # As in geoopt.ManifoldParameter, so that geoopt's way of finding manifolds, by the parameter, works too.
+    parametrized(module)[name].original.manifold = manifold
+    return module
+
+
+def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar") -> M:
+    """Make ``module.name`` orthonormal as the image of a free tensor: any optimizer trains it.
+
+    The weight becomes the nearest one with orthonormal columns (rows, where it is wide); assigning to it projects. Shapes
+    as in :func:`stiefel`. The map runs at every access of the weight; wrap several in
+    ``torch.nn.utils.parametrize.cached()``.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point, exact) or "cayley-neumann" (the
+            same by products alone, two terms: defect about ‖A‖⁶ for the skew matrix A).
+    """
+    if map not in get_args(OrthogonalMap):
+        raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
+    layout = Layout.of(module, name)
+    if map == "polar" or map == "qr":
+        return _register(module, name, OrthonormalFactor(layout, map))
+    base = torch.empty_like(layout.to_matrix(getattr(module, name).detach()))
+    return _register(module, name, CayleyFactor(layout, base, None if map == "cayley" else 2))
+
+
+def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:
+    """Make the square ``module.name`` symmetric positive definite, T = L Lᵀ, with any optimizer.
+
+    L is lower triangular, its diagonal a softplus or exp of the stored one, clamped to ``bounds`` where given. The weight
+    becomes the nearest symmetric positive definite one; ValueError where it has no positive eigenvalue. (PIT, equation 10.)
+    """
+    factor = CholeskyFactor(diagonal, bounds)
+    shape = Layout.of(module, name).shape
+    if shape[-1] != shape[-2]:
+        raise ValueError(f"expected {type(module).__name__}.{name} to be square for T = L Lᵀ, got {tuple(shape)}")
+    return _register(module, name, CholeskySPD(factor, getattr(module, name).dtype))
+
+
+def materialize(module: M) -> M:
+    """Drop every constraint of ours on ``module`` and below, leaving plain weights with the same values; returns it."""
+    found = list(constraints(module))
+    for path, owner, name in found:
+        if not all(isinstance(part, Constraint) for part in parametrized(owner)[name]):
+            raise ValueError(f"{path} has other parametrizations over ours; remove those first")
+    for _, owner, name in found:
+        value = getattr(owner, name).detach()
+        parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+        weight = getattr(owner, name)
+        weight.data = value.clone(memory_format=torch.contiguous_format)
+        weight.__dict__.pop("manifold", None)
+    return module
+
+
+def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(full name, owner, tensor name) of each tensor at or below module under a constraint of ours."""
+    for prefix, owner in module.named_modules():
+        if not isinstance(owner, parametrize.ParametrizationList) and parametrize.is_parametrized(owner):
+            for name, parts in parametrized(owner).items():
+                if any(isinstance(part, Constraint) for part in parts):
+                    yield (f"{prefix}.{name}" if prefix else name), owner, name
+
+
+def parametrized(module: nn.Module) -> nn.ModuleDict:
+    """``module.parametrizations``, typed."""
+    parts = module.parametrizations
+    assert isinstance(parts, nn.ModuleDict)
+    return parts
+
+
+def _register(module: M, name: str, constraint: Constraint) -> M:
+    weight = getattr(module, name)
+    given = weight.data
+    weight.data = given.to(linalg.working_dtype(given.dtype))
+    try:
+        # unsafe: the stored tensor may have another shape (tall) and dtype (float32) than the weight.
+        parametrize.register_parametrization(module, name, constraint, unsafe=True)
+    except BaseException:
+        weight.data = given  # a weight that cannot be projected leaves the module as it was
+        raise
+    return module
