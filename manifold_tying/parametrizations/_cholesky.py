@@ -39,8 +39,10 @@ class CholeskyFactor(Constraint):
         bounds: (low, high) that the diagonal of L is clamped to, 0 < low < high. (PIT, section 4.2 and appendix A.2.)
     """
 
-    def __init__(self, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, diagonal: Diagonal = "softplus", bounds: Bounds | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(dtype)
         if diagonal not in get_args(Diagonal):
             raise ValueError(f"unknown diagonal {diagonal!r}; choose one of {', '.join(get_args(Diagonal))}")
         if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] < bounds[1]):
@@ -49,6 +51,10 @@ class CholeskyFactor(Constraint):
         self.bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
 
     def forward(self, stored: Tensor) -> Tensor:
+        return self.lower(stored).to(self.like.dtype)
+
+    def lower(self, stored: Tensor) -> Tensor:
+        """L in the stored tensor's dtype."""
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
         if self.bounds is not None:
@@ -74,14 +80,13 @@ class CholeskySPD(Constraint):
     """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning stores the factor of the nearest positive definite matrix."""
 
     def __init__(self, factor: CholeskyFactor, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__(dtype)
         self.factor = factor
-        self.dtype = dtype
 
     def forward(self, stored: Tensor) -> Tensor:
         with linalg.full_precision(stored.device):
-            L = self.factor(stored)
-            return (L @ L.mT).to(self.dtype)
+            L = self.factor.lower(stored)
+            return (L @ L.mT).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         T = nearest_spd(weight.to(linalg.working_dtype(weight.dtype)))

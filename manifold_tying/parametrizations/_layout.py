@@ -18,7 +18,6 @@ class Layout:
     """
 
     shape: torch.Size
-    dtype: torch.dtype
     flatten: bool
 
     @classmethod
@@ -36,7 +35,7 @@ class Layout:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
         if not torch.isfinite(weight).all():
             raise ValueError(f"expected {kind}.{name} to be finite, got NaN or Inf in it")
-        return cls(weight.shape, weight.dtype, isinstance(module, _CONVOLUTIONS))
+        return cls(weight.shape, isinstance(module, _CONVOLUTIONS))
 
     @property
     def _wide(self) -> bool:
@@ -52,6 +51,5 @@ class Layout:
         return (matrix.mT if self._wide else matrix).to(linalg.working_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
-        """Tall matrices to the weight, in its dtype."""
-        weight = matrix.mT if self._wide else matrix
-        return weight.reshape(self.shape).to(self.dtype)
+        """Tall matrices to the weight."""
+        return (matrix.mT if self._wide else matrix).reshape(self.shape)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from manifold_tying import linalg
@@ -14,7 +15,17 @@ OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
 
 class Constraint(nn.Module):
-    """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored."""
+    """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored.
+
+    The stored tensor is at least float32, the weight comes out in the layer's dtype.
+    """
+
+    like: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        # Empty; there to follow the layer through .to(dtype), as the stored tensor cannot when it is the wider one.
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     @abstractmethod
     def forward(self, stored: Tensor) -> Tensor: ...
@@ -26,13 +37,13 @@ class Constraint(nn.Module):
 class OnStiefel(Constraint):
     """The stored tensor is the point, tall (..., n, p); the weight is the same numbers in the layer's own shape."""
 
-    def __init__(self, layout: Layout, manifold: Stiefel) -> None:
-        super().__init__()
+    def __init__(self, layout: Layout, dtype: torch.dtype, manifold: Stiefel) -> None:
+        super().__init__(dtype)
         self.layout = layout
         self.manifold = manifold
 
     def forward(self, stored: Tensor) -> Tensor:
-        return self.layout.to_weight(stored)
+        return self.layout.to_weight(stored).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return self.manifold.projx(self.layout.to_matrix(weight))
@@ -41,14 +52,15 @@ class OnStiefel(Constraint):
 class OrthonormalFactor(Constraint):
     """The weight is the polar or the QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
 
-    def __init__(self, layout: Layout, map: Literal["polar", "qr"]) -> None:
-        super().__init__()
+    def __init__(self, layout: Layout, dtype: torch.dtype, map: Literal["polar", "qr"]) -> None:
+        super().__init__(dtype)
         self.layout = layout
         self.map = map
 
     def forward(self, stored: Tensor) -> Tensor:
         # Cholesky-QR gives the same factor as Householder QR, by products, and falls back to it.
-        return self.layout.to_weight(linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr"))
+        X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
+        return self.layout.to_weight(X).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return linalg.polar(self.layout.to_matrix(weight))[0]
@@ -67,23 +79,23 @@ class CayleyFactor(Constraint):
 
     base: Tensor
 
-    def __init__(self, layout: Layout, base: Tensor, terms: int | None) -> None:
-        super().__init__()
+    def __init__(self, layout: Layout, dtype: torch.dtype, base: Tensor, terms: int | None) -> None:
+        super().__init__(dtype)
         self.layout = layout
         self.terms = terms
         self.register_buffer("base", base)
 
     def forward(self, stored: Tensor) -> Tensor:
         base = self.base
-        if base.shape[-1] < base.shape[-2]:
-            with linalg.full_precision(base.device):
-                u = stored - base @ linalg.symmetric(base.mT @ stored)
-                return self.layout.to_weight(cayley_step(base, u, self.terms))
-        lower = stored.tril(-1)
-        A = lower - lower.mT
-        R = linalg.cayley(A) if self.terms is None else linalg.cayley_neumann(A, self.terms)
         with linalg.full_precision(base.device):
-            return self.layout.to_weight(base @ R)
+            if base.shape[-1] < base.shape[-2]:
+                u = stored - base @ linalg.symmetric(base.mT @ stored)
+                X = cayley_step(base, u, self.terms)
+            else:
+                lower = stored.tril(-1)
+                A = lower - lower.mT
+                X = base @ (linalg.cayley(A) if self.terms is None else linalg.cayley_neumann(A, self.terms))
+        return self.layout.to_weight(X).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         base = linalg.polar(self.layout.to_matrix(weight))[0]

@@ -41,7 +41,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     True
     """
     manifold = Stiefel(retraction)
-    _register(module, name, OnStiefel(Layout.of(module, name), manifold))
+    _register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, manifold))
     # As in geoopt.ManifoldParameter, so that geoopt's way of finding manifolds, by the parameter, works too.
     parametrized(module)[name].original.manifold = manifold
     return module
@@ -63,10 +63,11 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
     layout = Layout.of(module, name)
+    dtype = getattr(module, name).dtype
     if map == "polar" or map == "qr":
-        return _register(module, name, OrthonormalFactor(layout, map))
+        return _register(module, name, OrthonormalFactor(layout, dtype, map))
     base = torch.empty_like(layout.to_matrix(getattr(module, name).detach()))
-    return _register(module, name, CayleyFactor(layout, base, None if map == "cayley" else 2))
+    return _register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2))
 
 
 def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:

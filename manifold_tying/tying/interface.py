@@ -36,7 +36,7 @@ class TokenInterface(nn.Module, ABC):
 
     @abstractmethod
     def materialize(self) -> tuple[Tensor, Tensor]:
-        """(E (V, d), W_out (d, V)) as plain dense tensors."""
+        """(E (V, d), W_out (d, V)) as plain dense tensors, detached copies."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """The same as :meth:`embed`."""
@@ -49,4 +49,4 @@ class TokenInterface(nn.Module, ABC):
 def check_ids(ids: Tensor) -> None:
     """ValueError unless ids are integers, as an index must be."""
     if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"token ids must be int64 or int32, got {ids.dtype}; convert them with ids.long()")
+        raise ValueError(f"expected int64 or int32 token ids, got {ids.dtype}; convert them with ids.long()")

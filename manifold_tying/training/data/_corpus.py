@@ -1,0 +1,197 @@
+"""Corpus specs, such as ``text:book.txt``, and the documents they name, always in the same order."""
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SPEC_FORMS = """the forms are
+  stdlib                        the source of the running Python's standard library
+  text:PATH[,PATH...]           files, or folders with every file below them that is UTF-8; a file is a document
+  jsonl:PATH[,PATH...]          files, or folders with *.jsonl; a line is a document, its text in the field "text"
+  parquet:PATH[,PATH...]        files, or folders with *.parquet; a row is a document, its text in the column "text"
+  hf:NAME[:CONFIG[:SPLIT]]      a Hugging Face dataset with a column "text", streamed; SPLIT is train unless given
+  tokens:DIR                    a token directory that was prepared before"""
+
+# Tests and installed packages differ from machine to machine more than the library itself does.
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source of documents.
+
+    Attributes:
+        spec: the spec as the user wrote it
+        identity: JSON-able; two corpora with equal identities have the same documents. Local files are identified by
+            path, size and time of change, so that a prepared corpus is recognized without reading it
+        streamed: whether it may be endless for practical purposes, so that it is read only as far as it is needed
+        documents: starts a new pass over the documents; one document at a time is held in memory
+    """
+
+    spec: str
+    identity: list[object]
+    streamed: bool
+    documents: Callable[[], Iterator[str]]
+
+
+def open_corpus(spec: str) -> Corpus:
+    """The corpus that a spec names (every form but ``tokens:``), without reading its text.
+
+    Raises:
+        ValueError: the spec has none of the known forms, or a path in it does not exist.
+    """
+    kind, colon, rest = spec.partition(":")
+    if kind not in _OPENERS or (kind == "stdlib") == bool(colon):
+        raise ValueError(f"unknown corpus {spec!r}; {SPEC_FORMS}")
+    return _OPENERS[kind](spec, rest)
+
+
+def _stdlib(spec: str, rest: str) -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _files_below(root, ".py", _NOT_STDLIB)
+    identity: list[object] = ["stdlib", platform.python_version(), _listing(files)]
+    return Corpus(spec, identity, False, lambda: (text for file in files if (text := _read(file)) is not None))
+
+
+def _text(spec: str, rest: str) -> Corpus:
+    files, named = _expand(spec, rest, "")
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            text = _read(file)
+            if text is not None:
+                yield text
+            elif file in named:
+                raise ValueError(f"{file} is not UTF-8; convert it, or leave it out of {spec!r}")
+
+    return Corpus(spec, ["text", _listing(files)], False, documents)
+
+
+def _jsonl(spec: str, rest: str) -> Corpus:
+    files, _ = _expand(spec, rest, ".jsonl")
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield _json_text(line, f"{file}, line {number}")
+
+    return Corpus(spec, ["jsonl", _listing(files)], False, documents)
+
+
+def _parquet(spec: str, rest: str) -> Corpus:
+    files, _ = _expand(spec, rest, ".parquet")
+
+    def documents() -> Iterator[str]:
+        import pyarrow.parquet  # slow to import, and needed by few
+
+        for file in files:
+            try:
+                table = pyarrow.parquet.ParquetFile(file)
+            except pyarrow.ArrowInvalid as error:
+                raise ValueError(f"{file} is not a parquet file: {error}") from error
+            with table:
+                if "text" not in table.schema_arrow.names:
+                    raise ValueError(f'{file} has no column "text"; it has {table.schema_arrow.names}')
+                for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+                    for text in batch.column(0).to_pylist():
+                        yield _checked(text, str(file))
+
+    return Corpus(spec, ["parquet", _listing(files)], False, documents)
+
+
+def _hub(spec: str, rest: str) -> Corpus:
+    parts = rest.split(":")
+    if not parts[0] or len(parts) > 3:
+        raise ValueError(f"expected hf:NAME[:CONFIG[:SPLIT]], got {spec!r}")
+    name, config, split = (*parts, "", "")[:3]
+    split = split or "train"
+    local = Path(name).expanduser()
+    identity: list[object] = ["hf", name, config, split]
+    if local.is_dir():
+        name = str(local.absolute())
+        identity.append(_listing(_files_below(local, "", set())))
+
+    def documents() -> Iterator[str]:
+        import datasets  # takes seconds to import
+
+        try:
+            rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"cannot open the dataset of {spec!r}: {error}") from error
+        # One process, no shuffling: the order is that of the sorted files, and of the rows in them.
+        for row in rows:
+            if "text" not in row:
+                raise ValueError(f'the dataset of {spec!r} has no column "text"; it has {sorted(row)}')
+            yield _checked(row["text"], f"the dataset of {spec!r}")
+
+    return Corpus(spec, identity, True, documents)
+
+
+_OPENERS = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hub}
+
+
+def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
+    """The files of a comma-separated list of files and folders, in order, and those of them that are named in it."""
+    files: list[Path] = []
+    named: set[Path] = set()
+    for part in paths.split(","):
+        path = Path(part.strip()).expanduser()
+        if part.strip() and path.is_dir():
+            files += _files_below(path, suffix, set())
+        elif part.strip() and path.is_file():
+            files.append(path)
+            named.add(path)
+        else:
+            raise ValueError(f"no file or folder {part.strip()!r}, named in {spec!r}; separate several paths by commas")
+    return files, named
+
+
+def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:
+    """Files below root whose name ends in suffix, sorted by relative path; nothing hidden, no link to a folder."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def _read(file: Path) -> str | None:
+    """The text of a file, as it is (line ends too); None if it is not UTF-8."""
+    try:
+        return file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _json_text(line: bytes, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict) or "text" not in row:
+        raise ValueError(f'{where}: expected an object with the field "text", got {line[:80]!r}')
+    return _checked(row["text"], where)
+
+
+def _checked(text: object, where: str) -> str:
+    """The text of one document; a missing one (null) is an empty one."""
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: expected a string as the text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{where}: the text is not valid Unicode: {error}") from error
+    return text

@@ -1,0 +1,153 @@
+"""Byte-level BPE: training one, loading one, and encoding documents on every core."""
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SEPARATOR = "<|endoftext|>"
+# What published tokenizers call the end of a document: GPT-2 and Qwen, Llama 3, Llama 2 and T5, Gemma.
+_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
+SMALLEST_VOCABULARY = 256 + 1  # every byte, and the separator
+_PIECE_CHARACTERS = 1 << 18
+_MOST_THREADS = 16  # about a twentieth of the time is spent under Python's lock
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    document: int
+    ends_document: bool
+
+
+class Encoded(NamedTuple):
+    """The tokens (n,) of a piece, with the separator where it ends a document, and the bytes of its text."""
+
+    tokens: np.ndarray
+    text_bytes: int
+    document: int
+    ends_document: bool
+
+
+def pieces(documents: Iterable[str]) -> Iterator[Piece]:
+    """Number the documents from 0, leaving out empty ones, and cut long ones after a line where there is one.
+
+    Encoding takes hundreds of bytes for every character, so a book of a gigabyte cannot be encoded at once.
+    """
+    for document, text in enumerate(filter(None, documents)):
+        start = 0
+        while len(text) - start > _PIECE_CHARACTERS:
+            stop = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
+            yield Piece(text[start:stop], document, False)
+            start = stop
+        yield Piece(text[start:], document, True)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with at most vocab_size (>= SMALLEST_VOCABULARY) tokens; equal texts give equal tokenizers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # a pair seen once is no pattern, only a corpus too small for its vocabulary
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` with this content.
+
+    Raises:
+        ValueError: it is no tokenizer, has ids beyond vocab_size, or no token that ends a document.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{where} is not a tokenizer.json of the tokenizers library: {error}") from error
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size > vocab_size:
+        raise ValueError(f"{where} has {size} tokens; expected vocab_size to be at least that, got {vocab_size}")
+    separator_id(tokenizer, where)
+    return tokenizer
+
+
+def separator_id(tokenizer: Tokenizer, where: str) -> int:
+    """The id of the token that ends a document; ValueError if the tokenizer has none."""
+    for name in _SEPARATORS:
+        identifier = tokenizer.token_to_id(name)
+        if identifier is not None:
+            return identifier
+    raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them, it goes after every document")
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
+    """Encode pieces in parallel; the results come in the order of the pieces. Close it when stopping early.
+
+    A separator that is spelled out in a text is text, not a token: it cannot end a document.
+    """
+    separator = separator_id(tokenizer, "the tokenizer")
+    tokenizer.encode_special_tokens = True
+    # A published tokenizer.json may ask for both, which would cut or pad our documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode_chunk(chunk: list[Piece]) -> list[Encoded]:
+        encodings = tokenizer.encode_batch_fast([piece.text for piece in chunk], add_special_tokens=False)
+        results = []
+        for piece, encoding in zip(chunk, encodings, strict=True):
+            ids = np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
+            results.append(Encoded(ids, len(piece.text.encode()), piece.document, piece.ends_document))
+        return results
+
+    workers = min(os.cpu_count() or 1, _MOST_THREADS)
+    pending: deque[Future[list[Encoded]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for chunk in _chunks(texts):
+            pending.append(pool.submit(encode_chunk, chunk))
+            if len(pending) > 2 * workers:  # what is read ahead is bounded
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+
+
+@contextmanager
+def serial_calls() -> Iterator[None]:
+    """Keep every call into tokenizers on the thread that makes it.
+
+    After its own thread pool was used, some versions of tokenizers print a warning into every process that is forked
+    later. :func:`encode` brings its own threads, so nothing is lost.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Lists of pieces with about _PIECE_CHARACTERS characters each, so that a task is worth its overhead."""
+    chunk: list[Piece] = []
+    characters = 0
+    for piece in texts:
+        chunk.append(piece)
+        characters += len(piece.text)
+        if characters >= _PIECE_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk

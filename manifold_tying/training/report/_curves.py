@@ -1,0 +1,160 @@
+"""Which figures there are, and what is said below them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._drawing import Axis, draw
+from ._experiment import Experiment, arm_names
+from ._files import write_whole
+from ._numbers import significant
+from ._palette import looks
+from ._series import Curve, curve, smoothing_window
+
+TOKENS = "tokens"
+SECONDS = "seconds"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """One quantity against tokens or time."""
+
+    name: str
+    """The file's name, without .png."""
+    title: str
+    quantity: str
+    """The key in metrics.jsonl."""
+    label: str
+    """The y axis, with its unit."""
+    against: str = TOKENS
+    log: bool = False
+    zoom: bool = False
+    """A second panel with the last half alone: differences at the end are small against the fall at the beginning."""
+    smooth: bool = False
+    reading: str
+    """How to read it."""
+
+
+PLOTS = (
+    Plot(
+        name="val-loss-tokens",
+        title="Validation loss against tokens",
+        quantity="val_loss",
+        label="validation loss (nats per token)",
+        zoom=True,
+        reading="Equal data: which arm learns most from the same tokens. Below, the last half alone.",
+    ),
+    Plot(
+        name="val-loss-seconds",
+        title="Validation loss against time",
+        quantity="val_loss",
+        label="validation loss (nats per token)",
+        against=SECONDS,
+        zoom=True,
+        reading="Equal time: the same losses, what each arm costs per step counted in. Below, the last half alone.",
+    ),
+    Plot(
+        name="train-loss-tokens",
+        title="Training loss",
+        quantity="loss",
+        label="training loss (nats per token)",
+        smooth=True,
+        reading="The loss of the batches as they were trained on.",
+    ),
+    Plot(
+        name="defect",
+        title="Defect",
+        quantity="defect",
+        label="defect ‖ZᵀZ − I‖_F / √d",
+        log=True,
+        reading="How far the memory is off the Stiefel manifold; float32 rounding alone gives about 10⁻⁷.",
+    ),
+    Plot(
+        name="delta-ti",
+        title="Interface consistency ΔTI",
+        quantity="delta_ti",
+        label="ΔTI = ‖W_out E − I‖_F",
+        log=True,
+        reading="How far unembedding is from inverting the embedding.",
+    ),
+    Plot(
+        name="cond-transform",
+        title="Condition number of the transform",
+        quantity="cond_transform",
+        label="cond(T)",
+        log=True,
+        reading="Longest against shortest axis of the transform: 1 is a multiple of the identity.",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A figure, ready to be written or embedded."""
+
+    plot: Plot
+    png: bytes
+    caption: str
+    alternative: str
+    """In words, for those who cannot see it."""
+
+
+def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
+    """Every figure for which there is data, and the plots for which there is none."""
+    figures, empty = [], []
+    for plot in PLOTS:
+        window = smoothing_window(experiment.runs) if plot.smooth else 1
+        curves = _curves(experiment, plot, window)
+        if not curves:
+            empty.append(plot)
+            continue
+        axis = Axis(label=plot.label, against=plot.against, log=plot.log, zoom=plot.zoom)
+        arms = arm_names(experiment.rows)
+        figures.append(
+            Drawn(
+                plot=plot,
+                png=draw(curves, looks(arms), axis),
+                caption=_caption(plot, curves, arms, window),
+                alternative=_alternative(plot, curves),
+            )
+        )
+    return figures, empty
+
+
+def plot_curves(experiment: Experiment, out: str | Path) -> list[Path]:
+    """Write the figures as ``out/<name>.png``; a figure without data is not written, and an older one of it removed."""
+    figures, empty = drawn_figures(experiment)
+    for plot in empty:
+        (Path(out) / f"{plot.name}.png").unlink(missing_ok=True)
+    return [write_whole(Path(out) / f"{figure.plot.name}.png", figure.png) for figure in figures]
+
+
+def _curves(experiment: Experiment, plot: Plot, window: int) -> list[Curve]:
+    by_arm = {arm: [run for run in experiment.runs if run.arm == arm] for arm in arm_names(experiment.rows)}
+    drawn = (curve(runs, x=plot.against, y=plot.quantity, window=window, positive=plot.log) for runs in by_arm.values())
+    return [line for line in drawn if line is not None]
+
+
+def _caption(plot: Plot, curves: Sequence[Curve], arms: Sequence[str], window: int) -> str:
+    sentences = [plot.reading]
+    if plot.smooth:
+        sentences.append(
+            f"Smoothed: each point is the mean over the last {window} steps." if window > 1 else "Not smoothed."
+        )
+    seeds = sorted({line.seeds for line in curves})
+    if seeds == [1]:
+        sentences.append("One seed, so there is no band.")
+    else:
+        count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+        sentences.append(f"Lines are means over {count} seeds, bands reach from the lowest to the highest seed.")
+    left_out = [arm for arm in arms if arm not in {line.arm for line in curves}]
+    if left_out:
+        what = "no positive value" if plot.log else "no value"
+        sentences.append(f"Left out, with {what} of this quantity: {', '.join(left_out)}.")
+    return " ".join(sentences)
+
+
+def _alternative(plot: Plot, curves: Sequence[Curve]) -> str:
+    last: Mapping[str, float] = {line.arm: line.last for line in curves}
+    values = ", ".join(f"{arm} {significant(value, 4)}" for arm, value in last.items())
+    return f"Line chart: {plot.label} against {plot.against}, one line per arm. Last values: {values}."

@@ -1,0 +1,96 @@
+"""One figure with matplotlib's object-oriented interface: no pyplot, so no global state and no display."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
+
+from ._labels import label_ends
+from ._numbers import significant
+from ._palette import Look
+from ._series import Curve
+
+INK, FAINT, PAPER = "#24292f", "#d8dee4", "#ffffff"
+WIDTH, PANEL_HEIGHT = 6.0, 3.4  # inches
+DOTS_PER_INCH = 200
+FEW = 40  # up to so many points get a marker each
+TIME_UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, size, name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """What the axes of a figure show."""
+
+    label: str
+    against: str
+    """"tokens" or "seconds"."""
+    log: bool
+    zoom: bool
+
+
+def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> bytes:
+    """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows their last half."""
+    panels = 2 if axis.zoom else 1
+    figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * panels), dpi=DOTS_PER_INCH, facecolor=PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    for position, axes in enumerate(figure.subplots(panels, 1, squeeze=False)[:, 0]):
+        _panel(axes, curves, looks, axis, last_half=position == 1)
+        _x_axis(axes, axis, named=position == panels - 1)
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis, *, last_half: bool) -> None:
+    end = max(float(line.x.max()) for line in curves)
+    start = end / 2 if last_half else min(float(line.x.min()) for line in curves)
+    for line in curves:
+        look = looks[line.arm]
+        seen = line.x >= start
+        axes.fill_between(line.x[seen], line.low[seen], line.high[seen], color=look.colour, alpha=0.18, linewidth=0)
+        size = 3.5 if seen.sum() <= FEW else 0.0
+        axes.plot(line.x[seen], line.mean[seen], **look.line, linewidth=1.5, markersize=size, markeredgewidth=0)
+    axes.margins(x=0.02, y=0.06)
+    if axis.log:
+        axes.set_yscale("log")
+        _log_ticks(axes)
+    axes.set_ylabel(axis.label, color=INK, fontsize=10)
+    _calm(axes)
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # what is added from here on moves nothing
+    label_ends(axes, curves, looks, height=0.8 * PANEL_HEIGHT, ink=INK)
+
+
+def _log_ticks(axes: Axes) -> None:
+    """Powers of ten label nothing on an axis that spans less than one or two of them: there, even ticks instead."""
+    low, high = axes.get_ylim()
+    if high / low < 30:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: significant(value, 2 if value < 1 else 3)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    if axis.against == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NARROW NO-BREAK SPACE}"))
+        name = "training tokens"
+    else:
+        size, unit = next((size, unit) for least, size, unit in TIME_UNITS if axes.get_xlim()[1] >= least)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+        name = f"training time ({unit})"
+    if named:
+        axes.set_xlabel(name, color=INK, fontsize=10)
+
+
+def _calm(axes: Axes) -> None:
+    """Two thin axes and a faint grid; the curves are what is looked at."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(which="both", color=FAINT, labelcolor=INK, labelsize=9)
+    axes.grid(color=FAINT, linewidth=0.6, alpha=0.7)
+    axes.set_axisbelow(True)

@@ -1,0 +1,79 @@
+"""An experiment as it lies on disk: arms (what is compared) times seeds (how often)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+BASELINE = "transpose"  # the arm that the others are measured against
+
+Quantity = Literal[
+    "val_loss",
+    "train_loss",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "defect",
+    "delta_ti",
+    "cond_transform",
+    "trainable_parameters",
+]
+
+
+class Row(TypedDict):
+    """One object of summary.json: how the run of one arm with one seed ended."""
+
+    arm: str
+    seed: int
+    val_loss: float
+    train_loss: float
+    tokens: float
+    seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: float | None  # not every device counts its memory
+    defect: float | None  # without a memory there is no defect,
+    delta_ti: float | None
+    cond_transform: float | None  # and without a transform no condition number
+    trainable_parameters: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The course of one run."""
+
+    arm: str
+    seed: int
+    metrics: Sequence[Mapping[str, Any]]
+    """One object per step: ``step``, ``tokens``, and whichever quantities were measured then."""
+    seconds: Mapping[int, float]
+    """Wall time since the start of training, evaluation excluded, by step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """All that the report knows."""
+
+    rows: Sequence[Row]
+    runs: Sequence[Run]
+    command: str
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """What all arms share."""
+    arms: Mapping[str, Mapping[str, Any]]
+    """The settings of each arm, its learning rates among them."""
+
+
+def arm_names(rows: Sequence[Row]) -> list[str]:
+    """The arms in the order in which they first appear."""
+    return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def seeds_of(rows: Sequence[Row], arm: str) -> list[int]:
+    """The seeds that an arm was run with, sorted."""
+    return sorted(row["seed"] for row in rows if row["arm"] == arm)
+
+
+def by_seed(rows: Sequence[Row], arm: str, quantity: Quantity) -> dict[int, float]:
+    """One quantity of one arm by seed, without the runs in which it was not measured."""
+    values = {row["seed"]: row[quantity] for row in rows if row["arm"] == arm}
+    return {seed: value for seed, value in values.items() if value is not None}

@@ -1,0 +1,57 @@
+"""The arms' names at the right of a figure, where each curve ends, moved apart where they would overlap."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from ._palette import Look
+from ._series import Curve
+from ._statistics import mean
+
+FONT_SIZE = 9.5
+LINE_HEIGHT = 0.19  # inches from one label to the next
+
+
+def label_ends(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], *, height: float, ink: str) -> None:
+    """Write the names beside axes ``height`` inches high, each tied to its curve's last point by a thin line."""
+    ends = [_last_point(axes, line) for line in curves]
+    places = spread_out([y for _, y in ends], LINE_HEIGHT / height)
+    for line, (x, y), place in zip(curves, ends, places, strict=True):
+        look = looks[line.arm]
+        tie = Line2D([x, 1.02, 1.02], [y, place, place], color=look.colour, linewidth=0.7)
+        key = Line2D([1.02, 1.04, 1.06], [place] * 3, markevery=[1], markersize=3.5, markeredgewidth=0, **look.line)
+        for artist in (tie, key):
+            artist.set(transform=axes.transAxes, clip_on=False)
+            axes.add_artist(artist)
+        # a dollar sign in a name is a dollar sign, not the beginning of a formula
+        axes.text(
+            1.08, place, line.arm, transform=axes.transAxes, va="center", color=ink, size=FONT_SIZE, parse_math=False
+        )
+
+
+def spread_out(places: Sequence[float], gap: float) -> list[float]:
+    """The places closest to the given ones (least squares) that keep their order and are at least a gap apart.
+
+    Subtracting rank·gap makes this isotonic regression: neighbours in the wrong order are pooled at their mean.
+    """
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    pools: list[list[float]] = []
+    for rank, i in enumerate(order):
+        pools.append([places[i] - rank * gap])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    levels = [mean(pool) for pool in pools for _ in pool]
+    spread = {i: level + rank * gap for rank, (i, level) in enumerate(zip(order, levels, strict=True))}
+    return [spread[i] for i in range(len(places))]
+
+
+def _last_point(axes: Axes, line: Curve) -> tuple[float, float]:
+    """Where the curve ends, in axes coordinates: its last value that is a number."""
+    last = np.flatnonzero(np.isfinite(line.mean))[-1]
+    shown = axes.transData.transform((line.x[last], line.mean[last]))
+    x, y = axes.transAxes.inverted().transform(shown)
+    # a curve that left the picture is tied to the edge where it did
+    return float(np.clip(x, 0, 1)), float(np.clip(y, 0, 1))

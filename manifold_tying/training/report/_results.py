@@ -1,0 +1,102 @@
+"""The results table as text: one line per arm, one column per quantity. The terminal and the page only dress it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ._experiment import BASELINE, Quantity, Row, arm_names, by_seed, seeds_of
+from ._numbers import COUNT_UNITS, DASH, MEMORY_UNITS, fixed, scale, significant
+from ._statistics import Summary, paired_differences, summarize
+
+
+Text = Callable[[float, float], str]  # a value, and the mean that it stands beside, as text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading and the unit below it."""
+
+    heading: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The mean over seeds, and the standard deviation that is set below it ("" where it makes no sense)."""
+
+    mean: str
+    sd: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """``cells[i][j]``: arm i, column j."""
+
+    arms: Sequence[str]
+    columns: Sequence[Column]
+    cells: Sequence[Sequence[Cell]]
+    notes: Sequence[str]
+
+
+def results(rows: Sequence[Row]) -> Results:
+    """Mean ± sample standard deviation over seeds for every arm, in the order of the rows."""
+    arms = arm_names(rows)
+
+    def largest(quantity: Quantity) -> float:
+        return max((value for arm in arms for value in by_seed(rows, arm, quantity).values()), default=0.0)
+
+    memory_size, memory_unit = scale(largest("peak_memory_bytes"), MEMORY_UNITS)
+    count_size, count_unit = scale(largest("trainable_parameters"), COUNT_UNITS)
+
+    def column(quantity: Quantity, text: Text) -> list[Cell]:
+        return [_cell(summarize(list(by_seed(rows, arm, quantity).values())), text) for arm in arms]
+
+    columns = {
+        Column("seeds"): [Cell(str(len(seeds_of(rows, arm)))) for arm in arms],
+        Column("val loss", "nats"): column("val_loss", _nats),
+        Column("Δ to " + BASELINE, "nats"): [_difference(rows, arm) for arm in arms],
+        Column("train loss", "nats"): column("train_loss", _nats),
+        Column("speed", "tokens/s"): column("tokens_per_second", lambda value, _: fixed(value)),
+        Column("peak memory", memory_unit): column("peak_memory_bytes", lambda value, _: fixed(value / memory_size, 2)),
+        Column("defect"): column("defect", lambda value, mean: significant(value, 2, like=mean)),
+        Column("ΔTI"): column("delta_ti", lambda value, mean: significant(value, 2, like=mean)),
+        Column("cond(T)"): column("cond_transform", lambda value, mean: significant(value, 3, like=mean)),
+        Column("trainable", count_unit): [
+            # a count: the same for every seed
+            Cell(one.mean)
+            for one in column("trainable_parameters", lambda value, _: fixed(value / count_size, 2))
+        ],
+    }
+    return Results(arms, list(columns), list(zip(*columns.values(), strict=True)), _notes(rows, arms))
+
+
+def _cell(summary: Summary | None, text: Text) -> Cell:
+    """A summary as text; a dash for what was not measured, and for the spread of a single seed."""
+    if summary is None:
+        return Cell(DASH)
+    spread = DASH if summary.sd is None else "± " + text(summary.sd, summary.mean)
+    return Cell(text(summary.mean, summary.mean), spread)
+
+
+def _nats(value: float, mean: float) -> str:
+    return fixed(value, 4)
+
+
+def _difference(rows: Sequence[Row], arm: str) -> Cell:
+    if arm == BASELINE:
+        return Cell("reference")
+    summary = summarize(paired_differences(by_seed(rows, arm, "val_loss"), by_seed(rows, BASELINE, "val_loss")))
+    return Cell(DASH) if summary is None else Cell(fixed(summary.mean, 4, signed=True), _cell(summary, _nats).sd)
+
+
+def _notes(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
+    """What a reader must know before comparing two lines of the table."""
+    notes = []
+    if BASELINE not in arms:
+        notes.append(f"There is no {BASELINE} arm in this experiment, so there is no difference to it.")
+    if len({tuple(seeds_of(rows, arm)) for arm in arms}) > 1:
+        listed = "; ".join(f"{arm}: {', '.join(map(str, seeds_of(rows, arm)))}" for arm in arms)
+        notes.append(
+            f"The arms were run with different seeds ({listed}), so compare them by the paired difference, which takes "
+            "only the seeds that both arms have."
+        )
+    return notes

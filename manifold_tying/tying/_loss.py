@@ -1,0 +1,94 @@
+"""Cross-entropy of a vocabulary head that never holds all the logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Parts that the tokens are worked off in. One part's logits are held in float32 and worked on in place, in lower precision
+# with two copies beside them: in both cases less than a tenth of all logits in the dtype of the products.
+CHUNKS = 24
+CHUNKS_LOW_PRECISION = 96
+
+
+def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """Mean over the counted positions of logsumexp(x) - x[target], x = hidden tableᵀ, in nats, a float32 scalar.
+
+    Args:
+        hidden: (..., d).
+        table: (V, d).
+        targets: (...), int64 in [0, V) or ``ignore_index``.
+        ignore_index: positions with this target do not count; the loss is 0 when none counts.
+
+    The tokens are worked off in chunks, and each chunk's gradient is taken while its logits are there. The products run in
+    the dtype of autocast, else in that of ``hidden``; softmax, sums over chunks and the scalar are float32 (or float64).
+    Once differentiable.
+    """
+    if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
+        raise ValueError(f"expected hidden (..., d) and table (V, d), got {tuple(hidden.shape)} and {tuple(table.shape)}")
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), table, targets.flatten(), ignore_index, dtype)
+
+
+def _loss_and_gradients(
+    hidden: Tensor, table: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype, wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mean loss and its gradients with respect to hidden and table, where wanted."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    h, W = hidden.to(dtype), table.to(dtype)
+    counted = targets != ignore_index
+    weight = counted.to(wide) / counted.sum().clamp_min(1)
+    index = targets.masked_fill(~counted, 0)[:, None]
+    loss = torch.zeros((), dtype=wide, device=h.device)
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
+    rows = max(1, -(-len(h) // (CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION)))
+    for start in range(0, len(h), rows):
+        part = slice(start, start + rows)
+        x = (h[part] @ W.mT).to(wide)
+        picked = x.gather(1, index[part])
+        largest = x.amax(1, keepdim=True)
+        total = x.sub_(largest).exp_().sum(1, keepdim=True)
+        loss += ((total.log() + largest - picked)[:, 0] * weight[part]).sum()
+        if grad_hidden is None and grad_table is None:
+            continue
+        x.mul_(weight[part, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
+        x.scatter_add_(1, index[part], -weight[part, None])
+        p = x.to(dtype)
+        if grad_hidden is not None:
+            grad_hidden[part] = p @ W
+        if grad_table is not None:
+            if dtype == wide:
+                grad_table.addmm_(p.mT, h[part])
+            else:
+                grad_table += p.mT @ h[part]
+    return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, table, targets)
+        ctx.options = (ignore_index, dtype, (ctx.needs_input_grad[0], ctx.needs_input_grad[1]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, *ctx.gradients = _loss_and_gradients(hidden, table, targets, *ctx.options)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            with torch.autocast(grad.device.type, enabled=False):
+                gradients = _loss_and_gradients(*ctx.saved_tensors, *ctx.options)[1:]
+        hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
+        return hidden, table, None, None, None

@@ -1,0 +1,197 @@
+"""Pseudo-Inverse Tying: embedding and head as coupled projections of one orthonormal token memory."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from manifold_tying import linalg
+from manifold_tying.manifolds import Retraction
+from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, stiefel
+from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying.interface import TokenInterface, check_ids
+
+Memory = Literal["frozen", "trainable"]
+Transform = Literal["identity", "head", "embedding"]
+
+
+class PIT(TokenInterface):
+    """E = Z T⁻¹ and W_out = T Zᵀ with ZᵀZ = I and T = L Lᵀ, so that W_out E = I whatever Z and L are (PIT, section 4).
+
+    Starts from a random orthonormal memory and T = I. The state is (Z, L) only, float32 (or float64 after ``.double()``)
+    whatever the model's dtype; the maps by T and T⁻¹ run in it, with autocast off.
+
+    Args:
+        vocab_size: V >= d.
+        hidden_size: d.
+        memory: "frozen" (the paper's default) or "trainable", to be moved by a Riemannian optimizer.
+        retraction: by which that optimizer keeps ZᵀZ = I, see :class:`manifold_tying.Stiefel`.
+        diagonal: "softplus" or "exp", the map that keeps L's diagonal positive.
+        bounds: optional (low, high) clamp of L's diagonal.
+
+    Attributes:
+        memory: Z, (V, d).
+        cholesky_factor: L, (d, d), lower triangular with positive diagonal.
+        transform: T, (d, d).
+    """
+
+    memory: Tensor
+    cholesky_factor: Tensor
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        memory: Memory = "frozen",
+        retraction: Retraction = "polar",
+        diagonal: Diagonal = "softplus",
+        bounds: Bounds | None = None,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size)
+        if vocab_size < hidden_size:
+            raise ValueError(
+                f"expected vocab_size >= hidden_size, since d orthonormal columns need V >= d rows; got V={vocab_size}, "
+                f"d={hidden_size}; use a larger vocabulary or a narrower model"
+            )
+        if memory not in get_args(Memory):
+            raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
+        factor = CholeskyFactor(diagonal, bounds)
+        Z = nn.Parameter(torch.randn(vocab_size, hidden_size), requires_grad=memory == "trainable")
+        self.register_parameter("memory", Z)
+        stiefel(self, "memory", retraction=retraction)
+        self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size)))
+        parametrize.register_parametrization(self, "cholesky_factor", factor)
+        # Follows the model's dtype through .to(...), where Z and L stay wide: the dtype that embeddings come out in.
+        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self.register_parameter("bridge", None)
+
+    @classmethod
+    def from_embedding(
+        cls,
+        weight: Tensor,
+        *,
+        transform: Transform = "identity",
+        bridge: bool = False,
+        memory: Memory = "frozen",
+        retraction: Retraction = "polar",
+        diagonal: Diagonal = "softplus",
+        bounds: Bounds | None = None,
+    ) -> "PIT":
+        """PIT from an existing table E0 = U H (polar factors): Z = U. (PIT, section 4.1.)
+
+        No T makes it equal to transpose tying by E0, unless H² = I: E0ᵀE0 = H², where PIT has W_out E = I.
+
+        Args:
+            weight: E0 (V, d), V >= d, of full column rank.
+            transform: where T starts: "identity" (the paper), "head" (T = H, so W_out = E0ᵀ) or "embedding" (T = H⁻¹, so
+                E = E0).
+            bridge: keep the tied model's function exactly by a trainable d x d matrix, H at the start, applied to
+                embeddings and to hidden states, with T = I whatever ``transform`` says. W_out E = I then holds for Z and T
+                alone and no longer for the maps of the model.
+            memory, retraction, diagonal, bounds: as for :class:`PIT`.
+        """
+        if transform not in get_args(Transform):
+            raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
+        U, H = _decompose(weight)
+        pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal, bounds=bounds)
+        pit = pit.to(weight.device, linalg.working_dtype(weight.dtype))
+        pit.memory = U.to(pit.memory.dtype)
+        if bridge:
+            pit.bridge = nn.Parameter(H.to(pit.memory.dtype))
+        elif transform != "identity":
+            L = torch.linalg.cholesky(H if transform == "head" else linalg.symmetric(torch.linalg.inv(H)))
+            pit.cholesky_factor = L.to(pit.memory.dtype).contiguous()
+        return pit.to(weight.dtype)
+
+    @property
+    def transform(self) -> Tensor:
+        """T = L Lᵀ, (d, d)."""
+        with linalg.full_precision(self._like.device):
+            L = self.cholesky_factor
+            return L @ L.mT
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """z T⁻¹ for the rows z of Z at ids (...), by two triangular solves: (..., d)."""
+        check_ids(ids)
+        with linalg.full_precision(ids.device):
+            rows = F.embedding(ids.flatten(), self.memory)
+            e = divide_by_transform(rows, self.cholesky_factor)
+            if self.bridge is not None:
+                e = e @ self.bridge
+        return e.unflatten(0, ids.shape).to(self._like.dtype) if ids.ndim else e[0].to(self._like.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(h T) Zᵀ, (..., V)."""
+        g = self._readout(hidden)
+        return F.linear(g, self.memory.to(g.dtype))
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        return linear_cross_entropy(self._readout(hidden), self.memory, targets, ignore_index=ignore_index)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        """(E, W_out), computed in float64; with a bridge B, (E B, B W_out)."""
+        with torch.no_grad():
+            Z, L = self.memory.double(), self.cholesky_factor.double()
+            E, W_out = divide_by_transform(Z, L), L @ (L.mT @ Z.mT)
+            if self.bridge is not None:
+                E, W_out = E @ self.bridge.double(), self.bridge.double() @ W_out
+            return E.to(self.memory.dtype).contiguous(), W_out.to(self.memory.dtype).contiguous()
+
+    def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
+        """Optional regularizers: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""
+        logs = self.cholesky_factor.diagonal().log()
+        return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
+
+    def _readout(self, hidden: Tensor) -> Tensor:
+        """h T in float32, in the dtype of h: one d x d product and one by T, or by L and Lᵀ where h has few rows."""
+        with linalg.full_precision(hidden.device):
+            L = self.cholesky_factor
+            h = hidden.to(L.dtype)
+            if self.bridge is not None:
+                h = h @ self.bridge
+            few = h.numel() < h.shape[-1] ** 2
+            return ((h @ L) @ L.mT if few else h @ (L @ L.mT)).to(hidden.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PIT":
+        """Device moves and .double() as usual; .half() and .bfloat16() reach ``_like`` alone."""
+
+        def wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device) if narrowed and tensor is not self._like else moved
+
+        return super()._apply(wide, recurse)
+
+    def extra_repr(self) -> str:
+        original: Any = self.parametrizations.memory.original  # type: ignore[union-attr]
+        kind = "trainable" if original.requires_grad else "frozen"
+        return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
+
+
+def divide_by_transform(rows: Tensor, L: Tensor) -> Tensor:
+    """rows T⁻¹ with T = L Lᵀ by two triangular solves: (n, d)."""
+    half = torch.linalg.solve_triangular(L.mT, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(L, half, upper=False, left=False)
+
+
+def _decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Polar factors of a table in float64; ValueError with the reason where PIT cannot start from it."""
+    if weight.ndim != 2:
+        raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
+    linalg.working_dtype(weight.dtype)
+    V, d = weight.shape
+    if V < d:
+        raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")
+    U, H = linalg.polar(weight.detach().double())
+    singular_values = torch.linalg.eigvalsh(H)
+    if not singular_values[0] > 1e-5 * singular_values[-1]:
+        raise ValueError(
+            f"expected a table of full column rank, got smallest / largest singular value "
+            f"{singular_values[0] / singular_values[-1]:.1e} (at least 1e-5 is needed): its polar factor is not determined. "
+            "Look for duplicate, constant or zero columns"
+        )
+    return U, H

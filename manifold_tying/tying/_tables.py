@@ -1,0 +1,70 @@
+"""The two usual token interfaces: separate tables, and one table used on both sides."""
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying.interface import TokenInterface, check_ids
+
+INITIAL_STD = 0.02  # of a fresh table, as GPT-2 and Llama have it
+
+
+class _PlainTables(TokenInterface):
+    """E and W_outᵀ are tables that need no computation: whatever ``embedding`` and ``head`` are, both (V, d)."""
+
+    @property
+    @abstractmethod
+    def _embedding(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def _head(self) -> Tensor: ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        check_ids(ids)
+        return F.embedding(ids, self._embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._head)
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        return linear_cross_entropy(hidden, self._head, targets, ignore_index=ignore_index)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        return self._embedding.detach().clone(), self._head.detach().T.contiguous()
+
+
+class Untied(_PlainTables):
+    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
+        self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.embedding
+
+    @property
+    def _head(self) -> Tensor:
+        return self.head
+
+
+class TransposeTying(_PlainTables):
+    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.weight
+
+    @property
+    def _head(self) -> Tensor:
+        return self.weight

@@ -1,0 +1,173 @@
+"""What the Riemannian optimizers share: finding manifolds, checking gradients, batching equal shapes."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import geoopt
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manifold_tying.manifolds import Stiefel
+
+NonFinite = Literal["raise", "skip"]
+Group = dict[str, Any]
+
+
+class RiemannianOptimizer(Optimizer):
+    """An optimizer whose parameters may be points of manifolds; everything else it treats as torch.optim does.
+
+    A parameter's manifold is that of its group (key "manifold", as ``param_groups`` makes them), else its own attribute
+    ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
+        if nonfinite not in get_args(NonFinite):
+            raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
+        self._manifolds: dict[Tensor, geoopt.Manifold] = {}
+        self._names: dict[Tensor, str] = {}
+        self._nonfinite = nonfinite
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch.optim, with two keys more: "manifold" for all of its parameters, "names" for error messages."""
+        group = dict(param_group)
+        manifold = group.pop("manifold", None)
+        names = group.pop("names", None)
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            self._check_options(added)
+            for i, p in enumerate(added["params"]):
+                name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
+                self._add_parameter(p, manifold or getattr(p, "manifold", None), name, added)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _add_parameter(self, p: Tensor, manifold: geoopt.Manifold | None, name: str, group: Group) -> None:
+        self._names[p] = name
+        if manifold is None or isinstance(manifold, geoopt.Euclidean):
+            return
+        label = f"on-manifold parameter {name}"
+        ok, reason = manifold.check_point(p, explain=True)
+        if not ok:
+            raise ValueError(
+                f"{label} has a shape that is no point of {manifold}: {reason}. Was it flattened (FSDP1, ZeRO-3)? "
+                "Use FSDP2, which keeps shapes"
+            )
+        if p.is_floating_point() and p.dtype.itemsize < 4:
+            raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
+        if not p.is_meta:
+            ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
+            if not ok:
+                raise ValueError(f"{label} is not on {manifold}: {reason}. Project it with manifold.projx first")
+        if group["retract_every"] != 1 and not (isinstance(manifold, Stiefel) and manifold.retraction == "polar"):
+            raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
+        self._manifolds[p] = manifold
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.
+
+        ValueError that names the parameter, before anything is changed, where a gradient holds NaN or Inf, unless
+        ``nonfinite="skip"``: then nothing is changed at all.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if self._gradients_usable():
+                for group in self.param_groups:
+                    params = [p for p in group["params"] if p.grad is not None]
+                    self._euclidean_step(group, [p for p in params if p not in self._manifolds])
+                    self._manifold_step(group, [p for p in params if p in self._manifolds])
+        return loss
+
+    def _manifold_step(self, group: Group, params: list[Tensor]) -> None:
+        batches: dict[Any, list[Tensor]] = defaultdict(list)
+        for p in params:
+            state = self.state[p]
+            if not state:
+                self._initialize(p, state, group)
+            state["step"] += 1
+            manifold = self._manifolds[p]
+            motion = (manifold.retraction, manifold.terms) if isinstance(manifold, Stiefel) else id(manifold)
+            batches[motion, p.shape, p.dtype, p.device, state["step"].item()].append(p)
+        for batch in batches.values():
+            self._update_batch(group, batch)
+
+    def _update_batch(self, group: Group, batch: list[Tensor]) -> None:
+        """One update of parameters of the same shape on the same manifold, as one stack."""
+        points, gradients = _stack(batch), _stack([p.grad for p in batch if p.grad is not None])
+        states = [self.state[p] for p in batch]
+        keys = [key for key in states[0] if key != "step"]
+        stacked = {key: _stack([state[key] for state in states]) for key in keys}
+        stacked["step"] = states[0]["step"]
+        if group["maximize"]:
+            gradients = -gradients
+        moved = self._riemannian_update(group, self._manifolds[batch[0]], points, gradients, stacked)
+        for i, p in enumerate(batch):
+            p.copy_(moved[i])
+            for key in keys if len(batch) > 1 else ():
+                states[i][key].copy_(stacked[key][i])
+
+    def _gradients_usable(self) -> bool:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in params if p.grad is not None]
+        for p, gradient in zip(params, gradients, strict=True):
+            if gradient.is_sparse:
+                raise ValueError(f"parameter {self._names[p]} has a sparse gradient; use dense ones (sparse=False)")
+        # One number to look at: a sum of norms is finite unless an entry is not, or a square overflowed.
+        if not gradients or torch.nn.utils.get_total_norm(gradients).isfinite():
+            return True
+        bad = [self._names[p] for p, g in zip(params, gradients, strict=True) if not torch.isfinite(g).all()]
+        if bad and self._nonfinite == "raise":
+            raise ValueError(
+                f"the gradient of parameter {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''} holds NaN or Inf; nothing "
+                "was changed. Lower the learning rate, clip gradients, or pass nonfinite='skip' to leave such steps out"
+            )
+        return not bad
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_manifolds": self._manifolds,
+            "_names": self._names,
+            "_nonfinite": self._nonfinite,
+        }
+
+    @abstractmethod
+    def _check_options(self, group: Group) -> None:
+        """ValueError unless the group's options are in range."""
+
+    @abstractmethod
+    def _initialize(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Allocate the state of an on-manifold parameter, "step" among it."""
+
+    @abstractmethod
+    def _euclidean_step(self, group: Group, params: list[Tensor]) -> None:
+        """Update ordinary parameters as torch.optim does."""
+
+    @abstractmethod
+    def _riemannian_update(
+        self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        """New points; updates the tensors of ``state`` in place. All have a leading batch dimension."""
+
+
+def check_range(group: Group, **minimum: float) -> None:
+    """ValueError unless every named option of the group is a number >= its minimum."""
+    for name, low in minimum.items():
+        if not group[name] >= low:
+            raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
+    every = group["retract_every"]
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"expected retract_every to be a whole number >= 1, got {every!r}")
+
+
+def _stack(tensors: Iterable[Tensor]) -> Tensor:
+    tensors = list(tensors)
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)

@@ -1,0 +1,77 @@
+"""Parameter groups that know which parameters are points of which manifold."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import geoopt
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    manifold_lr: float | None = None,
+    weight_decay: float = 0.0,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Groups for :class:`RiemannianAdam` and :class:`RiemannianSGD` with every trainable parameter in exactly one.
+
+    Points are found through their parametrization (``.manifold``), wherever it stands, or as geoopt.ManifoldParameter. Weight
+    decay is for matrices: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none.
+
+    Args:
+        model: the whole model.
+        manifold_lr: learning rate of the points; the optimizer's own where None.
+        weight_decay: of the ordinary matrices.
+        overrides: full-name pattern (shell style, first match wins) to options for the parameters it matches, for instance
+            {"*cholesky_factor*": {"lr": 0.04}}. ValueError where a pattern matches nothing.
+
+    Returns:
+        dicts with "params", "names", "weight_decay", and where they apply "manifold", "lr" and the overrides.
+    """
+    overrides = dict(overrides or {})
+    manifolds, parametrized = _constrained(model)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    matched = set()
+    for name, p in model.named_parameters():
+        pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), None)
+        matched.add(pattern)
+        if not p.requires_grad:
+            continue
+        manifold = manifolds.get(p) or getattr(p, "manifold", None)
+        options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
+        if manifold is not None:
+            options |= {"weight_decay": 0.0, "manifold": manifold}
+            if manifold_lr is not None:
+                options["lr"] = manifold_lr
+        options |= overrides[pattern] if pattern else {}
+        key = (pattern, options["weight_decay"], None if manifold is None else repr(manifold))
+        group = groups.setdefault(key, {"params": [], "names": [], **options})
+        group["params"].append(p)
+        group["names"].append(name)
+    if unused := [pattern for pattern in overrides if pattern not in matched]:
+        known = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"no parameter matches {', '.join(map(repr, unused))}; the model has {known}")
+    return list(groups.values())
+
+
+def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[Tensor]]:
+    """Points with their manifold, and all parameters that stand behind some parametrization."""
+    manifolds: dict[Tensor, geoopt.Manifold] = {}
+    parametrized: set[Tensor] = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, parametrize.ParametrizationList):
+            continue
+        parametrized.update(module.parameters(recurse=False))
+        manifold = getattr(module[0], "manifold", None)
+        if manifold is not None:
+            point = dict(module.named_parameters(recurse=False)).get("original")
+            if point is None:
+                raise ValueError(
+                    f"{path} is constrained to {manifold}, but its tensor is no parameter of its own any more. Was the model "
+                    "flattened (FSDP1, ZeRO-3)? Use FSDP2, which keeps parameters"
+                )
+            manifolds[point] = manifold
+    return manifolds, parametrized
