@@ -25,7 +25,7 @@ class Plot:
     quantity: str
     """The key in metrics.jsonl."""
     label: str
-    """The y axis, with its unit."""
+    """The y axis, with its unit; may hold formulas for matplotlib."""
     against: str = TOKENS
     log: bool = False
     zoom: bool = False
@@ -65,7 +65,7 @@ PLOTS = (
         name="defect",
         title="Defect",
         quantity="defect",
-        label="defect ‖ZᵀZ − I‖_F / √d",
+        label=r"defect  $\|Z^{\top}Z - I\|_F\;/\;\sqrt{d}$",
         log=True,
         reading="How far the memory is off the Stiefel manifold; float32 rounding alone gives about 10⁻⁷.",
     ),
@@ -73,7 +73,7 @@ PLOTS = (
         name="delta-ti",
         title="Interface consistency ΔTI",
         quantity="delta_ti",
-        label="ΔTI = ‖W_out E − I‖_F",
+        label=r"ΔTI  $\|W_{\mathrm{out}}E - I\|_F$",
         log=True,
         reading="How far unembedding is from inverting the embedding.",
     ),
@@ -157,4 +157,4 @@ def _caption(plot: Plot, curves: Sequence[Curve], arms: Sequence[str], window: i
 def _alternative(plot: Plot, curves: Sequence[Curve]) -> str:
     last: Mapping[str, float] = {line.arm: line.last for line in curves}
     values = ", ".join(f"{arm} {significant(value, 4)}" for arm, value in last.items())
-    return f"Line chart: {plot.label} against {plot.against}, one line per arm. Last values: {values}."
+    return f"Line chart, {plot.title}: one line per arm against training {plot.against}. Last values: {values}."

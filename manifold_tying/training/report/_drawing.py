@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
 
-from ._labels import label_ends
+from ._labels import height_of, label_ends
 from ._numbers import significant
 from ._palette import Look
 from ._series import Curve
 
 INK, FAINT, PAPER = "#24292f", "#d8dee4", "#ffffff"
-WIDTH, PANEL_HEIGHT = 6.0, 3.4  # inches
+WIDTH, PANEL_HEIGHT, MARGINS = 6.0, 3.4, 0.7  # inches; the margins are what ticks and labels take from a panel
 DOTS_PER_INCH = 200
 FEW = 40  # up to so many points get a marker each
 TIME_UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, size, name
@@ -35,12 +36,14 @@ class Axis:
 def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> bytes:
     """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows their last half."""
     panels = 2 if axis.zoom else 1
-    figure = Figure(figsize=(WIDTH, PANEL_HEIGHT * panels), dpi=DOTS_PER_INCH, facecolor=PAPER, layout="constrained")
+    height = max(PANEL_HEIGHT, height_of(len(curves)) + MARGINS)
+    figure = Figure(figsize=(WIDTH, height * panels), dpi=DOTS_PER_INCH, facecolor=PAPER)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     FigureCanvasAgg(figure)
     for position, axes in enumerate(figure.subplots(panels, 1, squeeze=False)[:, 0]):
         _panel(axes, curves, looks, axis, last_half=position == 1)
+        label_ends(axes, curves, looks, height=height - MARGINS, ink=INK)
         _x_axis(axes, axis, named=position == panels - 1)
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -62,7 +65,6 @@ def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis:
     axes.set_ylabel(axis.label, color=INK, fontsize=10)
     _calm(axes)
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # what is added from here on moves nothing
-    label_ends(axes, curves, looks, height=0.8 * PANEL_HEIGHT, ink=INK)
 
 
 def _log_ticks(axes: Axes) -> None:
@@ -75,7 +77,7 @@ def _log_ticks(axes: Axes) -> None:
 
 
 def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if axis.against == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NARROW NO-BREAK SPACE}"))
         name = "training tokens"

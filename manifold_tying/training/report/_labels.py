@@ -14,27 +14,34 @@ FONT_SIZE = 9.5
 LINE_HEIGHT = 0.19  # inches from one label to the next
 
 
+def height_of(labels: int) -> float:
+    """Inches that so many labels take."""
+    return LINE_HEIGHT * labels
+
+
 def label_ends(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], *, height: float, ink: str) -> None:
-    """Write the names beside axes ``height`` inches high, each tied to its curve's last point by a thin line."""
+    """Write the names beside axes ``height`` inches high, each tied to its curve's last point by a dotted line."""
     ends = [_last_point(axes, line) for line in curves]
     places = spread_out([y for _, y in ends], LINE_HEIGHT / height)
     for line, (x, y), place in zip(curves, ends, places, strict=True):
         look = looks[line.arm]
-        tie = Line2D([x, 1.02, 1.02], [y, place, place], color=look.colour, linewidth=0.7)
-        key = Line2D([1.02, 1.04, 1.06], [place] * 3, markevery=[1], markersize=3.5, markeredgewidth=0, **look.line)
+        # straight on to the edge, so that a curve which ends early is not crossed by another's tie
+        tie = Line2D([x, 1.0, 1.03], [y, y, place], color=look.colour, linewidth=0.8, linestyle=(0, (1, 1.5)))
+        key = Line2D([1.03, 1.05, 1.07], [place] * 3, markevery=[1], markersize=3.5, markeredgewidth=0, **look.line)
         for artist in (tie, key):
             artist.set(transform=axes.transAxes, clip_on=False)
             axes.add_artist(artist)
         # a dollar sign in a name is a dollar sign, not the beginning of a formula
         axes.text(
-            1.08, place, line.arm, transform=axes.transAxes, va="center", color=ink, size=FONT_SIZE, parse_math=False
+            1.09, place, line.arm, transform=axes.transAxes, va="center", color=ink, size=FONT_SIZE, parse_math=False
         )
 
 
 def spread_out(places: Sequence[float], gap: float) -> list[float]:
-    """The places closest to the given ones (least squares) that keep their order and are at least a gap apart.
+    """The places in [0, 1] closest to the given ones (least squares) that keep their order and are a gap apart.
 
-    Subtracting rank·gap makes this isotonic regression: neighbours in the wrong order are pooled at their mean.
+    Subtracting rank·gap makes this isotonic regression: neighbours in the wrong order are pooled at their mean, and
+    clipping the pools keeps the optimum. Where [0, 1] is too short for all of them they go on above it.
     """
     order = sorted(range(len(places)), key=lambda i: places[i])
     pools: list[list[float]] = []
@@ -43,7 +50,8 @@ def spread_out(places: Sequence[float], gap: float) -> list[float]:
         while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
             last = pools.pop()
             pools[-1] += last
-    levels = [mean(pool) for pool in pools for _ in pool]
+    highest = max(1 - (len(places) - 1) * gap, 0.0)
+    levels = [min(max(mean(pool), 0.0), highest) for pool in pools for _ in pool]
     spread = {i: level + rank * gap for rank, (i, level) in enumerate(zip(order, levels, strict=True))}
     return [spread[i] for i in range(len(places))]
 

@@ -10,7 +10,8 @@ from ._numbers import DASH
 
 def section(name: str, heading: str, markup: str) -> str:
     """A part of the page under its heading, which names it for screen readers and links."""
-    return f'<section class="{name}" aria-labelledby="{name}">\n<h2 id="{name}">{escape(heading)}</h2>\n{markup}\n</section>'
+    title = f'<h2 id="{name}">{escape(heading)}</h2>'
+    return f'<section class="{name}" aria-labelledby="{name}">\n{title}\n{markup}\n</section>'
 
 
 def scrolling(label: str, markup: str) -> str:

@@ -7,7 +7,6 @@ from ._experiment import BASELINE, Quantity, Row, arm_names, by_seed, seeds_of
 from ._numbers import COUNT_UNITS, DASH, MEMORY_UNITS, fixed, scale, significant
 from ._statistics import Summary, paired_differences, summarize
 
-
 Text = Callable[[float, float], str]  # a value, and the mean that it stands beside, as text
 
 
@@ -53,7 +52,7 @@ def results(rows: Sequence[Row]) -> Results:
     columns = {
         Column("seeds"): [Cell(str(len(seeds_of(rows, arm)))) for arm in arms],
         Column("val loss", "nats"): column("val_loss", _nats),
-        Column("Δ to " + BASELINE, "nats"): [_difference(rows, arm) for arm in arms],
+        Column("Δ\N{NO-BREAK SPACE}to " + BASELINE, "nats"): [_difference(rows, arm) for arm in arms],
         Column("train loss", "nats"): column("train_loss", _nats),
         Column("speed", "tokens/s"): column("tokens_per_second", lambda value, _: fixed(value)),
         Column("peak memory", memory_unit): column("peak_memory_bytes", lambda value, _: fixed(value / memory_size, 2)),

@@ -32,7 +32,7 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     """The runs of one arm as a curve; None where none of them measured y against x.
 
     x is "tokens" or "seconds"; where seeds differ in x (they do in seconds), a step stands at its mean. ``window``
-    smooths each run by a mean over the last so many values; ``positive`` leaves out what a logarithmic axis cannot show.
+    smooths each run by a mean over the last so many values; ``positive`` leaves out what a log axis cannot show.
     """
     measured = [points for points in (_points(run, x, y) for run in runs) if points]
     shared = sorted(set.intersection(*map(set, measured))) if measured else []

@@ -28,7 +28,7 @@ def summary_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     table.add_column(Text("arm"), overflow="fold", min_width=13)
     for column in table_of.columns:
         # a word a line: the numbers need the width
-        heading = "\n".join([*column.heading.split(), column.unit]).rstrip()
+        heading = "\n".join([*column.heading.split(" "), column.unit]).rstrip()
         table.add_column(Text(heading), justify="right", no_wrap=True, vertical="bottom")
     for arm, cells in zip(table_of.arms, table_of.cells, strict=True):
         table.add_row(Text(arm), *map(_text, cells))

@@ -1,0 +1,512 @@
+"""The reference model against Hugging Face's Llama, against formulas, and against the ways models are handled."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from manifold_tying.models import Llama, LlamaConfig
+from manifold_tying.models._llama import build_norm
+from manifold_tying.models._rope import rotary_tables, rotate
+from manifold_tying.tying.interface import TokenInterface
+
+SEQUENTIAL = LlamaConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    rope_theta=500.0,
+    norm_eps=1e-6,
+)
+PARALLEL = dataclasses.replace(SEQUENTIAL, parallel_block=True, gated_attention=True, norm="layernorm")
+FORMS = {
+    "sequential": SEQUENTIAL,
+    "parallel": PARALLEL,
+    "parallel-rmsnorm-embedding-norm": dataclasses.replace(PARALLEL, norm="rmsnorm", embedding_norm=True),
+}
+
+
+class Tables(TokenInterface):
+    """Plain tables, tied or not: nothing here but the protocol."""
+
+    def __init__(self, config: LlamaConfig, tied: bool = False) -> None:
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size))
+        self.head = self.embedding if tied else nn.Parameter(torch.randn(config.vocab_size, config.hidden_size))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head.to(hidden.dtype))
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        logits = F.linear(hidden, self.head.to(hidden.dtype)).float()
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        return self.embedding, self.head.T
+
+
+def build(config: LlamaConfig, *, tied: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> Llama:
+    """A model in which every parameter matters: large weights, and gains, shifts and gates away from 1, 0 and 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Llama(config, Tables(config, tied)).double()
+        with torch.no_grad():
+            for parameter in model.blocks.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            for parameter in model.norm.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model.to(dtype)
+
+
+def tokens(config: LlamaConfig, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    return ((result.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+HUGGING_FACE_NAMES = {
+    "blocks.": "model.layers.",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "interface.embedding": "model.embed_tokens.weight",
+    "interface.head": "lm_head.weight",
+}
+
+
+class WideNorm(nn.Module):
+    """Hugging Face's LlamaRMSNorm, which rounds even float64 to float32, without the rounding."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def hugging_face_twin(model: Llama, *, tied: bool) -> nn.Module:
+    """Hugging Face's model with copies of the weights of ``model``."""
+    config = model.config
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in HUGGING_FACE_NAMES.items():
+            name = name.replace(ours, theirs)
+        weights["model.norm.weight" if name == "norm.weight" else name] = tensor.clone()
+    twin: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=tied,
+            attn_implementation="sdpa",  # type: ignore[call-arg]  # the eager one rounds its softmax to float32
+        )
+    )
+    twin = twin.to(model.norm.weight.dtype)
+    twin.load_state_dict(weights)
+    if model.norm.weight.dtype == torch.float64:
+        twin.model.norm = WideNorm(twin.model.norm)
+        for layer in twin.model.layers:
+            layer.input_layernorm = WideNorm(layer.input_layernorm)
+            layer.post_attention_layernorm = WideNorm(layer.post_attention_layernorm)
+    return twin.eval()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"num_kv_heads": 4}, id="all-heads"),
+        pytest.param({}, id="gqa"),
+        pytest.param({"num_kv_heads": 1, "head_dim": 12}, id="one-kv-head-wider-heads"),
+    ],
+)
+def test_sequential_form_is_hugging_face_llama(
+    changes: dict[str, Any], tied: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = build(dataclasses.replace(SEQUENTIAL, **changes), tied=tied, dtype=dtype)
+    twin = hugging_face_twin(model, tied=tied)
+    ids = tokens(model.config, length=40)
+    with torch.no_grad():
+        reference = twin(ids).logits
+        logits = model(ids)
+    assert logits.dtype == reference.dtype == dtype
+    assert logits.std() > 1
+    assert relative_error(logits, reference) < tolerance
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.output",
+        "attention_norm",
+        "mlp_norm",
+        "mlp.gate",
+        "mlp.up",
+        "mlp.down",
+        "interface.embedding",
+        "interface.head",
+        "norm",
+    ],
+)
+def test_every_kind_of_weight_counts_in_the_comparison(kind: str) -> None:
+    model = build(SEQUENTIAL)
+    twin = hugging_face_twin(model, tied=False)
+    ids = tokens(SEQUENTIAL)
+    [parameter] = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.removesuffix(".weight") in (kind, f"blocks.1.{kind}")
+    ]
+    with torch.no_grad():
+        parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
+        assert relative_error(model(ids), twin(ids).logits) > 1e-6
+
+
+@pytest.mark.parametrize("changes", [{"rope_theta": 501.0}, {"norm_eps": 1e-3}], ids=["theta", "eps"])
+def test_the_scalars_of_the_config_count_in_the_comparison(changes: dict[str, Any]) -> None:
+    model = build(SEQUENTIAL)
+    other = Llama(dataclasses.replace(SEQUENTIAL, **changes), Tables(SEQUENTIAL)).double()
+    other.load_state_dict(model.state_dict())
+    ids = tokens(SEQUENTIAL)
+    with torch.no_grad():
+        assert relative_error(other(ids), hugging_face_twin(model, tied=False)(ids).logits) > 1e-6
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+
+def parallel_formula(model: Llama, ids: Tensor) -> Tensor:
+    """Logits (N, V) of one sequence, written head by head and position by position."""
+    config = model.config
+    weights = model.state_dict()
+    D, group = config.head_dim, config.num_heads // config.num_kv_heads
+    # The convention is float32 angles: as complex numbers, exactly those of the model.
+    cos, sin = rotary_tables(len(ids), D, config.rope_theta, ids.device)
+    turns = torch.complex(cos.double(), sin.double())
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        gain = weights[f"{name}.weight"]
+        if config.norm == "rmsnorm":
+            return gain * x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return gain * centred / (variance + config.norm_eps).sqrt() + weights[f"{name}.bias"]
+
+    def turned(x: Tensor, n: int) -> Tensor:
+        pairs = torch.complex(x[: D // 2], x[D // 2 :]) * turns[n]
+        return torch.cat([pairs.real, pairs.imag])
+
+    x = weights["interface.embedding"][ids]
+    if config.embedding_norm:
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+    for layer in range(config.num_layers):
+
+        def matrix(name: str, layer: int = layer) -> Tensor:
+            return weights[f"blocks.{layer}.{name}.weight"]
+
+        h = norm(x, f"blocks.{layer}.norm")
+        attended = torch.zeros(len(ids), config.num_heads * D, dtype=torch.float64)
+        for head in range(config.num_heads):
+            q_rows = slice(head * D, (head + 1) * D)
+            kv_rows = slice(head // group * D, (head // group + 1) * D)
+            values = h @ matrix("attention.value")[kv_rows].T
+            for n in range(len(ids)):
+                query = turned(matrix("attention.query")[q_rows] @ h[n], n)
+                keys = torch.stack([turned(matrix("attention.key")[kv_rows] @ h[m], m) for m in range(n + 1)])
+                scores = (keys @ query / D**0.5).exp()
+                attended[n, q_rows] = scores @ values[: n + 1] / scores.sum()
+        gate = weights[f"blocks.{layer}.attention.gate"]
+        gated = h @ matrix("mlp.gate").T
+        swiglu = gated / (1 + (-gated).exp()) * (h @ matrix("mlp.up").T)
+        x = x + (gate * attended) @ matrix("attention.output").T + swiglu @ matrix("mlp.down").T
+    return norm(x, "norm") @ weights["interface.head"].T
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("embedding_norm", [False, True])
+def test_parallel_form_is_its_formula(norm: Any, embedding_norm: bool) -> None:
+    model = build(dataclasses.replace(PARALLEL, norm=norm, embedding_norm=embedding_norm))
+    ids = tokens(model.config, batch=3, length=7)
+    with torch.no_grad():
+        reference = torch.stack([parallel_formula(model, sequence) for sequence in ids])
+        assert relative_error(model(ids), reference) < 1e-11
+        model.blocks[1].attention.gate[5] *= 1.001  # type: ignore[union-attr, index, operator]
+        assert relative_error(model(ids), reference) > 1e-7
+
+
+def test_rotary_tables_are_the_complex_powers() -> None:
+    cos, sin = rotary_tables(64, 12, 500.0, torch.device("cpu"))
+    frequencies = torch.tensor([500.0 ** (-2 * i / 12) for i in range(6)], dtype=torch.float64)
+    turns = torch.exp(1j * torch.arange(64, dtype=torch.float64)[:, None] * frequencies)
+    assert cos.dtype == sin.dtype == torch.float32
+    # float32 angles up to 63: half a unit in the last place is 2e-6.
+    torch.testing.assert_close(torch.complex(cos.double(), sin.double()), turns, rtol=0, atol=4e-6)
+
+
+def test_low_precision_is_rotated_in_float32() -> None:
+    tables = rotary_tables(300, 8, 10_000.0, torch.device("cpu"))
+    x = torch.randn(2, 3, 300, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(rotate(x, tables), rotate(x.float(), tables).bfloat16())
+    cos, sin = tables
+    assert not torch.equal(rotate(x, (cos.bfloat16(), sin.bfloat16())), rotate(x, tables))
+
+
+@pytest.mark.parametrize("name", ["rmsnorm", "layernorm"])
+def test_low_precision_norms_take_their_statistics_in_float32(name: Any) -> None:
+    config = dataclasses.replace(SEQUENTIAL, hidden_size=4096, norm=name)
+    norm = build_norm(config).bfloat16()
+    x = (torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)) + 3).bfloat16()
+
+    def error(result: Tensor) -> float:
+        wide = x.double() - (x.double().mean(-1, keepdim=True) if name == "layernorm" else 0)
+        reference = wide * (wide.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()
+        return ((result.double() - reference) / reference.abs().clamp_min(1e-6)).abs().max().item()
+
+    one_rounding = 2**-8
+    assert error(norm(x)) < one_rounding * 1.01
+    low = x - (x.mean(-1, keepdim=True) if name == "layernorm" else 0)
+    assert error(low * (low.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt()) > one_rounding * 1.2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_before_a_changed_token_changes(form: str) -> None:
+    model = build(FORMS[form])
+    ids = tokens(model.config, length=10)
+    with torch.no_grad():
+        before = model(ids)
+        for position in (0, 4, 9):
+            changed = ids.clone()
+            changed[:, position] = (changed[:, position] + 1) % model.config.vocab_size
+            difference = (model(changed) - before).abs().amax(-1)
+            assert difference[:, :position].eq(0).all()
+            assert difference[:, position:].gt(1e-6).all()
+
+
+def test_embedding_norm_makes_the_scale_of_the_embeddings_irrelevant() -> None:
+    config = dataclasses.replace(PARALLEL, embedding_norm=True)
+    model = build(config)
+    without = build(dataclasses.replace(config, embedding_norm=False))
+    ids = tokens(config)
+    with torch.no_grad():
+        hidden, plain = model.hidden(ids), without.hidden(ids)
+        for scale in (1e-3, 1e6):
+            for each in (model, without):
+                each.interface.embedding.mul_(scale)  # type: ignore[operator]
+            assert relative_error(model.hidden(ids), hidden) < 1e-5
+            assert relative_error(without.hidden(ids), plain) > 0.1
+
+
+def test_embedding_norm_keeps_a_row_of_zeros_finite() -> None:
+    model = build(dataclasses.replace(PARALLEL, embedding_norm=True), dtype=torch.float32)
+    ids = tokens(model.config)
+    with torch.no_grad():
+        model.interface.embedding[ids[0, 0]] = 0  # type: ignore[operator]
+    model.loss(ids, ids.roll(-1, 1)).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+class NoLogits(Tables):
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("the loss asked for all the logits")
+
+
+def test_loss_is_the_interfaces_and_knows_what_to_ignore() -> None:
+    model = build(PARALLEL)
+    ids, targets = tokens(PARALLEL), tokens(PARALLEL, seed=2)
+    targets[0, :5] = -7
+    with torch.no_grad():
+        kept = targets != -7
+        expected = F.cross_entropy(model(ids)[kept], targets[kept])
+        interface = NoLogits(PARALLEL).double()
+        interface.load_state_dict(model.interface.state_dict())
+        model.interface = interface
+        assert abs(model.loss(ids, targets, ignore_index=-7).item() - expected.item()) < 1e-5
+        assert abs(model.loss(ids, targets.clamp_min(0), ignore_index=-7).item() - expected.item()) > 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_reaches_every_parameter(form: str) -> None:
+    config = FORMS[form]
+    model = Llama(config, Tables(config))
+    ids = tokens(config)
+    model.loss(ids, ids.roll(-1, 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+# --- initialization ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_initial_weights(form: str) -> None:
+    config = dataclasses.replace(FORMS[form], hidden_size=128, head_dim=32, intermediate_size=192, num_layers=8)
+    interface = Tables(config)
+    table = interface.embedding.detach().clone()
+    torch.manual_seed(0)
+    model = Llama(config, interface)
+    assert torch.equal(interface.embedding, table)
+    for name, parameter in model.named_parameters():
+        kind = name.removesuffix(".weight").split(".")[-1]
+        if name.startswith("interface"):
+            continue
+        if parameter.ndim == 2:
+            expected = 0.02 / 4 if kind in ("output", "down") else 0.02  # √(2·8) = 4
+            assert abs(parameter.std().item() / expected - 1) < 0.05, name
+        else:
+            assert parameter.eq(0 if kind == "bias" else 1).all(), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
+    config = FORMS[form]
+    model = build(config)
+    with torch.device("meta"):
+        other = Llama(config, Tables(config)).double()
+    other = other.to_empty(device="cpu")
+    for parameter in other.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    other.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in other.blocks.parameters())
+    assert all(parameter.isfinite().all() for parameter in other.norm.parameters())
+    other.load_state_dict(model.state_dict())
+    ids = tokens(config)
+    assert torch.equal(other(ids), model(ids))
+
+
+def test_constrained_weights_are_not_reset_in_silence() -> None:
+    model = Llama(SEQUENTIAL, Tables(SEQUENTIAL))
+    parametrizations.orthogonal(model.blocks[0].attention.query)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(RuntimeError, match="reset first, then add the constraints"):
+        model.reset_parameters()
+
+
+# --- handling ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_is_independent_and_equal(form: str) -> None:
+    model = build(FORMS[form])
+    ids = tokens(model.config)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        logits = model(ids)
+        assert torch.equal(twin(ids), logits)
+        twin.blocks[0].mlp.up.weight.mul_(2)  # type: ignore[union-attr, operator]
+        assert torch.equal(model(ids), logits)
+        assert not torch.equal(twin(ids), logits)
+
+
+def test_a_round_trip_through_another_dtype_leaves_nothing_behind() -> None:
+    # Rotary angles kept in a buffer would come back from bfloat16 with 8 bits.
+    model = build(PARALLEL)
+    ids = tokens(PARALLEL, length=40)
+    weights = copy.deepcopy(model.state_dict())
+    logits = model(ids)
+    model.bfloat16().double().load_state_dict(weights)
+    assert torch.equal(model(ids), logits)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_autocast(form: str) -> None:
+    model = build(FORMS[form], dtype=torch.float32)
+    ids = tokens(model.config)
+    reference = model.hidden(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.hidden(ids)
+        loss = model.loss(ids, ids.roll(-1, 1))
+    loss.backward()
+    # The residual stream stays float32; some 2⁻⁹ from each of a dozen roundings per block.
+    assert hidden.dtype == torch.float32
+    assert 1e-5 < relative_error(hidden, reference) < 0.05
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_body_with_a_float32_interface(form: str) -> None:
+    model = build(FORMS[form], dtype=torch.float32)
+    ids = tokens(model.config)
+    reference = model(ids)
+    model.blocks.bfloat16()
+    model.norm.bfloat16()
+    logits = model(ids)
+    assert model.interface.embed(ids).dtype == torch.float32
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits, reference) < 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_as_one_graph(form: str) -> None:
+    model = build(FORMS[form], dtype=torch.float32)
+    ids = tokens(model.config)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for each in (model, compiled):
+        logits = each(ids)
+        F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
+        gradients.append([logits.detach()] + [parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    for eager, graph in zip(*gradients, strict=True):
+        assert eager is not None and graph is not None
+        torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-6)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 62}, "the interface must have the vocab_size of the config, 61, got 62"),
+        ({"hidden_size": 64}, "the interface must have the hidden_size of the config, 32, got 64"),
+    ],
+)
+def test_an_interface_of_other_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Llama(SEQUENTIAL, Tables(dataclasses.replace(SEQUENTIAL, **changes)))
+
+
+def test_inputs_of_other_shapes_are_refused() -> None:
+    model = Llama(SEQUENTIAL, Tables(SEQUENTIAL))
+    ids = tokens(SEQUENTIAL)
+    for wrong in (ids[0], ids[None]):
+        with pytest.raises(
+            ValueError, match=r"expected token ids of shape \(batch, positions\), got .*add a batch dim"
+        ):
+            model(wrong)
+    with pytest.raises(ValueError, match=r"targets must have the shape of ids, \(2, 12\), got \(2, 11\)"):
+        model.loss(ids, ids[:, 1:])

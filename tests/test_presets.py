@@ -1,0 +1,187 @@
+"""The configurations: what they refuse, and the parameter counts that the papers print."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from manifold_tying.models import PRESETS, Llama, LlamaConfig, preset
+from manifold_tying.tying.interface import TokenInterface
+
+# PIT, Table 3: L, d, n_h, n_kv, d_ff, then the printed total and the share of the embedding in it.
+PIT_TABLE_3 = {
+    "pit-0.3b": ((24, 1024, 16, 4, 2816), "303 M", "10.8%"),
+    "pit-0.6b": ((32, 1280, 20, 5, 3584), "613 M", "6.7%"),
+    "pit-1.2b": ((40, 1600, 24, 6, 4480), "1.17 B", "4.4%"),
+}
+
+# POET, Table 8: d, n_h, L. Table 2, row AdamW: the trainable parameters, which are those of the body's matrices alone.
+POET_SHAPES = {"60m": (512, 8, 8), "130m": (768, 12, 12), "350m": (1024, 16, 24), "1.3b": (2048, 32, 24)}
+POET_WIDTHS = {"60m": 1280, "130m": 2048, "350m": 2816, "1.3b": 5376}
+GALORE_WIDTHS = {"60m": 1376, "130m": 2048, "350m": 2736, "1.3b": 5464}
+POET_TABLE_2_ADAMW = {"60m": "25.30M", "130m": "84.93M", "350m": "302.38M", "1.3b": "1.21B"}
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+class OneTable(TokenInterface):
+    """As many parameters as transpose tying has; never run."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        raise NotImplementedError
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+def meta_model(config: LlamaConfig) -> Llama:
+    """The model without its memory: a billion parameters cost nothing on the meta device."""
+    with torch.device("meta"):
+        return Llama(config, OneTable(config.vocab_size, config.hidden_size))
+
+
+def total(config: LlamaConfig) -> int:
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
+
+
+def body_matrices(config: LlamaConfig) -> int:
+    return sum(parameter.numel() for parameter in meta_model(config).blocks.parameters() if parameter.ndim == 2)
+
+
+def in_billions(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+@pytest.mark.parametrize("name", PIT_TABLE_3)
+def test_pit_presets_have_the_columns_and_totals_of_table_3(name: str) -> None:
+    columns, printed_total, printed_share = PIT_TABLE_3[name]
+    config = preset(name)
+    assert columns == (
+        config.num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.intermediate_size,
+    )
+    assert (config.vocab_size, config.norm, config.parallel_block, config.gated_attention) == (
+        32_000,
+        "layernorm",
+        True,
+        True,
+    )
+    count = total(config)
+    assert (f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M") == printed_total
+    assert f"{config.vocab_size * config.hidden_size / count:.1%}" == printed_share
+
+
+def test_heads_of_width_64_do_not_give_the_printed_total_of_the_largest_pit_model() -> None:
+    # Why pit-1.2b alone has another width: the literal table, and its rule n_h = d/64 with a divisor for n_kv.
+    assert [preset(name).head_dim for name in PIT_TABLE_3] == [64, 64, 68]
+    literal = dataclasses.replace(preset("pit-1.2b"), head_dim=64)
+    rule = dataclasses.replace(literal, num_heads=25, num_kv_heads=5)
+    assert [in_billions(total(config)) for config in (literal, rule)] == ["1.16B", "1.16B"]
+
+
+@pytest.mark.parametrize("size", POET_SHAPES)
+@pytest.mark.parametrize(("family", "widths"), [("poet", POET_WIDTHS), ("galore", GALORE_WIDTHS)])
+def test_poet_presets_have_the_shapes_of_table_8(family: str, widths: dict[str, int], size: str) -> None:
+    config = preset(f"{family}-{size}")
+    d, heads, layers = POET_SHAPES[size]
+    assert config == LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=d,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=widths[size],
+        head_dim=64,
+        norm="rmsnorm",
+        norm_eps=1e-6,
+    )
+
+
+@pytest.mark.parametrize("size", POET_SHAPES)
+def test_galore_presets_have_the_parameter_counts_of_the_adamw_row(size: str) -> None:
+    assert in_billions(body_matrices(preset(f"galore-{size}"))) == POET_TABLE_2_ADAMW[size]
+
+
+def test_the_widths_of_table_8_are_not_those_of_the_adamw_row() -> None:
+    # Equal only where the older width was a multiple of the block size already.
+    agree = [in_billions(body_matrices(preset(f"poet-{size}"))) == POET_TABLE_2_ADAMW[size] for size in POET_SHAPES]
+    assert agree == [False, True, False, False]
+
+
+@pytest.mark.parametrize(("name", "d"), [("nano", 128), ("mini", 256)])
+def test_small_presets_have_the_form_of_pit(name: str, d: int) -> None:
+    config = preset(name)
+    assert (config.hidden_size, config.norm, config.parallel_block, config.gated_attention) == (
+        d,
+        "rmsnorm",
+        True,
+        True,
+    )
+    assert config.intermediate_size == -(-8 * d // 3 // 64) * 64
+    assert config.num_heads == 4 * config.num_kv_heads
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json(name: str) -> None:
+    config = preset(name)
+    again = LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+    assert again == config
+    assert again != dataclasses.replace(config, num_layers=config.num_layers + 1)
+
+
+def test_unknown_preset_lists_the_names() -> None:
+    with pytest.raises(ValueError, match=r"unknown preset 'pit-7b'; choose one of nano, .*pit-0\.3b, .*galore-1\.3b"):
+        preset("pit-7b")
+
+
+def test_head_dim_is_derived_and_free_to_differ() -> None:
+    assert LlamaConfig(**SIZES).head_dim == 8
+    assert LlamaConfig(**SIZES, head_dim=6).head_dim == 6
+    assert LlamaConfig(**SIZES | {"num_heads": 6, "head_dim": 4}).head_dim == 4
+    assert dataclasses.replace(LlamaConfig(**SIZES), hidden_size=64, head_dim=0).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"num_layers": 1.5}, "num_layers must be a positive integer, got 1.5"),
+        ({"intermediate_size": -1}, "intermediate_size must be a positive integer, got -1"),
+        ({"num_heads": 5, "num_kv_heads": 5}, "num_heads must divide hidden_size, got hidden_size=32, num_heads=5"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_heads=4, num_kv_heads=3"),
+        ({"num_heads": 32}, "head_dim must be even, got 1.*change num_heads or give an even head_dim"),
+        ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"head_dim": -2}, "head_dim must be a positive integer, or 0 to derive it, got -2"),
+        ({"norm": "batchnorm"}, "unknown norm 'batchnorm'; choose one of rmsnorm, layernorm"),
+        ({"rope_theta": 0.0}, r"rope_theta must be positive, got 0\.0"),
+        ({"norm_eps": -1e-5}, "norm_eps must be positive, got -1e-05"),
+        ({"initializer_std": 0}, "initializer_std must be positive, got 0"),
+    ],
+)
+def test_configs_that_cannot_be_built_say_why(changes: dict[str, Any], message: str) -> None:
+    LlamaConfig(**SIZES)
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig(**SIZES | changes)
