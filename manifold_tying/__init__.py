@@ -6,3 +6,20 @@ with _warnings.catch_warnings():
     # geoopt 0.5.1 compiles its hyperbolic formulas with torch.jit.script, deprecated in torch 2.13: not our users' business.
     _warnings.filterwarnings("ignore", message=r"`torch.jit.script", category=DeprecationWarning)
     import geoopt as _geoopt  # noqa: F401
+
+from manifold_tying import diagnostics as diagnostics
+from manifold_tying import linalg as linalg
+from manifold_tying import models as models
+from manifold_tying import optim as optim
+from manifold_tying.manifolds import SPD as SPD
+from manifold_tying.manifolds import Stiefel as Stiefel
+from manifold_tying.parametrizations import materialize as materialize
+from manifold_tying.parametrizations import orthogonal as orthogonal
+from manifold_tying.parametrizations import spd as spd
+from manifold_tying.parametrizations import stiefel as stiefel
+from manifold_tying.tying import PIT as PIT
+from manifold_tying.tying import TokenInterface as TokenInterface
+from manifold_tying.tying import TransposeTying as TransposeTying
+from manifold_tying.tying import Untied as Untied
+
+__version__ = "0.1.0"

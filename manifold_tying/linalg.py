@@ -112,7 +112,7 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     # min(infinity norm, Frobenius norm) bounds the spectral norm, so all eigenvalues of G/c are in (0, 1].
     c = torch.minimum(G.abs().sum(-1).amax(-1), torch.linalg.matrix_norm(G))[..., None, None].clamp_min(1e-30)
     Y, P = G / c, eye.expand_as(G)
-    tolerance = 1e-3 if G.dtype == torch.float32 else 1e-6  # the refinement squares what is left
+    tolerance = 1e-4 if G.dtype == torch.float32 else 1e-6  # the refinement squares what is left
     for _ in range(40):
         R = eye - P @ Y
         if not (error := torch.linalg.matrix_norm(R).amax()) > tolerance:  # also leaves when error is NaN

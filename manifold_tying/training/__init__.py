@@ -1,1 +1,7 @@
+"""Training runs and ablations. Needs the packages of the extra ``train``."""
 
+from manifold_tying.training._ablation import AblateConfig as AblateConfig
+from manifold_tying.training._ablation import ablate as ablate
+from manifold_tying.training._config import Settings as Settings
+from manifold_tying.training._config import TrainConfig as TrainConfig
+from manifold_tying.training._loop import train as train

@@ -53,7 +53,8 @@ def prepare(
     the last 5 % are held out (the tokenizer has then seen them).
 
     A directory is made beside its final place and renamed, so that whatever lies in the cache is whole, also when
-    several processes prepare the same corpus at once.
+    several processes prepare the same corpus at once. Local files that have changed are prepared anew; a dataset on the
+    hub is known by its name, configuration and split only: delete its directory to get a newer revision.
 
     Args:
         spec: which corpus, see ``SPEC_FORMS``

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._drawing import Axis, draw
-from ._experiment import Experiment, arm_names
-from ._files import write_whole
-from ._numbers import significant
-from ._palette import looks
-from ._series import Curve, curve, smoothing_window
+from manifold_tying.training._files import write_whole
+from manifold_tying.training.report._drawing import Axis, draw
+from manifold_tying.training.report._experiment import Experiment, arm_names
+from manifold_tying.training.report._numbers import significant
+from manifold_tying.training.report._palette import looks
+from manifold_tying.training.report._series import Curve, curve, smoothing_window
 
 TOKENS = "tokens"
 SECONDS = "seconds"
@@ -29,7 +29,7 @@ class Plot:
     against: str = TOKENS
     log: bool = False
     zoom: bool = False
-    """A second panel with the last half alone: differences at the end are small against the fall at the beginning."""
+    """A second panel with the end alone: differences at the end are small against the fall at the beginning."""
     smooth: bool = False
     reading: str
     """How to read it."""
@@ -51,7 +51,8 @@ PLOTS = (
         label="validation loss (nats per token)",
         against=SECONDS,
         zoom=True,
-        reading="Equal time: the same losses, what each arm costs per step counted in. Below, the last half alone.",
+        reading="Equal time: the same losses, with what each arm costs per step counted in. Below, "
+        "from half the time of the fastest arm on.",
     ),
     Plot(
         name="train-loss-tokens",

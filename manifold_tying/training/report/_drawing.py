@@ -4,19 +4,28 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedFormatter,
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
-from ._labels import height_of, label_ends
-from ._numbers import significant
-from ._palette import Look
-from ._series import Curve
+from manifold_tying.training.report._labels import height_of, label_ends
+from manifold_tying.training.report._numbers import significant
+from manifold_tying.training.report._palette import Look
+from manifold_tying.training.report._series import Curve
 
 INK, FAINT, PAPER = "#24292f", "#d8dee4", "#ffffff"
-WIDTH, PANEL_HEIGHT, MARGINS = 6.0, 3.4, 0.7  # inches; the margins are what ticks and labels take from a panel
+WIDTH, PANEL_HEIGHT, MARGINS = 5.7, 3.3, 0.7  # inches; the margins are what ticks and labels take from a panel
 DOTS_PER_INCH = 200
 FEW = 40  # up to so many points get a marker each
 TIME_UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, size, name
@@ -34,7 +43,7 @@ class Axis:
 
 
 def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> bytes:
-    """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows their last half."""
+    """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows how they end."""
     panels = 2 if axis.zoom else 1
     height = max(PANEL_HEIGHT, height_of(len(curves)) + MARGINS)
     figure = Figure(figsize=(WIDTH, height * panels), dpi=DOTS_PER_INCH, facecolor=PAPER)
@@ -50,8 +59,8 @@ def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> byte
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis, *, last_half: bool) -> None:
-    end = max(float(line.x.max()) for line in curves)
-    start = end / 2 if last_half else min(float(line.x.min()) for line in curves)
+    # half of the shortest: where arms end at different times, each still has its end in the picture
+    start = min(float(line.x.max()) for line in curves) / 2 if last_half else -np.inf
     for line in curves:
         look = looks[line.arm]
         seen = line.x >= start
@@ -71,9 +80,23 @@ def _log_ticks(axes: Axes) -> None:
     """Powers of ten label nothing on an axis that spans less than one or two of them: there, even ticks instead."""
     low, high = axes.get_ylim()
     if high / low < 30:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: significant(value, 2 if value < 1 else 3)))
+        ticks = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+        axes.yaxis.set_major_locator(FixedLocator(ticks))
+        axes.yaxis.set_major_formatter(FixedFormatter(tick_labels(ticks)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """The ticks with the fewest digits, from two on, that tell them apart."""
+    return next(
+        (
+            labels
+            for digits in range(2, 10)
+            if len(set(labels := [significant(t, digits) for t in ticks])) == len(ticks)
+        ),
+        [significant(tick) for tick in ticks],
+    )
 
 
 def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:

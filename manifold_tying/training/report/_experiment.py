@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-BASELINE = "transpose"  # the arm that the others are measured against
+BASELINE = "transpose"  # what the other arms are measured against
 
 Quantity = Literal[
     "val_loss",
@@ -25,7 +25,7 @@ class Row(TypedDict):
 
     arm: str
     seed: int
-    val_loss: float
+    val_loss: float  # NaN where the run diverged
     train_loss: float
     tokens: float
     seconds: float
@@ -66,6 +66,17 @@ class Experiment:
 def arm_names(rows: Sequence[Row]) -> list[str]:
     """The arms in the order in which they first appear."""
     return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def interface_of(arm: str) -> str:
+    """What an arm trains: ``pit-frozen+lr=0.002`` is a pit-frozen with a setting of its own."""
+    return arm.partition("+")[0]
+
+
+def baseline_of(arms: Sequence[str]) -> str | None:
+    """The arm to measure against: transpose as it stands, else the first variant of it, else none."""
+    variants = [arm for arm in arms if interface_of(arm) == BASELINE]
+    return BASELINE if BASELINE in variants else next(iter(variants), None)
 
 
 def seeds_of(rows: Sequence[Row], arm: str) -> list[int]:

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ._experiment import Row, arm_names, by_seed
-from ._numbers import fixed
-from ._reading import checked_rows
-from ._statistics import Summary, beyond_spread, mean, paired_differences, summarize
+from manifold_tying.training.report._experiment import Row, arm_names, by_seed, interface_of
+from manifold_tying.training.report._numbers import fixed
+from manifold_tying.training.report._reading import checked_rows
+from manifold_tying.training.report._statistics import Summary, beyond_spread, mean, paired_differences, summarize
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
+Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -23,9 +24,10 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         sentences.append(
             f"Without a finite validation loss at the end, so left out of the comparison: {_list(diverged)}."
         )
-    if FROZEN in finite and TRAINABLE in finite:
-        sentences.append(_memory(finite[FROZEN], finite[TRAINABLE]) + _speed(checked))
-    elif FROZEN in losses or TRAINABLE in losses:
+    frozen, trainable = _variants(FROZEN, finite), _variants(TRAINABLE, finite)
+    if frozen and trainable:
+        sentences.append(_memory(checked, finite, frozen, trainable))
+    elif any(interface_of(arm) in (FROZEN, TRAINABLE) for arm in losses):
         sentences.append(
             f"Frozen against trainable memory: no answer, since that takes both {FROZEN} and {TRAINABLE}, each with a "
             "finite validation loss."
@@ -33,7 +35,7 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return sentences
 
 
-def _best(losses: dict[str, dict[int, float]]) -> str:
+def _best(losses: Losses) -> str:
     """Arms are ranked over the seeds that all of them have: a mean over lucky seeds is no merit of the arm."""
     shared = set.intersection(*(set(loss) for loss in losses.values()))
     over = {arm: [loss[seed] for seed in sorted(shared or loss)] for arm, loss in losses.items()}
@@ -60,28 +62,39 @@ def _best(losses: dict[str, dict[int, float]]) -> str:
     )
 
 
-def _memory(frozen: dict[int, float], trainable: dict[int, float]) -> str:
-    differences = paired_differences(trainable, frozen)
+def _variants(interface: str, losses: Losses) -> list[str]:
+    """The arms of an interface, the one with the lowest mean loss first."""
+    arms = [arm for arm in losses if interface_of(arm) == interface]
+    return sorted(arms, key=lambda arm: mean(list(losses[arm].values())))
+
+
+def _memory(rows: Sequence[Row], losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> str:
+    """The best arm with a frozen memory against the best one with a trainable memory."""
+    differences = paired_differences(losses[trainable[0]], losses[frozen[0]])
     difference = summarize(differences)
     if difference is None:
         return "Frozen against trainable memory: the two share no seed, so there is no fair comparison."
-    side, count = (
-        ("below", sum(d < 0 for d in differences))
-        if difference.mean < 0
-        else ("above", sum(d > 0 for d in differences))
-    )
+    below = difference.mean < 0
+    agreeing = sum((one < 0) == below for one in differences if one != 0)
     size = _interval(Summary(abs(difference.mean), difference.sd, difference.n))
-    text = f"Frozen against trainable memory: the trainable memory ends {size} nats {side} the frozen one"
+    ends = f"ends {size} nats {'below' if below else 'above'}"
+    text = f"Frozen against trainable memory: {_named(trainable)} {ends} {_named(frozen)}"
     if beyond_spread(difference):
-        return f"{text}, in {count} of {_seeds(difference.n)} and by more than the spread between seeds."
-    return f"{text}. {_doubt(difference)}"
+        text += f", in {agreeing} of {_seeds(difference.n)} and by more than the spread between seeds."
+    else:
+        text += f". {_doubt(difference)}"
+    return text + _speed(rows, trainable[0], frozen[0])
 
 
-def _speed(rows: Sequence[Row]) -> str:
-    frozen, trainable = (mean(list(by_seed(rows, arm, "tokens_per_second").values())) for arm in (FROZEN, TRAINABLE))
-    if not (frozen > 0 and trainable > 0):
+def _named(variants: Sequence[str]) -> str:
+    return variants[0] if len(variants) == 1 else f"{variants[0]} (the best of {len(variants)})"
+
+
+def _speed(rows: Sequence[Row], arm: str, other: str) -> str:
+    speed, reference = (mean(list(by_seed(rows, one, "tokens_per_second").values())) for one in (arm, other))
+    if not (speed > 0 and reference > 0):
         return ""
-    return f" The trainable memory trained at {trainable / frozen:.2f} times the frozen one's tokens per second."
+    return f" {arm} trained at {speed / reference:.2f} times the tokens per second of {other}."
 
 
 def _doubt(difference: Summary) -> str:

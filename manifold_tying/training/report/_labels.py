@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ._palette import Look
-from ._series import Curve
-from ._statistics import mean
+from manifold_tying.training.report._palette import Look
+from manifold_tying.training.report._series import Curve
+from manifold_tying.training.report._statistics import mean
 
 FONT_SIZE = 9.5
 LINE_HEIGHT = 0.19  # inches from one label to the next

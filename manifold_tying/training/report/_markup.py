@@ -1,11 +1,11 @@
 """Small pieces of HTML. Every function here takes text and escapes it; arguments called ``markup`` are HTML already."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ._numbers import DASH
+from manifold_tying.training.report._numbers import DASH
 
 
 def section(name: str, heading: str, markup: str) -> str:
@@ -19,12 +19,12 @@ def scrolling(label: str, markup: str) -> str:
     return f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0">\n{markup}\n</div>'
 
 
-def table(caption_markup: str, head: Sequence[str], body: Iterable[str]) -> str:
-    """A table of ready rows; the caption and the cells of the head are markup."""
+def table(label: str, head: Sequence[str], body: Iterable[str]) -> str:
+    """A table of ready rows in a box that scrolls; the cells of the head are markup."""
     cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     rows = "\n".join(body)
-    head_markup = f"<caption>{caption_markup}</caption>\n<thead><tr>{cells}</tr></thead>"
-    return f"<table>\n{head_markup}\n<tbody>\n{rows}\n</tbody>\n</table>"
+    markup = f"<table>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
+    return scrolling(label, markup)
 
 
 def definitions(entries: Iterable[tuple[str, str]], kind: str = "facts") -> str:
@@ -34,10 +34,20 @@ def definitions(entries: Iterable[tuple[str, str]], kind: str = "facts") -> str:
 
 
 def text_of(value: Any) -> str:
-    """A setting as escaped text: a dash for none, JSON for what is nested."""
-    if value is None:
-        return DASH
-    return escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    """A setting as escaped text: a dash for none, six digits of a fraction, what is nested in a row."""
+    match value:
+        case None:
+            return DASH
+        case str():
+            return escape(value)
+        case float():
+            return f"{value:.6g}"
+        case Mapping():
+            return ", ".join(f"{words_of(str(key))} {text_of(inner)}" for key, inner in value.items())
+        case list():
+            return ", ".join(map(text_of, value))
+        case _:
+            return escape(json.dumps(value))
 
 
 def words_of(key: str) -> str:

@@ -5,11 +5,11 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from ._curves import drawn_figures
-from ._experiment import Experiment, arm_names, seeds_of
-from ._files import write_whole
-from ._reading import load_experiment
-from ._sections import (
+from manifold_tying.training._files import write_whole
+from manifold_tying.training.report._curves import drawn_figures
+from manifold_tying.training.report._experiment import Experiment, arm_names, seeds_of
+from manifold_tying.training.report._reading import load_experiment
+from manifold_tying.training.report._sections import (
     figures_section,
     findings_section,
     machine_section,

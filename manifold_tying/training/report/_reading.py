@@ -1,14 +1,18 @@
 """Reading an experiment from its folder: every complaint names the file, the place in it and what to do."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ._experiment import Experiment, Quantity, Row, Run, arm_names
+from manifold_tying.training.report._experiment import Experiment, Quantity, Row, Run, arm_names
 
-# null says that there is nothing to measure: no memory, no transform, no memory counter
+# null says that there is nothing to measure: no memory, no transform, no memory counter;
 NULLABLE = {"defect", "delta_ti", "cond_transform", "peak_memory_bytes"}
+# but a loss there always is, and null is what JSON has for one that is no longer a number
+LOSSES = {"val_loss", "train_loss"}
+COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform")  # what is drawn out of metrics.jsonl
 AGAIN = "run `manifold-tying ablate` again to write it anew"
 
 
@@ -61,20 +65,20 @@ def _row(value: object, where: str) -> Row:
     if not isinstance(row["arm"], str) or not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
         raise ValueError(f"{where}: expected a string 'arm' and an integer 'seed', got {row['arm']!r}, {row['seed']!r}")
     for key in get_args(Quantity):
-        if not (row[key] is None and key in NULLABLE):
+        if not (row[key] is None and key in NULLABLE | LOSSES):
             _number(row[key], key, where)
-    return cast(Row, dict(row))
+    return cast(Row, dict(row) | {key: math.nan for key in LOSSES if row[key] is None})
 
 
 def _run(out: Path, arm: str, seed: int) -> Run:
     folder = out / f"{arm}-{seed}"
-    metrics = list(_lines(folder / "metrics.jsonl", required=("step", "tokens")))
+    metrics = list(_lines(folder / "metrics.jsonl", required=("step", "tokens"), optional=COURSE))
     timing = _lines(folder / "timing.jsonl", required=("step", "seconds"))
     return Run(arm=arm, seed=seed, metrics=metrics, seconds={line["step"]: line["seconds"] for line in timing})
 
 
-def _lines(path: Path, required: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-    """The objects of a .jsonl file; all their values are numbers or null, the required ones are numbers."""
+def _lines(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """The objects of a .jsonl file: numbers under the required keys, numbers or null or nothing under the optional."""
     for count, text in enumerate(_text(path).splitlines(), start=1):
         where = f"{path}, line {count}"
         try:
@@ -83,9 +87,9 @@ def _lines(path: Path, required: tuple[str, ...]) -> Iterator[Mapping[str, Any]]
             raise ValueError(f"{where}: not JSON ({error.msg}); a run that was cut short? {AGAIN}") from None
         for key in required:
             _number(line.get(key), key, where)
-        for key, value in line.items():
-            if value is not None:
-                _number(value, key, where)
+        for key in optional:
+            if line.get(key) is not None:
+                _number(line[key], key, where)
         yield line
 
 

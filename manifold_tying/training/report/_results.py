@@ -3,9 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ._experiment import BASELINE, Quantity, Row, arm_names, by_seed, seeds_of
-from ._numbers import COUNT_UNITS, DASH, MEMORY_UNITS, fixed, scale, significant
-from ._statistics import Summary, paired_differences, summarize
+from manifold_tying.training.report._experiment import (
+    BASELINE,
+    Quantity,
+    Row,
+    arm_names,
+    baseline_of,
+    by_seed,
+    seeds_of,
+)
+from manifold_tying.training.report._numbers import COUNT_UNITS, DASH, MEMORY_UNITS, fixed, scale, significant
+from manifold_tying.training.report._statistics import Summary, paired_differences, summarize
 
 Text = Callable[[float, float], str]  # a value, and the mean that it stands beside, as text
 
@@ -39,6 +47,7 @@ class Results:
 def results(rows: Sequence[Row]) -> Results:
     """Mean ± sample standard deviation over seeds for every arm, in the order of the rows."""
     arms = arm_names(rows)
+    baseline = baseline_of(arms)
 
     def largest(quantity: Quantity) -> float:
         return max((value for arm in arms for value in by_seed(rows, arm, quantity).values()), default=0.0)
@@ -52,7 +61,7 @@ def results(rows: Sequence[Row]) -> Results:
     columns = {
         Column("seeds"): [Cell(str(len(seeds_of(rows, arm)))) for arm in arms],
         Column("val loss", "nats"): column("val_loss", _nats),
-        Column("Δ\N{NO-BREAK SPACE}to " + BASELINE, "nats"): [_difference(rows, arm) for arm in arms],
+        Column("Δ\N{NO-BREAK SPACE}to " + BASELINE, "nats"): [_difference(rows, arm, baseline) for arm in arms],
         Column("train loss", "nats"): column("train_loss", _nats),
         Column("speed", "tokens/s"): column("tokens_per_second", lambda value, _: fixed(value)),
         Column("peak memory", memory_unit): column("peak_memory_bytes", lambda value, _: fixed(value / memory_size, 2)),
@@ -65,7 +74,7 @@ def results(rows: Sequence[Row]) -> Results:
             for one in column("trainable_parameters", lambda value, _: fixed(value / count_size, 2))
         ],
     }
-    return Results(arms, list(columns), list(zip(*columns.values(), strict=True)), _notes(rows, arms))
+    return Results(arms, list(columns), list(zip(*columns.values(), strict=True)), _notes(rows, arms, baseline))
 
 
 def _cell(summary: Summary | None, text: Text) -> Cell:
@@ -80,17 +89,17 @@ def _nats(value: float, mean: float) -> str:
     return fixed(value, 4)
 
 
-def _difference(rows: Sequence[Row], arm: str) -> Cell:
-    if arm == BASELINE:
-        return Cell("reference")
-    summary = summarize(paired_differences(by_seed(rows, arm, "val_loss"), by_seed(rows, BASELINE, "val_loss")))
+def _difference(rows: Sequence[Row], arm: str, baseline: str | None) -> Cell:
+    if baseline is None or arm == baseline:
+        return Cell("reference" if arm == baseline else DASH)
+    summary = summarize(paired_differences(by_seed(rows, arm, "val_loss"), by_seed(rows, baseline, "val_loss")))
     return Cell(DASH) if summary is None else Cell(fixed(summary.mean, 4, signed=True), _cell(summary, _nats).sd)
 
 
-def _notes(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
+def _notes(rows: Sequence[Row], arms: Sequence[str], baseline: str | None) -> list[str]:
     """What a reader must know before comparing two lines of the table."""
     notes = []
-    if BASELINE not in arms:
+    if baseline is None:
         notes.append(f"There is no {BASELINE} arm in this experiment, so there is no difference to it.")
     if len({tuple(seeds_of(rows, arm)) for arm in arms}) > 1:
         listed = "; ".join(f"{arm}: {', '.join(map(str, seeds_of(rows, arm)))}" for arm in arms)

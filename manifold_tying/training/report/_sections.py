@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ._curves import Drawn, Plot
-from ._experiment import Experiment, Row, arm_names
-from ._findings import findings
-from ._markup import definitions, scrolling, section, table, text_of, words_of
-from ._palette import looks
-from ._results import Cell, Column, results
-from ._words import WORDS
+from manifold_tying.training.report._curves import Drawn, Plot
+from manifold_tying.training.report._experiment import Experiment, Row, arm_names
+from manifold_tying.training.report._findings import findings
+from manifold_tying.training.report._markup import definitions, scrolling, section, table, text_of, words_of
+from manifold_tying.training.report._palette import looks
+from manifold_tying.training.report._results import Cell, Column, results
+from manifold_tying.training.report._words import WORDS
 
 
 def findings_section(rows: Sequence[Row]) -> str:
     """What came out, in sentences."""
     sentences = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in findings(rows))
-    return section("findings", "Findings", sentences)
+    return section("findings", "Findings", sentences.replace(" ± ", "&nbsp;±&nbsp;"))
 
 
 def results_section(rows: Sequence[Row]) -> str:
@@ -28,13 +28,13 @@ def results_section(rows: Sequence[Row]) -> str:
         f"<tr>{_arm(arm, content.arms)}{''.join(map(_cell, cells))}</tr>"
         for arm, cells in zip(content.arms, content.cells, strict=True)
     ]
-    caption = (
-        "Mean over seeds, below it ± the sample standard deviation; losses in nats per token; Δ is paired by seed. "
-        '<a href="#words">The words are explained below.</a>'
+    reading = (
+        '<p class="note">Mean over seeds, below it ± the sample standard deviation; losses in nats per token; Δ is '
+        'paired by seed. <a href="#words">The words are explained below.</a></p>\n'
     )
     notes = "".join(f'\n<p class="note">{escape(note)}</p>' for note in content.notes)
     head = ["arm", *map(_heading, content.columns)]
-    return section("results", "Results", scrolling("Results by arm", table(caption, head, body)) + notes)
+    return section("results", "Results", reading + table("Results by arm", head, body) + notes)
 
 
 def figures_section(figures: Sequence[Drawn], empty: Sequence[Plot]) -> str:
@@ -50,12 +50,14 @@ def settings_section(experiment: Experiment) -> str:
     shared = definitions((words_of(key), text_of(value)) for key, value in experiment.settings.items())
     keys = list(dict.fromkeys(key for settings in experiment.arms.values() for key in settings))
     keys.sort(key=lambda key: not _is_rate(key))  # stable: otherwise in the order they were written
-    body = [_setting(key, [settings.get(key) for settings in experiment.arms.values()]) for key in keys]
+    of_arms = {key: [settings.get(key) for settings in experiment.arms.values()] for key in keys}
+    body = [_setting(key, values) for key, values in of_arms.items() if any(value is not None for value in values)]
     head = ["setting", *map(escape, experiment.arms)]
-    by_arm = table("Settings of each arm; bold where the arms differ.", head, body)
+    by_arm = table("Settings by arm", head, body)
     waiting = [arm for arm in experiment.arms if arm not in arm_names(experiment.rows)]
     note = f'\n<p class="note">Without a finished run so far: {escape(", ".join(waiting))}.</p>' if waiting else ""
-    markup = f"<h3>Shared by all arms</h3>\n{shared}\n<h3>By arm</h3>\n{scrolling('Settings by arm', by_arm)}{note}"
+    reading = '<p class="note">Learning rates first; bold where the arms differ.</p>'
+    markup = f"<h3>Shared by all arms</h3>\n{shared}\n<h3>By arm</h3>\n{reading}\n{by_arm}{note}"
     return section("settings", "Settings", markup)
 
 
@@ -78,7 +80,10 @@ def _arm(arm: str, arms: Sequence[str]) -> str:
 
 
 def _heading(column: Column) -> str:
-    return escape(column.heading) + (f"<small>{escape(column.unit)}</small>" if column.unit else "")
+    """A word a line: the numbers need the width."""
+    return "<br>".join(map(escape, column.heading.split(" "))) + (
+        f"<small>{escape(column.unit)}</small>" if column.unit else ""
+    )
 
 
 def _cell(cell: Cell) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ._experiment import Run
+from manifold_tying.training.report._experiment import Run
 
 Values = NDArray[np.float64]
 
@@ -38,11 +38,10 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     shared = sorted(set.intersection(*map(set, measured))) if measured else []
     if not shared:
         return None
-    table = np.array([[points[step] for step in shared] for points in measured])  # (seeds, steps, 2)
-    places, values = table[..., 0].mean(axis=0), np.stack([trailing_mean(row, window) for row in table[..., 1]])
-    values[~np.isfinite(values)] = np.nan  # drawn as a gap
-    if positive:
-        values[values <= 0] = np.nan
+    table = np.array([[points[step] for step in shared] for points in measured], dtype=float)  # (seeds, steps, 2)
+    places, values = table[..., 0].mean(axis=0), table[..., 1]
+    values[~np.isfinite(values) | (positive & (values <= 0))] = np.nan  # drawn as a gap
+    values = np.stack([trailing_mean(row, window) for row in values])
     if np.isnan(values).all():
         return None
     return Curve(runs[0].arm, places, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(measured))

@@ -1,0 +1,149 @@
+"""Several arms and seeds on the same data and budget, and what came out."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._files import write_whole
+from manifold_tying.training._loop import CONFIG, RESULT, Observer, load_data, train
+from manifold_tying.training._machine import machine
+from manifold_tying.training._recipe import resolve, used_rates
+from manifold_tying.training._record import finite
+
+ARMS = get_args(Interface)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateConfig:
+    """Train several arms on the same data, seed by seed, and write summary.json, curves and report.html to DIR.
+
+    Runs that DIR holds already, finished or not, are gone on with; so the same command again only does what is missing.
+    """
+
+    out: Path
+    """Folder to write to."""
+    arms: str = ",".join(ARMS)
+    """Interfaces to compare, separated by commas; each may change settings: pit-trainable+memory_lr=0.003+lr=0.002."""
+    seeds: int = 3
+    """Number of seeds; they are 0, 1, ..."""
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"expected seeds >= 1, got {self.seeds}")
+        self.runs()
+
+    def runs(self) -> list[tuple[str, TrainConfig]]:
+        """(arm, resolved run) in the order in which they are trained: all arms of one seed, then the next."""
+        names = [name.strip() for name in self.arms.split(",") if name.strip()]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"expected a list of different arms from {', '.join(ARMS)}, got {self.arms!r}")
+        arms = {name: parse_arm(name, self.settings) for name in names}
+        return [
+            (name, resolve(TrainConfig(out=self.out / f"{name}-{seed}", interface=interface, seed=seed, settings=own)))
+            for seed in range(self.seeds)
+            for name, (interface, own) in arms.items()
+        ]
+
+
+def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
+    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise."""
+    interface, *changes = name.split("+")
+    if interface not in ARMS:
+        raise ValueError(f"unknown arm {interface!r}; choose from {', '.join(ARMS)}, with changes as in untied+lr=0.002")
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or key not in fields:
+            raise ValueError(f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}")
+        values[key] = _value(text, key, getattr(shared, key))
+    return interface, dataclasses.replace(shared, **values)
+
+
+def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:
+    """Run what is missing and return the summary rows, which are also written to ``OUT/summary.json``.
+
+    Args:
+        config: the experiment.
+        started: called as (name of the run, its number, number of runs) before each; returns that run's observer.
+    """
+    runs = config.runs()
+    for _, run in runs:
+        check_folder(run)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
+    except OSError as error:
+        raise ValueError(f"cannot write to {config.out}: {error.strerror}; choose a folder that is writable") from error
+    rows: list[dict[str, Any]] = []
+    for i, (arm, run) in enumerate(runs):
+        result = run.out / RESULT
+        if result.exists():
+            rows.append(json.loads(result.read_text()))
+        else:
+            observer = started(run.out.name, i, len(runs)) if started else None
+            rows.append(finite(train(dataclasses.replace(run, resume=True), arm=arm, observer=observer)))
+        write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode())
+    return rows
+
+
+def check_folder(run: TrainConfig) -> None:
+    """ValueError where the run's folder holds a run of another configuration."""
+    path = run.out / CONFIG
+    if path.exists():
+        there, here = json.loads(path.read_text()), json.loads(json.dumps(run.as_json()))
+        if there != here:
+            names = sorted(k for k in {*there, *here} if there.get(k) != here.get(k))
+            raise ValueError(f"{run.out} holds a run with another {', '.join(names)}; choose another --out")
+
+
+def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> None:
+    """Bring every arm's tokens into the cache, so that no run's time contains it."""
+    seen = set()
+    for _, run in config.runs():
+        s = run.settings
+        key = (s.data, s.tokenizer, s.model.vocab_size, s.steps * s.tokens_per_step)
+        if key not in seen:
+            seen.add(key)
+            load_data(run, progress)
+
+
+def _describe(config: AblateConfig) -> dict[str, Any]:
+    """What the report says of the experiment beside its results."""
+    runs = {arm: run for arm, run in reversed(config.runs())}
+    per_arm = {arm: used_rates(run.interface, run.settings) for arm, run in reversed(runs.items())}
+    resolved = [run.as_json() for run in runs.values()]
+    shared = {k: v for k, v in resolved[0].items() if all(other[k] == v for other in resolved)}
+    shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}
+    for arm, run in runs.items():
+        own = run.as_json()
+        per_arm[arm] |= {k: own[k] for k in own if k not in shared and k not in ("interface", "seed")}
+    return {
+        "command": " ".join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:2] == ["ablate"] else f"ablate({config})",
+        "machine": machine(torch.device(config.settings.device)),
+        "settings": {**shared, "seeds": config.seeds},
+        "arms": per_arm,
+    }
+
+
+def _value(text: str, key: str, shared: Any) -> Any:
+    """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    hint = Settings.__annotations__[key]
+    allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}
+    fits = type(value) in allowed or (type(value) is int and float in allowed) or (value is None and shared is None)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"expected {key} to be of type {hint}, got {text!r}")
+    return value

@@ -1,0 +1,132 @@
+"""The settings of a run, which are also the command line's options."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from manifold_tying.manifolds import Retraction, check_retraction
+from manifold_tying.models import LlamaConfig, preset
+
+Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What can be chosen for a run; None means the recipe's value (see ``_recipe.py`` and docs/learning-rates.md)."""
+
+    preset: str = "nano"
+    """Shape of the model, see manifold_tying.models.PRESETS."""
+    data: str = "stdlib"
+    """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
+    tokenizer: Path | None = None
+    """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
+    steps: int = 250
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Sequences per step."""
+    sequence_length: int = 128
+    """Tokens per sequence."""
+    accumulate: int = 1
+    """Parts that a step's batch is worked off in, to save memory; divides batch_size."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N. On CUDA the body runs in bfloat16 autocast."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    lr: float | None = None
+    """Peak learning rate of the body and of plain token tables."""
+    memory_lr: float | None = None
+    """Peak learning rate of a trainable memory."""
+    transform_lr: float | None = None
+    """Peak learning rate of the transform's Cholesky factor."""
+    embedding_norm: bool | None = None
+    """RMS-normalize the looked-up embeddings."""
+    retraction: Retraction = "polar"
+    """How a trainable memory stays orthonormal."""
+    retract_every: int = 1
+    """Measure the memory's Gram matrix every so many steps."""
+    second_moment: Literal["element", "row", "matrix"] = "element"
+    """Adam's second moment of a trainable memory."""
+    weight_decay: float = 0.0
+    """Of the body's matrices; never of memory or transform."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's averaging of gradients and of their squares."""
+    warmup_steps: int | None = None
+    """Linear warm-up; None is a tenth of the steps, at most 1000. A cosine to a tenth of the peak follows."""
+    clip: float = 1.0
+    """Largest norm of the gradient of everything but the memory."""
+    log_det_penalty: float = 0.0
+    """Weight of (log det T / d)² in the loss."""
+    diagonal_penalty: float = 0.0
+    """Weight of the mean of (log L_ii)² in the loss."""
+    eval_every: int | None = None
+    """Steps between evaluations; None is an eighth of the steps."""
+    val_tokens: int = 32768
+    """Held-out tokens to evaluate on, the same for every run."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None saves at the end only."""
+
+    def __post_init__(self) -> None:
+        preset(self.preset)
+        check_retraction(self.retraction)
+        at_least: dict[str, float] = {
+            "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
+            "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
+            "transform_lr": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
+        }  # fmt: skip
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            if value is not None and not (low <= value < math.inf):
+                raise ValueError(f"expected {name} >= {low:g}, got {value}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
+        check_device(self.device)
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's shape, with this run's embedding norm."""
+        return dataclasses.replace(preset(self.preset), embedding_norm=bool(self.embedding_norm))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train one model and write DIR/metrics.jsonl, timing.jsonl, TensorBoard events and checkpoints."""
+
+    out: Path
+    """Folder to write to."""
+    interface: Interface = "pit-trainable"
+    """How embedding and head are tied."""
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+    resume: bool = False
+    """Go on from the newest checkpoint in DIR, or start where there is none."""
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        if self.interface not in get_args(Interface):
+            raise ValueError(f"unknown interface {self.interface!r}; choose one of {', '.join(get_args(Interface))}")
+        if self.seed < 0:
+            raise ValueError(f"expected seed >= 0, got {self.seed}")
+
+    def as_json(self) -> dict[str, Any]:
+        """What identifies the run: everything but where it is written and whether it was resumed."""
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self.settings).items()}
+        return {"interface": self.interface, "seed": self.seed, **settings, "betas": list(self.settings.betas)}
+
+
+def check_device(device: str) -> torch.device:
+    """The device; ValueError where it is unknown or not there."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+    if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+    return found

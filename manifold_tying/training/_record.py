@@ -1,0 +1,74 @@
+"""The files that a run writes while it goes: one JSON object per step, and TensorBoard events.
+
+What depends on the clock has a file of its own, so that the metrics of a resumed run equal those of an uninterrupted one.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from manifold_tying.training._files import write_whole
+
+METRICS = "metrics.jsonl"
+TIMING = "timing.jsonl"
+
+
+class Record:
+    """Appends to ``DIR/metrics.jsonl`` and ``DIR/timing.jsonl``; lines after ``start`` are dropped first.
+
+    Attributes:
+        seconds: training time so far, of the run that is resumed too.
+        losses: training loss of every step so far.
+    """
+
+    def __init__(self, directory: Path, start: int) -> None:
+        kept = _truncate(directory / METRICS, start)
+        times = _truncate(directory / TIMING, start)
+        self.losses = [line["loss"] for line in kept]
+        self.seconds = times[-1]["seconds"] if times else 0.0
+        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
+        self._timing = (directory / TIMING).open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(directory), purge_step=start + 1)
+
+    def write(self, metrics: dict[str, Any], seconds: float) -> None:
+        """One step: its metrics, and the time that it took."""
+        self.losses.append(metrics["loss"])
+        self.seconds += seconds
+        step = metrics["step"]
+        self._metrics.write(json.dumps(finite(metrics)) + "\n")
+        self._timing.write(json.dumps({"step": step, "seconds": round(self.seconds, 6)}) + "\n")
+        for name, value in metrics.items():
+            if name != "step" and value is not None:
+                self._events.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Everything written so far reaches the file system; called before a checkpoint that counts on it."""
+        for file in (self._metrics, self._timing, self._events):
+            file.flush()
+
+    def close(self) -> None:
+        for file in (self._metrics, self._timing, self._events):
+            file.close()
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """NaN and Inf, which JSON does not have, as null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Keep the whole lines of steps up to last_step, and return them."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            # A run that was killed may have left half a line at the end.
+            if not line.endswith("\n") or (entry := json.loads(line))["step"] > last_step:
+                break
+            kept.append((line, entry))
+        write_whole(path, "".join(line for line, _ in kept).encode())
+    if len(kept) < last_step:
+        raise ValueError(f"{path} has {len(kept)} of the {last_step} steps before the checkpoint; start in another folder")
+    return [entry for _, entry in kept]

@@ -1,0 +1,672 @@
+"""Corpora to token directories, token directories to batches."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from manifold_tying.training.data import (
+    Batches,
+    TokenView,
+    _prepare,
+    _tokenizer,
+    cache_directory,
+    open_tokens,
+    prepare,
+    validation_batches,
+)
+from manifold_tying.training.data._corpus import open_corpus
+
+SEPARATOR = "<|endoftext|>"
+VOCABULARY = 400
+
+
+def make_documents(count: int) -> list[str]:
+    draw = random.Random(count)
+    words = ["manifold", "tying", "Ω≈ç√", "日本語", "🙂", "\n", "\n\n    return", "x_1", "  ", "\t", "\r\n", "don't"]
+    return [f"{i}: " + " ".join(draw.choices(words, k=draw.randrange(20, 80))) for i in range(count)]
+
+
+DOCUMENTS = make_documents(45)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test prepares into a cache of its own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def no_shared_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": 7, "text": text}) + "\n" for text in documents), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, documents: list[str]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({"id": [7] * len(documents), "text": documents}), path)
+    return path
+
+
+def text_folder(root: Path, documents: list[str]) -> str:
+    for i, text in enumerate(documents):
+        path = root / f"{i // 10}" / f"{i:03d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    # None of these is a document: not UTF-8, hidden, hidden folder, empty.
+    (root / "0" / "005x.bin").write_bytes(b"\xff\xfe\x00")
+    (root / ".hidden.txt").write_text("hidden")
+    (root / ".git").mkdir()
+    (root / ".git" / "config").write_text("hidden")
+    (root / "empty.txt").write_text("")
+    return f"text:{root}"
+
+
+def text_files(root: Path, documents: list[str]) -> str:
+    text_folder(root, documents)
+    return "text:" + ",".join(str(root / f"{i // 10}" / f"{i:03d}.txt") for i in range(len(documents)))
+
+
+def jsonl_file(root: Path, documents: list[str]) -> str:
+    path = write_jsonl(root / "corpus.jsonl", documents)
+    path.write_text('{"text": null}\n\n' + path.read_text(encoding="utf-8"), encoding="utf-8")
+    return f"jsonl:{path}"
+
+
+def jsonl_folder(root: Path, documents: list[str]) -> str:
+    write_jsonl(root / "b.jsonl", documents[20:])
+    write_jsonl(root / "a.jsonl", documents[:20])
+    (root / "README.md").write_text("not a document")
+    return f"jsonl:{root}"
+
+
+def parquet_file(root: Path, documents: list[str]) -> str:
+    return f"parquet:{write_parquet(root / 'corpus.parquet', documents)}"
+
+
+def hub_jsonl(root: Path, documents: list[str]) -> str:
+    for part in (2, 0, 1):
+        write_jsonl(root / f"part-{part}.jsonl", documents[part * 15 : (part + 1) * 15])
+    return f"hf:{root}"
+
+
+def hub_parquet(root: Path, documents: list[str]) -> str:
+    write_parquet(root / "train-0.parquet", documents)
+    return f"hf:{root}:default:train"
+
+
+FORMS: list[Callable[[Path, list[str]], str]] = [
+    text_folder,
+    text_files,
+    jsonl_file,
+    jsonl_folder,
+    parquet_file,
+    hub_jsonl,
+    hub_parquet,
+]
+
+
+def tokens_of(view: TokenView) -> list[int]:
+    return view.window(0, len(view)).tolist()
+
+
+def joined(documents: list[str]) -> str:
+    return "".join(text + SEPARATOR for text in documents)
+
+
+def text_bytes(documents: list[str]) -> int:
+    return sum(len(text.encode()) for text in documents)
+
+
+def jsonl_corpus(root: Path, count: int = 45) -> str:
+    return f"jsonl:{write_jsonl(root / f'{count}.jsonl', make_documents(count))}"
+
+
+# Corpora
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.usefixtures("no_shared_hub_cache")
+def test_tokens_decode_to_the_documents(form: Callable[[Path, list[str]], str], tmp_path: Path) -> None:
+    data = open_tokens(prepare(form(tmp_path / "corpus", DOCUMENTS), vocab_size=VOCABULARY))
+    train = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
+    val = [DOCUMENTS[19], DOCUMENTS[39]]
+    for view, documents in ((data.train, train), (data.val, val)):
+        assert data.tokenizer().decode(tokens_of(view), skip_special_tokens=False) == joined(documents)
+    assert (data.meta.train_bytes, data.meta.val_bytes) == (text_bytes(train), text_bytes(val))
+    assert data.val_bytes_per_token == text_bytes(val) / len(data.val)
+    assert data.meta.documents == 45
+    assert max(tokens_of(data.train)) < VOCABULARY == data.meta.vocab_size
+    # The tokenizer has learned something: fewer tokens than bytes.
+    assert len(data.train) < 0.8 * text_bytes(train)
+
+
+def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"abc.py": "first = 1\n", "email/a.py": "second = 2\n", "zipfile.py": "third = 3\n" * 30}
+    left = ["site-packages/p.py", "dist-packages/p.py", "test/t.py", "email/tests/t.py", "idlelib/i.py", "a.txt"]
+    for name, text in (kept | dict.fromkeys(left, "never")).items():
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "lib" / "bad.py").write_bytes(b"# \xe9")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    data = open_tokens(prepare("stdlib", vocab_size=VOCABULARY))
+    text = data.tokenizer().decode(tokens_of(data.train) + tokens_of(data.val), skip_special_tokens=False)
+    assert text == joined(list(kept.values()))
+
+
+def test_stdlib_finds_the_running_library() -> None:
+    documents = open_corpus("stdlib").documents()
+    assert any("class ArgumentParser" in text for text in documents)
+
+
+def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
+    documents = ["abcabc " * 30] * 19 + ["xyzxyz " * 30]
+    data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
+    assert "abcabc" in data.tokenizer().get_vocab()
+    assert "xy" not in data.tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("count", [1, 3, 19])
+def test_few_documents_are_divided_by_tokens(count: int, tmp_path: Path) -> None:
+    documents = make_documents(count)
+    data = open_tokens(prepare(jsonl_corpus(tmp_path, count), vocab_size=VOCABULARY))
+    tokens = tokens_of(data.train) + tokens_of(data.val)
+    assert data.tokenizer().decode(tokens, skip_special_tokens=False) == joined(documents)
+    assert len(data.val) == len(tokens) // 20 > 0
+    assert data.meta.train_bytes + data.meta.val_bytes == text_bytes(documents)
+    tail = data.tokenizer().decode(tokens_of(data.val)).replace("\N{REPLACEMENT CHARACTER}", "")
+    assert abs(data.meta.val_bytes - len(tail.encode())) <= 12
+
+
+@pytest.mark.parametrize("line", ["def f(x):\n    return x + 1\n", "no line end in here "])
+def test_long_documents_are_encoded_in_pieces(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", 1000)
+    text = line * 200
+    assert 1 < len(list(_tokenizer.pieces([text]))) < 10
+    (tmp_path / "long.txt").write_text(text)
+    data = open_tokens(prepare(f"text:{tmp_path / 'long.txt'}", vocab_size=VOCABULARY))
+    tokens = tokens_of(data.train) + tokens_of(data.val)
+    assert data.tokenizer().decode(tokens, skip_special_tokens=False) == text + SEPARATOR
+    assert data.meta.documents == 1
+
+
+def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
+    documents = [f"before {SEPARATOR} after {i}" for i in range(20)]
+    data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
+    separator = data.tokenizer().token_to_id(SEPARATOR)
+    assert [i for i, token in enumerate(tokens_of(data.val), 1) if token == separator] == [len(data.val)]
+    assert data.tokenizer().decode(tokens_of(data.val)) == documents[19]
+
+
+@pytest.mark.parametrize("count", [45, 9])
+def test_shards_hold_the_same_tokens(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = jsonl_corpus(tmp_path, count)
+    whole = open_tokens(prepare(spec, vocab_size=VOCABULARY, cache=tmp_path / "whole"))
+    # So small that the part that is held out of nine documents takes more than one shard.
+    monkeypatch.setattr(_prepare, "SHARD_TOKENS", 7)
+    shards = open_tokens(prepare(spec, vocab_size=VOCABULARY, cache=tmp_path / "shards"))
+    assert len(list(shards.directory.glob("train-*.bin"))) > 10
+    assert len(list(shards.directory.glob("val-*.bin"))) > 1
+    assert tokens_of(shards.train) == tokens_of(whole.train)
+    assert tokens_of(shards.val) == tokens_of(whole.val)
+    assert shards.meta.val_bytes == whole.meta.val_bytes
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    small = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=1 << 16))
+    large = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + 1))
+    assert (small.meta.dtype, large.meta.dtype) == ("uint16", "uint32")
+    assert tokens_of(small.train) == tokens_of(large.train)
+    assert (large.directory / "train-00000.bin").stat().st_size == 4 * len(large.train)
+
+
+def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
+    """Spec and the words that the error must have."""
+    write_jsonl(root / "good.jsonl", DOCUMENTS)
+    (root / "empty").mkdir()
+    (root / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (root / "list.jsonl").write_text("[1]\n")
+    (root / "number.jsonl").write_text('{"text": 1}\n')
+    (root / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
+    (root / "blank.txt").write_text("")
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "short.txt").write_text("ab cd")
+    (root / "bad.parquet").write_text("PAR0")
+    write_jsonl(root / "hub" / "a.jsonl", DOCUMENTS)
+    (root / "nocolumn").mkdir()
+    (root / "nocolumn" / "a.jsonl").write_text('{"content": "a"}\n')
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), root / "content.parquet")
+    return {
+        "no form": ("wikitext", "text:PATH"),
+        "unknown form": ("csv:a", "tokens:DIR"),
+        "stdlib takes nothing": ("stdlib:3.11", "the forms are"),
+        "empty": ("", "the forms are"),
+        "no path": ("text:", "no file or folder"),
+        "missing": (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),
+        "missing among others": (f"jsonl:{root / 'good.jsonl'},{root / 'x'}", "no file or folder"),
+        "empty folder": (f"text:{root / 'empty'}", "holds no text"),
+        "empty file": (f"text:{root / 'blank.txt'}", "holds no text"),
+        "not UTF-8": (f"text:{root / 'latin.txt'}", "latin.txt is not UTF-8"),
+        "too short": (f"text:{root / 'short.txt'}", "too short to hold out"),
+        "bad JSON": (f"jsonl:{root / 'bad.jsonl'}", "line 2 is not JSON"),
+        "no object": (f"jsonl:{root / 'list.jsonl'}", 'line 1: .*the field "text"'),
+        "no string": (f"jsonl:{root / 'number.jsonl'}", "expected a string as the text, got int"),
+        "no Unicode": (f"jsonl:{root / 'surrogate.jsonl'}", "line 1: the text is not valid Unicode"),
+        "no parquet": (f"parquet:{root / 'bad.parquet'}", "bad.parquet is not a parquet file"),
+        "no parquet column": (f"parquet:{root / 'content.parquet'}", "no column \"text\"; it has .'content'"),
+        "hub without a name": ("hf:", "expected hf:NAME"),
+        "hub with too much": ("hf:a:b:c:d", "expected hf:NAME"),
+        "hub missing": (f"hf:{root / 'nothing'}", "cannot open the dataset"),
+        "hub split": (f"hf:{root / 'hub'}::test", "Bad split: test"),
+        "hub config": (f"hf:{root / 'hub'}:other", "cannot open the dataset"),
+        "hub column": (f"hf:{root / 'nocolumn'}", 'no column "text"'),
+        "tokens missing": (f"tokens:{root / 'nothing'}", "meta.json is missing"),
+    }
+
+
+@pytest.mark.usefixtures("no_shared_hub_cache")
+def test_bad_corpora_say_what_is_wrong_and_leave_nothing(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    for spec, message in bad_corpora(tmp_path / "bad").values():
+        with pytest.raises(ValueError, match=message):
+            prepare(spec, vocab_size=VOCABULARY)
+        assert not cache.exists() or not list(cache.iterdir()), spec
+
+
+def test_bad_sizes_are_refused_before_anything_is_read(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"vocab_size >= 257.*got 256"):
+        prepare(jsonl_corpus(tmp_path), vocab_size=256)
+    with pytest.raises(ValueError, match="tokens_needed to be positive, got 0"):
+        prepare(jsonl_corpus(tmp_path), vocab_size=257, tokens_needed=0)
+    assert not cache.exists()
+    # Room for the bytes and the separator only: no merges, and still every text can be encoded.
+    data = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=257))
+    assert len(data.val) == data.meta.val_bytes + 2
+
+
+# Streaming
+
+
+@pytest.mark.usefixtures("no_shared_hub_cache")
+@pytest.mark.parametrize("piece", [100, 1 << 18])
+def test_streaming_stops_at_the_document_that_is_enough(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", piece)  # how work is divided must not matter
+    spec = hub_jsonl(tmp_path / "corpus", DOCUMENTS)
+    complete = open_tokens(prepare(spec, vocab_size=VOCABULARY))
+    needed = len(complete.train) // 2
+    data = open_tokens(prepare(spec, vocab_size=VOCABULARY, tokens_needed=needed))
+    train = [text for i, text in enumerate(DOCUMENTS[: data.meta.documents]) if i != 19]
+    assert 20 < data.meta.documents < 39
+    assert data.tokenizer().decode(tokens_of(data.train), skip_special_tokens=False) == joined(train)
+    separators = [i for i, token in enumerate(tokens_of(data.train), 1) if token == 0]
+    assert separators[-2] < needed <= separators[-1] == len(data.train)
+    # Only a stream is cut.
+    local = jsonl_corpus(tmp_path)
+    assert prepare(local, vocab_size=VOCABULARY, tokens_needed=10) == prepare(local, vocab_size=VOCABULARY)
+    # More than there is: all there is.
+    much = prepare(spec, vocab_size=VOCABULARY, tokens_needed=10**9)
+    assert tokens_of(open_tokens(much).train) == tokens_of(complete.train)
+
+
+# A tokenizer of the user's own
+
+
+def foreign_tokenizer(path: Path, separator: str = "</s>") -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", separator], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(DOCUMENTS, trainer)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=2000)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_given_tokenizer_is_used_as_it_is(tmp_path: Path) -> None:
+    path = foreign_tokenizer(tmp_path / "tokenizer.json")
+    data = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=300, tokenizer=path))
+    assert (data.directory / "tokenizer.json").read_bytes() == path.read_bytes()
+    # Neither its truncation nor its padding has touched the documents.
+    text = data.tokenizer().decode(tokens_of(data.val), skip_special_tokens=False)
+    assert text == f"{DOCUMENTS[19]}</s>{DOCUMENTS[39]}</s>"
+
+
+def test_a_given_tokenizer_must_fit(tmp_path: Path) -> None:
+    spec, path = jsonl_corpus(tmp_path), foreign_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="has 300 tokens; expected vocab_size to be at least that, got 299"):
+        prepare(spec, vocab_size=299, tokenizer=path)
+    with pytest.raises(ValueError, match="has none of"):
+        prepare(spec, vocab_size=300, tokenizer=foreign_tokenizer(tmp_path / "other.json", separator="<end>"))
+    with pytest.raises(ValueError, match=r"found no file .*missing\.json"):
+        prepare(spec, vocab_size=300, tokenizer=tmp_path / "missing.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        prepare(spec, vocab_size=300, tokenizer=tmp_path / "bad.json")
+
+
+# The cache
+
+
+def test_cache_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "cache"
+    monkeypatch.delenv("MANIFOLD_TYING_CACHE")
+    assert cache_directory() == tmp_path / "xdg" / "manifold-tying"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "manifold-tying"
+
+
+def test_the_second_time_nothing_is_built(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = jsonl_corpus(tmp_path)
+    lines: list[str] = []
+    first = prepare(spec, vocab_size=VOCABULARY, progress=lines.append)
+    assert first.parent == cache and lines and "training a tokenizer" in lines[0]
+    monkeypatch.setattr(_prepare, "_build", lambda *args: pytest.fail("built again"))
+    assert prepare(spec, vocab_size=VOCABULARY) == first
+    assert list(cache.iterdir()) == [first]
+
+
+@pytest.mark.usefixtures("no_shared_hub_cache")
+def test_every_ingredient_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    hub_jsonl(folder, DOCUMENTS)
+    jsonl, hub = f"jsonl:{folder}", f"hf:{folder}"
+    seen = {
+        prepare(jsonl, vocab_size=300),
+        prepare(jsonl, vocab_size=301),
+        prepare(jsonl, vocab_size=301, tokenizer=foreign_tokenizer(tmp_path / "a.json")),
+        prepare(jsonl, vocab_size=301, tokenizer=foreign_tokenizer(tmp_path / "b.json", "<eos>")),
+        prepare(f"text:{folder}", vocab_size=300),
+        prepare(hub, vocab_size=300),
+        prepare(hub, vocab_size=300, tokens_needed=100),
+        prepare(hub, vocab_size=300, tokens_needed=101),
+        prepare(f"{hub}::train", vocab_size=300),  # the same split as by default
+    }
+    assert len(seen) == 8
+    # A shorter file, a file of the same length that was changed at another time, and one more file.
+    write_jsonl(folder / "part-1.jsonl", make_documents(14))
+    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
+    assert len(seen) == 10
+    os.utime(folder / "part-1.jsonl", (1, 1))
+    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
+    assert len(seen) == 12
+    write_jsonl(folder / "part-3.jsonl", make_documents(3))
+    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
+    assert len(seen) == 14
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["encode", "move_tail", "write_meta"])
+def test_a_failed_build_leaves_nothing(
+    place: str, error: type[BaseException], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error("in the middle")
+
+    spec = jsonl_corpus(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(_prepare, place, fail)
+        with pytest.raises(error, match="in the middle"):
+            prepare(spec, vocab_size=VOCABULARY)
+    assert list(cache.iterdir()) == []
+    assert open_tokens(prepare(spec, vocab_size=VOCABULARY)).meta.documents == 3
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_the_environment_is_as_before(before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    else:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    during = []
+    prepare(
+        jsonl_corpus(tmp_path),
+        vocab_size=VOCABULARY,
+        progress=lambda line: during.append(os.environ.get("TOKENIZERS_PARALLELISM")),
+    )
+    assert set(during) == {"false"}  # so that a fork of this process prints no warning
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
+CHILD = """
+import os, signal, sys
+from manifold_tying.training.data import _prepare, prepare
+spec, killed = sys.argv[1:]
+write_meta = _prepare.write_meta
+def wait_for_the_other(*args):
+    write_meta(*args)
+    if killed == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("written", flush=True)
+    sys.stdin.readline()  # both have built before either renames
+_prepare.write_meta = wait_for_the_other
+print(prepare(spec, vocab_size=400))
+"""
+
+
+def start(spec: str, killed: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", CHILD, spec, killed]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_processes_do_not_harm_each_other(tmp_path: Path, cache: Path) -> None:
+    """Two build at once; a third is killed when all is written but nothing has its final name."""
+    spec = jsonl_corpus(tmp_path)
+    first, second, killed = start(spec), start(spec), start(spec, "killed")
+    assert killed.wait() == -signal.SIGKILL
+    for process in (first, second):
+        assert process.stdout is not None and process.stdout.readline() == "written\n"
+    assert len(list(cache.iterdir())) == 3
+    results = [process.communicate("\n") for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), results
+    killed.communicate()
+    directory = prepare(spec, vocab_size=400)
+    assert [Path(output.strip()) for output, _ in results] == [directory, directory]
+    assert [path for path in cache.iterdir() if not path.name.startswith(".")] == [directory]
+    # What another process has made is, to the byte, what this one makes.
+    again = prepare(spec, vocab_size=400, cache=tmp_path / "again")
+    assert again.name == directory.name
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin"]
+    assert [(again / name).read_bytes() for name in names] == [(directory / name).read_bytes() for name in names]
+
+
+# Token directories
+
+
+def test_a_token_directory_is_a_corpus(tmp_path: Path, cache: Path) -> None:
+    directory = prepare(jsonl_corpus(tmp_path), vocab_size=300)
+    given = directory.rename(tmp_path / "moved")
+    assert prepare(f"tokens:{given}", vocab_size=300) == given
+    assert prepare(f"tokens:{given}", vocab_size=500, tokenizer=given / "tokenizer.json") == given
+    assert list(cache.iterdir()) == []
+    with pytest.raises(ValueError, match="has vocab_size 300; expected at most 299"):
+        prepare(f"tokens:{given}", vocab_size=299)
+    with pytest.raises(ValueError, match="with another tokenizer"):
+        prepare(f"tokens:{given}", vocab_size=300, tokenizer=foreign_tokenizer(tmp_path / "other.json"))
+
+
+def edit_meta(change: Callable[[dict[str, object]], object]) -> Callable[[Path], object]:
+    def edit(directory: Path) -> None:
+        meta = json.loads((directory / "meta.json").read_text())
+        change(meta)
+        (directory / "meta.json").write_text(json.dumps(meta))
+
+    return edit
+
+
+def cut(name: str, by: int) -> Callable[[Path], object]:
+    return lambda directory: os.truncate(directory / name, (directory / name).stat().st_size + by)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
+    "empty meta": (lambda d: (d / "meta.json").write_text(""), "is not JSON"),
+    "broken meta": (lambda d: (d / "meta.json").write_bytes(b'{"format": \xff'), "is not JSON"),
+    "list meta": (lambda d: (d / "meta.json").write_text("[1]"), "expected format 1, found None"),
+    "newer format": (edit_meta(lambda m: m.update(format=2)), "expected format 1, found 2"),
+    "no field": (edit_meta(lambda m: m.pop("val_bytes")), "expected val_bytes .* found None"),
+    "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
+    "truth for a number": (edit_meta(lambda m: m.update(shard_tokens=True)), "expected shard_tokens .* found True"),
+    "no shards": (edit_meta(lambda m: m.update(shard_tokens=0)), "expected shard_tokens to be positive, found 0"),
+    "other dtype": (edit_meta(lambda m: m.update(dtype="object")), "expected dtype to be one of"),
+    "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val-00000\.bin: expected \d+ bytes"),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+    "other tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
+    "no shard": (lambda d: (d / "train-00001.bin").unlink(), r"train-00001\.bin is missing"),
+    "empty shard": (lambda d: (d / "val-00000.bin").write_bytes(b""), r"val-00000\.bin: expected \d+ bytes .*found 0"),
+    "cut shard": (cut("train-00000.bin", -2), r"train-00000\.bin: expected 1000 bytes .*found 998"),
+    "half a token": (cut("train-00001.bin", -1), r"train-00001\.bin: expected 1000 bytes .*found 999"),
+    "longer shard": (cut("val-00000.bin", 2), r"val-00000\.bin: expected \d+ bytes"),
+}
+
+
+def test_damaged_directories_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prepare, "SHARD_TOKENS", 500)
+    for name, (damage, message) in DAMAGES.items():
+        spec, cache = jsonl_corpus(tmp_path), tmp_path / name
+        directory = prepare(spec, vocab_size=VOCABULARY, cache=cache)
+        damage(directory)
+        with pytest.raises(ValueError, match=message):
+            open_tokens(directory)
+        with pytest.raises(ValueError, match=message):
+            prepare(spec, vocab_size=VOCABULARY, cache=cache)
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
+def test_windows_cross_shards(sizes: list[int], data: st.DataObject) -> None:
+    flat = np.arange(sum(sizes), dtype=np.uint16)
+    view = TokenView(np.split(flat, np.cumsum(sizes)[:-1]))
+    stop = data.draw(st.integers(0, len(flat)))
+    start = data.draw(st.integers(0, stop))
+    window = view.window(start, stop)
+    assert len(view) == len(flat) and window.dtype == np.int64
+    assert window.tolist() == list(range(start, stop))
+    for bad in ((-1, stop), (start, len(flat) + 1), (stop + 1, stop)):
+        with pytest.raises(IndexError, match="expected 0 <= start"):
+            view.window(*bad)
+
+
+# Batches
+
+
+def counting(length: int) -> TokenView:
+    """Tokens 0, 1, 2, ... in three shards: a token says where it stood."""
+    return TokenView(np.array_split(np.arange(length, dtype=np.uint32), 3))
+
+
+@settings(deadline=None)
+@given(
+    length=st.integers(2, 120),
+    sequence_length=st.integers(1, 20),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**40),
+    data=st.data(),
+)
+def test_batches_are_pure_and_complete(
+    length: int, sequence_length: int, batch_size: int, seed: int, data: st.DataObject
+) -> None:
+    sequence_length = min(sequence_length, length - 1)
+    windows = (length - 1) // sequence_length
+
+    def make() -> Batches:
+        return Batches(counting(length), batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+
+    batches = make()
+    assert batches.steps_per_epoch == windows / batch_size
+    steps = -(-3 * windows // batch_size)
+    drawn = [batches.batch(step) for step in range(steps)]
+    starts: list[int] = []
+    for inputs, targets in drawn:
+        assert inputs.shape == targets.shape == (batch_size, sequence_length)
+        assert inputs.dtype == targets.dtype == torch.int64
+        # The tokens count, so a window is right if it counts on from where it starts, and targets if they are one more.
+        assert torch.equal(inputs, inputs[:, :1] + torch.arange(sequence_length))
+        assert torch.equal(targets, inputs + 1)
+        starts += inputs[:, 0].tolist()
+    for epoch in range(3):
+        once = starts[epoch * windows : (epoch + 1) * windows]
+        assert sorted(once) == [window * sequence_length for window in range(windows)]
+    # Neither what was asked for before nor the object matters.
+    other = make()
+    for step in data.draw(st.lists(st.integers(0, steps - 1), max_size=5)):
+        assert all(torch.equal(a, b) for a, b in zip(other.batch(step), drawn[step], strict=True))
+
+
+def test_orders_differ_between_seeds_and_epochs() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        batches = Batches(counting(641), batch_size=64, sequence_length=10, seed=seed)
+        return batches.batch(epoch)[0][:, 0].tolist()
+
+    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert all(sorted(one) == list(range(0, 640, 10)) for one in orders)
+    assert len({tuple(one) for one in orders}) == 9
+    assert orders[0] != sorted(orders[0])
+
+
+def test_validation_batches_are_the_first_windows_in_order() -> None:
+    def starts(max_tokens: int) -> list[list[int]]:
+        batches = validation_batches(counting(102), batch_size=3, sequence_length=10, max_tokens=max_tokens)
+        for inputs, targets in batches:
+            assert torch.equal(targets, inputs + 1) and inputs.shape == (len(inputs), 10)
+        return [inputs[:, 0].tolist() for inputs, _ in batches]
+
+    assert starts(10) == starts(19) == [[0]]
+    assert starts(45) == [[0, 10, 20], [30]]
+    # There are ten windows.
+    assert starts(100) == starts(10**9) == [[0, 10, 20], [30, 40, 50], [60, 70, 80], [90]]
+
+
+def test_batches_refuse_what_they_cannot_do() -> None:
+    def make(length: int = 9, batch_size: int = 1, sequence_length: int = 8, seed: int = 0) -> Batches:
+        return Batches(counting(length), batch_size=batch_size, sequence_length=sequence_length, seed=seed)
+
+    assert make().batch(0)[1].tolist() == [list(range(1, 9))]
+    with pytest.raises(ValueError, match=r"expected at least 9 tokens .*got 8; use a larger corpus"):
+        make(length=8)
+    with pytest.raises(ValueError, match="expected positive sizes, got batch_size=0"):
+        make(batch_size=0)
+    with pytest.raises(ValueError, match=r"expected positive sizes, .*sequence_length=0"):
+        make(sequence_length=0)
+    with pytest.raises(ValueError, match="expected seed >= 0, got -1"):
+        make(seed=-1)
+    with pytest.raises(ValueError, match="expected step >= 0, got -1"):
+        make().batch(-1)
+    with pytest.raises(ValueError, match="expected at least 9 tokens"):
+        validation_batches(counting(8), batch_size=1, sequence_length=8, max_tokens=100)
+    with pytest.raises(ValueError, match="expected max_tokens >= sequence_length = 8, got 7"):
+        validation_batches(counting(9), batch_size=1, sequence_length=8, max_tokens=7)

@@ -1,0 +1,60 @@
+"""Who may import whom: one way only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# layer: the layers of ours that it may import
+ALLOWED = {
+    "linalg": set(),
+    "manifolds": {"linalg"},
+    "parametrizations": {"linalg", "manifolds"},
+    "tying": {"linalg", "manifolds", "parametrizations"},
+    "models": {"linalg", "manifolds", "parametrizations", "tying"},
+    "optim": {"linalg", "manifolds"},
+    "diagnostics": {"linalg", "tying"},
+    "training": {"linalg", "manifolds", "parametrizations", "tying", "models", "optim", "diagnostics"},
+}
+
+
+def files(layer: str) -> list[Path]:
+    folder = ROOT / layer if layer in ("optim", "models") else ROOT / "manifold_tying" / layer
+    found = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    assert found
+    return found
+
+
+def imported_layers(source: str) -> set[str]:
+    layers = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        layers |= {name.split(".")[1] for name in names if name.startswith("manifold_tying.")}
+    return layers
+
+
+@pytest.mark.parametrize("layer", sorted(ALLOWED))
+def test_imports_go_one_way(layer: str) -> None:
+    for file in files(layer):
+        used = imported_layers(file.read_text(encoding="utf-8")) - {layer}
+        assert used <= ALLOWED[layer], f"{file} imports {used - ALLOWED[layer]}"
+
+
+def test_the_check_sees_imports() -> None:
+    source = "import manifold_tying.training.cli\nfrom manifold_tying import optim\nfrom manifold_tying.models import Llama"
+    assert imported_layers(source) == {"training", "optim", "models"}
+
+
+def test_relative_imports_stay_within_their_layer() -> None:
+    for layer in ALLOWED:
+        for file in files(layer):
+            depth = len(file.relative_to(ROOT).parts) - (1 if layer in ("optim", "models") else 2)
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                assert not (isinstance(node, ast.ImportFrom) and node.level > max(depth, 0)), file

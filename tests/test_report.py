@@ -1,0 +1,654 @@
+"""The end of an ablation on made-up experiments: every number against numpy, every picture against its pixels."""
+
+import base64
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from scipy.optimize import minimize
+
+from manifold_tying.training.report import _curves, findings, load_experiment, plot_curves, summary_table, write_report
+from manifold_tying.training.report._curves import PLOTS
+from manifold_tying.training.report._drawing import tick_labels
+from manifold_tying.training.report._experiment import Run
+from manifold_tying.training.report._labels import spread_out
+from manifold_tying.training.report._numbers import significant
+from manifold_tying.training.report._palette import looks
+from manifold_tying.training.report._series import curve, trailing_mean
+from manifold_tying.training.report._statistics import paired_differences, sample_sd, summarize
+
+ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
+FINAL = {"untied": 4.22, "transpose": 4.16, "pit-frozen": 4.19, "pit-trainable": 4.10}
+VOID = {"meta", "img", "br"}
+
+
+def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int] = (0, 1)) -> list[dict]:
+    """A made-up experiment in the format of `ablate`. Returns its rows."""
+    rows = []
+    for arm in arms:
+        for seed in seeds:
+            noise = np.random.default_rng([seed, len(arm)])
+            pit = arm.startswith("pit")
+            pace, end = 0.2 + 0.01 * len(arm), FINAL.get(arm, 4.3) + 0.01 * seed
+            metrics: list[dict[str, Any]] = []
+            for step in range(1, 81):
+                loss = end + 6 * math.exp(-step / 12)
+                line: dict[str, Any] = {
+                    "step": step,
+                    "tokens": 512 * step,
+                    "loss": loss + noise.normal() / 20,
+                    "lr": 3e-3,
+                    "grad_norm": 1.0,
+                }
+                if step % 10 == 0:
+                    line["val_loss"] = loss + noise.normal() / 200
+                    line["defect"] = 1e-7 * (1 + noise.random()) if pit else None
+                    line["delta_ti"] = 1e-7 * step * len(arm) if pit else 20.0 + step + len(arm)
+                    line["cond_transform"] = 1 + step / 80 * (1 + noise.random()) if pit else None
+                metrics.append(line)
+            last = metrics[-1]
+            folder = out / f"{arm}-{seed}"
+            folder.mkdir(parents=True)
+            write_lines(folder / "metrics.jsonl", metrics)
+            write_lines(folder / "timing.jsonl", [{"step": m["step"], "seconds": pace * m["step"]} for m in metrics])
+            rows.append(
+                {
+                    "arm": arm,
+                    "seed": seed,
+                    "val_loss": last["val_loss"],
+                    "train_loss": last["loss"],
+                    "tokens": last["tokens"],
+                    "seconds": pace * 80,
+                    "tokens_per_second": 512 / pace + seed,
+                    "peak_memory_bytes": 2**30 + 2**27 * seed,
+                    "defect": last["defect"],
+                    "delta_ti": last["delta_ti"],
+                    "cond_transform": last["cond_transform"],
+                    "trainable_parameters": 3_300_000 + 2_100_000 * (arm == "untied"),
+                }
+            )
+    described = {
+        "command": "manifold-tying ablate --preset nano --out runs/x",
+        "machine": {"processor": "abacus", "cores": 2, "torch": "2.13", "python": "3.11", "device": "cpu"},
+        "settings": {"preset": "nano", "steps": 80, "batch_size": 4},
+        "arms": {
+            arm: {
+                "embedding_norm": True,
+                "lr": 0.003,
+                "memory_lr": 0.001234567 if arm == ARMS[-1] else None,
+                "tokenizer": None,
+            }
+            for arm in arms
+        },
+    }
+    (out / "summary.json").write_text(json.dumps(rows))
+    (out / "experiment.json").write_text(json.dumps(described))
+    return rows
+
+
+def write_lines(path: Path, objects: Iterable[dict]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page; fails on tags that do not nest."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text: list[str] = []
+        self.tables: list[list[list[list[str]]]] = []  # tables, rows, cells, pieces of text
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]} at {self.getpos()}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text.append(data)
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1].append(data)
+
+    def images(self) -> list[tuple[Image.Image, str]]:
+        sources = [attributes for tag, attributes in self.tags if tag == "img"]
+        head = "data:image/png;base64,"
+        assert all(one["src"].startswith(head) for one in sources)
+        return [(decoded(base64.b64decode(one["src"].removeprefix(head))), one["alt"]) for one in sources]
+
+
+def decoded(png: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(png))
+    assert image.format == "PNG"
+    assert np.asarray(image.convert("RGBA"))[..., 3].min() == 255, "its own background, readable on a dark page too"
+    return image.convert("RGB")
+
+
+def shows(image: Image.Image, colour: str) -> bool:
+    """Whether a colour is drawn in the left half, where curves are and labels are not; blends of others stay rare."""
+    half = np.asarray(image)[:, : image.width // 2]
+    return bool((half == tuple(bytes.fromhex(colour[1:]))).all(axis=-1).sum() > 50)
+
+
+def number(text: str) -> float:
+    """Back from how numbers are written on the page."""
+    powers = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+    plain = text.replace("−", "-").replace(",", "").replace("±", "").strip()
+    mantissa, _, power = plain.partition("×10")
+    return float(mantissa) * 10.0 ** int(power.translate(powers) or 0)
+
+
+def of(rows: list[dict], arm: str, key: str) -> np.ndarray:
+    return np.array([row[key] for row in rows if row["arm"] == arm], dtype=float)
+
+
+def with_losses(losses: dict[str, list[float]]) -> list[dict]:
+    """Rows with given validation losses, one seed after the other; speed is 100 tokens per second and arm."""
+    rest = dict.fromkeys(
+        ("train_loss", "tokens", "seconds", "peak_memory_bytes", "delta_ti", "cond_transform", "trainable_parameters"),
+        1.0,
+    )
+    return [
+        {"arm": arm, "seed": seed, "val_loss": loss, "defect": None, "tokens_per_second": 100.0 * position} | rest
+        for position, (arm, values) in enumerate(losses.items(), start=1)
+        for seed, loss in enumerate(values)
+    ]
+
+
+def printed(rows: list[dict], width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(summary_table(rows))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict], Path]:
+    out = tmp_path_factory.mktemp("experiment")
+    rows = write_experiment(out)
+    return Page(write_report(out)), rows, out
+
+
+@pytest.fixture
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pixel in place of every figure, for tests of what stands around them."""
+    pixel = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(pixel, format="PNG")
+    monkeypatch.setattr(_curves, "draw", lambda curves, looks, axis: pixel.getvalue())
+
+
+# statistics
+
+
+def test_statistics_agree_with_numpy() -> None:
+    for seed in range(5):
+        values = np.random.default_rng(seed).normal(4.0, 0.1, size=seed + 2)
+        summary = summarize(list(values))
+        assert summary is not None and summary.sd is not None and summary.n == len(values)
+        assert summary.mean == pytest.approx(values.mean(), rel=1e-14)
+        assert summary.sd == pytest.approx(values.std(ddof=1), rel=1e-12)
+    assert sample_sd([4.0]) is None
+    assert summarize([]) is None
+
+
+def test_differences_are_paired_by_seed_and_not_by_position() -> None:
+    assert paired_differences({3: 1.0, 1: 5.0, 7: 9.0}, {1: 4.0, 3: 3.0, 2: 0.0}) == [1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.2345, "1.23"), (-45.678, "−45.7"), (2.149e-7, "2.15×10⁻⁷"), (0.0, "0.00"), (0.00999, "9.99×10⁻³"),
+     (9.999, "10.0"), (12345.6, "12,346"), (3.2e6, "3.20×10⁶"), (math.inf, "∞"), (math.nan, "nan")],
+)  # fmt: skip
+def test_numbers_as_text(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+def test_a_spread_is_rounded_at_the_place_of_its_mean() -> None:
+    assert significant(3e-9, 2, like=2e-7) == "0.0×10⁻⁷"
+    assert significant(0.3, 3, like=44.4) == "0.3"
+
+
+# the page
+
+
+def test_results_in_the_page_are_those_of_numpy(reported: tuple[Page, list[dict], Path]) -> None:
+    page, rows, _ = reported
+    table = page.tables[0]
+    heading = ["".join(cell) for cell in table[0]]
+    columns = {"vallossnats": ("val_loss", 1, 5e-5), "trainlossnats": ("train_loss", 1, 5e-5), "speedtokens/s":
+               ("tokens_per_second", 1, 0.5), "peakmemoryGiB": ("peak_memory_bytes", 2**30, 5e-3)}  # fmt: skip
+    small = {"defect": ("defect", 1e-7), "cond(T)": ("cond_transform", 1.0)}
+    assert [row[0] for row in table[1:]] == [[arm] for arm in ARMS]
+    for arm, row in zip(ARMS, table[1:], strict=True):
+        cells = dict(zip(heading, row, strict=True))
+        assert cells["seeds"] == ["2"]
+        for name, (key, unit, rounding) in columns.items():
+            values = of(rows, arm, key) / unit
+            assert number(cells[name][0]) == pytest.approx(values.mean(), abs=rounding)
+            assert number(cells[name][1]) == pytest.approx(values.std(ddof=1), abs=rounding)
+        for name, (key, size) in small.items():
+            if not arm.startswith("pit"):
+                assert cells[name] == ["—"]
+            else:
+                assert number(cells[name][0]) / size == pytest.approx(of(rows, arm, key).mean() / size, abs=0.05)
+                assert number(cells[name][1]) / size == pytest.approx(of(rows, arm, key).std(ddof=1) / size, abs=0.05)
+        assert number(cells["ΔTI"][0]) == pytest.approx(of(rows, arm, "delta_ti").mean(), rel=0.05)
+        assert number(cells["trainablemillion"][0]) == (5.4 if arm == "untied" else 3.3)
+        difference = of(rows, arm, "val_loss") - of(rows, "transpose", "val_loss")
+        delta = cells["Δ\N{NO-BREAK SPACE}totransposenats"]
+        if arm == "transpose":
+            assert delta == ["reference"]
+        else:
+            assert number(delta[0]) == pytest.approx(difference.mean(), abs=5e-5)
+            assert number(delta[1]) == pytest.approx(difference.std(ddof=1), abs=5e-5)
+
+
+def test_the_page_opens_with_the_findings(reported: tuple[Page, list[dict], Path]) -> None:
+    page, rows, _ = reported
+    text = "".join(page.text).replace("\N{NO-BREAK SPACE}", " ")
+    for sentence in findings(rows):
+        assert sentence in text
+    assert text.index(findings(rows)[0]) < text.index("Results")
+
+
+def test_settings_command_machine_and_words_are_there(reported: tuple[Page, list[dict], Path]) -> None:
+    page, _, _ = reported
+    text = "".join(page.text)
+    for wanted in ("manifold-tying ablate --preset nano --out runs/x", "abacus", "batch size", "‖Z⊤Z − I‖F"):
+        assert wanted in text
+    by_arm = {"".join(row[0]): ["".join(cell) for cell in row[1:]] for row in page.tables[1][1:]}
+    assert by_arm["memory lr"] == ["—", "—", "—", "0.00123457"]
+    assert list(by_arm) == ["lr", "memory lr", "embedding norm"], "learning rates come first"
+    differing = [attributes.get("class") for tag, attributes in page.tags if tag == "tr"]
+    assert differing.count("differs") == 1
+
+
+def test_every_figure_shows_the_arms_that_have_the_quantity_and_no_other(
+    reported: tuple[Page, list[dict], Path],
+) -> None:
+    page, _, _ = reported
+    colours = {arm: look.colour for arm, look in looks(ARMS).items()}
+    images = page.images()
+    assert len(images) == len(PLOTS) == 6
+    for plot, (image, alternative) in zip(PLOTS, images, strict=True):
+        expected = ARMS[2:] if plot.quantity in ("defect", "cond_transform") else ARMS
+        drawn = {arm for arm in ARMS if shows(image, colours[arm])}
+        assert drawn == set(expected), plot.name
+        assert all((arm in alternative) == (arm in expected) for arm in ARMS)
+        assert image.getpixel((0, 0)) == (255, 255, 255)
+    captions = "".join(page.text)
+    assert captions.count("Left out, with no positive value of this quantity: untied, transpose.") == 2
+    assert "each point is the mean over the last 2 steps" in captions
+
+
+def test_the_page_fetches_nothing_and_runs_nothing(reported: tuple[Page, list[dict], Path]) -> None:
+    page, _, out = reported
+    assert {"script", "link", "iframe", "object", "form", "base"}.isdisjoint(tag for tag, _ in page.tags)
+    for _, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("src", "data:").startswith("data:") and attributes.get("href", "#").startswith("#")
+        assert "srcset" not in attributes
+    markup = re.sub(r"base64,[^\"]*", "", (out / "report.html").read_text(encoding="utf-8"))
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", markup)
+
+
+def test_names_for_those_who_do_not_see_the_page(reported: tuple[Page, list[dict], Path]) -> None:
+    page, _, _ = reported
+    identifiers = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(identifiers) == len(set(identifiers))
+    for tag, attributes in page.tags:
+        if tag == "section":
+            assert attributes["aria-labelledby"] in identifiers
+        if tag == "th":
+            assert attributes["scope"] in ("row", "col")
+        if attributes.get("class") == "scroll":
+            assert attributes["aria-label"] and attributes["role"] == "region" and attributes["tabindex"] == "0"
+        if attributes.get("href"):
+            assert attributes["href"].removeprefix("#") in identifiers
+    assert [tag for tag, _ in page.tags if re.fullmatch(r"h\d", tag)][:2] == ["h1", "h2"]
+    assert next(attributes for tag, attributes in page.tags if tag == "html")["lang"] == "en"
+
+
+@pytest.mark.usefixtures("without_drawing")
+def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
+    arm, command, value = '<script>x" & $x^2$', 'run "$title" </code><script>y', "</style><img src=x onerror=z>"
+    write_experiment(tmp_path, arms=(arm,), seeds=(0,))
+    described = {
+        "command": command,
+        "settings": {"preset": value, value: [value]},
+        "machine": {value: value},
+        "arms": {arm: {value: value}, value: {}},
+    }
+    (tmp_path / "experiment.json").write_text(json.dumps(described))
+    page = Page(write_report(tmp_path))
+    assert "script" not in {tag for tag, _ in page.tags}
+    images = page.images()  # all of them ours
+    assert images and all(arm in alternative for _, alternative in images)
+    text = "".join(page.text)
+    assert command in text
+    # title, heading; preset; a setting, its value; the same of machine and arm; the waiting arm's column and name
+    assert text.count(value) == 11
+    assert text.count(arm) >= 4
+
+
+@pytest.mark.usefixtures("without_drawing")
+def test_one_seed_and_one_arm(tmp_path: Path) -> None:
+    rows = write_experiment(tmp_path, arms=("untied",), seeds=(7,))
+    page = Page(write_report(tmp_path))
+    cells = dict(zip(("".join(cell) for cell in page.tables[0][0]), page.tables[0][1], strict=True))
+    assert cells["vallossnats"] == [f"{rows[0]['val_loss']:.4f}", "—"]
+    assert cells["Δ\N{NO-BREAK SPACE}totransposenats"] == ["—"]
+    text = "".join(page.text)
+    assert "There is no transpose arm" in text and "There is no other arm to compare it with." in text
+    assert "Not drawn, since no arm has a value for it: Defect; Condition number of the transform." in text
+    assert "One seed, so there is no band." in text
+    assert len(page.images()) == 4
+
+
+def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
+    rows = write_experiment(tmp_path, arms=("untied", "transpose"))
+    metrics = [json.loads(line) for line in (tmp_path / "untied-1" / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics[40:]:
+        line["loss"] = math.nan
+        if "val_loss" in line:
+            line["val_loss"] = math.inf
+    write_lines(tmp_path / "untied-1" / "metrics.jsonl", metrics)
+    rows[1]["val_loss"] = None  # what JSON has for NaN
+    (tmp_path / "summary.json").write_text(json.dumps(rows))
+    page = Page(write_report(tmp_path))
+    assert page.tables[0][1][2] == ["nan", "± nan"]
+    assert findings(rows)[0].startswith("transpose: validation loss")
+    assert "left out of the comparison: untied." in findings(rows)[1]
+
+
+@pytest.mark.usefixtures("without_drawing")
+def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
+    page = tmp_path / "report.html"
+    page.write_text("old")
+    drafts: list[str] = []
+
+    def interrupted(source: Path, target: Path) -> None:
+        drafts.append(source.read_text(encoding="utf-8"))
+        assert source.parent == target.parent, "a rename is atomic within a file system only"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", interrupted)
+        write_report(tmp_path)
+    assert page.read_text() == "old"
+    assert drafts[0].endswith("</html>\n"), "whole before it is renamed"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "experiment.json", "report.html", "summary.json", "transpose-0"
+    ]  # fmt: skip
+
+
+# findings
+
+
+def test_findings_name_the_best_arm_and_the_gap_over_shared_seeds() -> None:
+    rows = with_losses({"untied": [4.30, 4.33], "transpose": [4.20, 4.21], "pit-frozen": [4.15, 4.17]})
+    gap = np.array([4.20, 4.21]) - np.array([4.15, 4.17])
+    own, spread = np.std([4.15, 4.17], ddof=1), gap.std(ddof=1)
+    best, memory = findings(rows)
+    assert best == (
+        f"pit-frozen ends with the lowest validation loss, 4.1600 ± {own:.4f} nats per token over 2 seeds. That is "
+        f"{gap.mean():.4f} ± {spread:.4f} nats below transpose, the next best; it is ahead in 2 of 2 seeds and "
+        "by more than the spread between seeds."
+    )
+    assert memory.startswith("Frozen against trainable memory: no answer")
+
+
+def test_findings_compare_frozen_with_trainable_memory() -> None:
+    better = findings(with_losses({"pit-frozen": [4.20, 4.30, 4.40], "pit-trainable": [4.15, 4.24, 4.33]}))[-1]
+    assert "pit-trainable ends 0.0600 ± 0.0100 nats below pit-frozen, in 3 of 3 seeds and by more" in better
+    assert better.endswith("pit-trainable trained at 2.00 times the tokens per second of pit-frozen.")
+    worse = findings(with_losses({"pit-frozen": [4.20, 4.30, 4.40], "pit-trainable": [4.25, 4.36, 4.47]}))[-1]
+    assert "pit-trainable ends 0.0600 ± 0.0100 nats above pit-frozen, in 3 of 3 seeds and by more" in worse
+
+
+def test_variants_of_an_arm_count_as_that_arm() -> None:
+    rows = with_losses(
+        {"transpose+lr=0.1": [4.2, 4.3], "pit-frozen": [4.2, 4.3], "pit-trainable+lr=0.1": [4.3, 4.4],
+         "pit-trainable+lr=0.2": [4.1, 4.2], "pit-trainable": [4.5, 4.6]}
+    )  # fmt: skip
+    assert "pit-trainable+lr=0.2 (the best of 3) ends 0.1000 ± 0.0000 nats below pit-frozen" in findings(rows)[1]
+    lines = [line.split() for line in printed(rows).splitlines()]
+    assert ["transpose+lr=0.1", "2", "4.2500", "reference"] in [line[:4] for line in lines]
+
+
+def test_findings_doubt_what_is_within_the_spread() -> None:
+    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.30], "pit-trainable": [4.15, 4.33]})):
+        assert "within the spread between seeds: this experiment does not tell the two apart" in sentence
+        assert "by more than" not in sentence
+    for sentence in findings(with_losses({"pit-frozen": [4.20], "pit-trainable": [4.15]})):
+        assert "With one seed nothing is known about the spread" in sentence
+    tie = findings(with_losses({"untied": [4.20, 4.30], "transpose": [4.20, 4.30]}))
+    assert "does not tell the two apart" in tie[0]
+
+
+def test_arms_are_ranked_over_the_seeds_that_all_have() -> None:
+    rows = with_losses({"untied": [4.0, 4.4], "transpose": [4.1, 4.5]})
+    assert findings(rows)[0].startswith("untied ends") or findings(rows)[0].startswith("untied has")
+    lucky = [row for row in rows if (row["arm"], row["seed"]) != ("transpose", 1)]  # its mean is now the lower one
+    assert findings(lucky)[0].startswith(
+        "untied has the lowest mean validation loss, 4.0000 nats per token over one seed"
+    )
+    strangers = [row for row in rows if row["seed"] == (row["arm"] == "transpose")]
+    assert "not all arms share a seed" in findings(strangers)[0]
+
+
+# the table in the terminal
+
+
+def test_the_terminal_table_says_the_same_in_120_columns() -> None:
+    rows = with_losses(
+        {"transpose": [4.2, 4.4], "pit-trainable-with-a-long-name [bold]x": [4.1, 4.15], "untied": [4.5]}
+    )
+    for row in rows:
+        row.update(defect=1.234e-7, delta_ti=2.5e-5, cond_transform=12.5, tokens_per_second=1.2e6,
+                   trainable_parameters=1.34e9, peak_memory_bytes=139e9, train_loss=10.25)  # fmt: skip
+    lines = printed(rows).splitlines()
+    assert max(map(len, lines)) <= 120
+    text = "\n".join(lines)
+    position = [text.index(word) for word in ("4.3000", "4.1250", "4.5000")]
+    assert position == sorted(position), "arms in the order of the rows"
+    for wanted in ("−0.1750", "± 0.1061", "± 0.1414", "reference", "1,200,000", "129.45", "1.2×10⁻⁷", "12.5",
+                   "1,340.00", "[bold]x", "different seeds (transpose: 0, 1;"):  # fmt: skip
+        assert wanted in text, wanted
+    assert "…" not in text, "nothing is cut off"
+
+
+def test_a_narrow_terminal_gets_the_table_in_pieces() -> None:
+    rows = with_losses({"transpose": [4.2, 4.4], "pit-trainable": [4.1, 4.15]})
+    for width, pieces in ((120, 1), (80, 2), (40, 5)):
+        text = printed(rows, width)
+        assert max(map(len, text.splitlines())) <= width and "…" not in text
+        assert text.count("pit-trainable") == pieces
+        for wanted in ("4.3000", "± 0.1414", "reference", "tokens/s", "cond(T)", "trainable"):
+            assert wanted in text
+        assert text.split().count("Mean") == 1
+
+
+def test_a_table_without_transpose_says_so() -> None:
+    assert "There is no transpose arm in this experiment" in printed(with_losses({"untied": [4.2]}))
+
+
+def test_brackets_in_a_name_are_no_markup_for_the_terminal() -> None:
+    assert "[bold]x" in printed(with_losses({"[bold]x": [4.2]}))
+
+
+# curves
+
+
+def test_plot_curves_writes_what_there_is_and_removes_what_there_was(tmp_path: Path) -> None:
+    arm = r"$\oops$"  # not a formula, and no error for not being one
+    write_experiment(tmp_path, arms=(arm,), seeds=(0,))
+    stale = tmp_path / "defect.png"
+    stale.write_bytes(b"of an earlier experiment")
+    paths = plot_curves(load_experiment(tmp_path), tmp_path)
+    assert [path.name for path in paths] == [
+        f"{plot.name}.png" for plot in PLOTS if plot.quantity not in ("defect", "cond_transform")
+    ]
+    assert not stale.exists()
+    for path in paths:
+        assert shows(decoded(path.read_bytes()), looks([arm])[arm].colour)
+
+
+def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
+    noise = np.random.default_rng(0)
+    losses = noise.normal(4, 1, size=(3, 10))
+    times = noise.uniform(1, 2, size=(3, 10)).cumsum(axis=1)
+    runs = [
+        Run(
+            arm="a",
+            seed=seed,
+            metrics=[{"step": s, "tokens": 8 * s, "loss": losses[seed, s]} for s in range(10 - (seed == 1))],
+            seconds={s: times[seed, s] for s in range(10)},
+        )
+        for seed in range(3)
+    ]
+    line = curve(runs, x="seconds", y="loss")
+    assert line is not None and line.seeds == 3
+    for got, expected in (
+        (line.x, times.mean(axis=0)),
+        (line.mean, losses.mean(axis=0)),
+        (line.low, losses.min(axis=0)),
+        (line.high, losses.max(axis=0)),
+    ):
+        np.testing.assert_allclose(got, expected[:9], rtol=1e-14)
+    smooth = curve(runs, x="tokens", y="loss", window=4)
+    assert smooth is not None
+    by_hand = np.stack([np.convolve(row[:9], np.ones(4) / 4, mode="valid") for row in losses])
+    np.testing.assert_allclose(smooth.mean[3:], by_hand.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(smooth.high[3:], by_hand.max(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(smooth.x, 8.0 * np.arange(9))
+    assert curve(runs, x="tokens", y="defect") is None
+    assert curve(runs, x="tokens", y="tokens", positive=True) is not None
+    assert np.isnan(curve(runs, x="tokens", y="tokens", positive=True).mean[0])  # type: ignore[union-attr]
+
+
+def test_a_trailing_mean_starts_with_what_there_is() -> None:
+    np.testing.assert_allclose(trailing_mean(np.array([2.0, 4.0, 9.0, 1.0]), 3), [2.0, 3.0, 5.0, 14 / 3])
+
+
+def test_labels_move_apart_and_no_further_than_needed() -> None:
+    for seed in range(5):
+        places = list(np.random.default_rng(seed).uniform(0, 1, size=6) ** 3)
+        spread = spread_out(places, 0.15)
+        order = np.argsort(places)
+        ordered = np.array(spread)[order]
+        assert (np.diff(ordered) >= 0.15 - 1e-12).all() and ordered[0] >= 0 and ordered[-1] <= 1 + 1e-12
+        wanted = np.array(places)[order]
+        best = minimize(
+            lambda moved, wanted=wanted: ((moved - wanted) ** 2).sum(),
+            np.linspace(0, 1, 6),
+            bounds=[(0, 1)] * 6,
+            constraints={"type": "ineq", "fun": lambda moved: np.diff(moved) - 0.15},
+        )
+        assert ((ordered - wanted) ** 2).sum() == pytest.approx(best.fun, abs=1e-6)
+
+
+def test_ticks_get_as_many_digits_as_tell_them_apart() -> None:
+    assert tick_labels([1.0, 2.0, 3.0]) == ["1.0", "2.0", "3.0"]
+    assert tick_labels([1.1e-7, 1.15e-7, 1.2e-7]) == ["1.10×10⁻⁷", "1.15×10⁻⁷", "1.20×10⁻⁷"]
+
+
+def test_more_arms_than_colours_still_differ() -> None:
+    many = looks([f"arm {i}" for i in range(20)]).values()
+    assert len({(look.colour, look.dashes) for look in many}) == 20
+    assert len({look.marker for look in list(many)[:7]}) == 7
+
+
+# reading
+
+
+def replaced(name: str, text: str) -> Callable[[Path], None]:
+    def write(out: Path) -> None:
+        (out / name).write_text(text)
+
+    return write
+
+
+def changed_row(**changes: Any) -> Callable[[Path], None]:
+    def change(out: Path) -> None:
+        rows = json.loads((out / "summary.json").read_text())
+        (out / "summary.json").write_text(json.dumps([rows[0] | changes]))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda out: (out / "summary.json").unlink(), r"summary\.json is missing.*--out"),
+        (lambda out: (out / "experiment.json").unlink(), r"experiment\.json is missing"),
+        (lambda out: (out / "untied-0" / "metrics.jsonl").unlink(), r"metrics\.jsonl is missing"),
+        (lambda out: (out / "untied-0" / "timing.jsonl").unlink(), r"timing\.jsonl is missing"),
+        (replaced("summary.json", "[{"), r"summary\.json, line 1: not JSON.*ablate"),
+        (replaced("summary.json", "{}"), r"expected a list.*got dict"),
+        (replaced("summary.json", "[]"), r"no run has finished"),
+        (replaced("summary.json", "[3]"), r"entry 0: expected an object, got int"),
+        (replaced("summary.json", '[{"arm": "untied"}]'), r"entry 0: missing seed, val_loss"),
+        (changed_row(tokens=None), r"expected a number under 'tokens', got None"),
+        (changed_row(val_loss="4.1"), r"expected a number under 'val_loss', got '4\.1'"),
+        (changed_row(tokens=True), r"expected a number under 'tokens', got True"),
+        (changed_row(seed="0"), r"integer 'seed'"),
+        (changed_row(arm="other"), r"an arm 'other' that experiment\.json does not describe"),
+        (replaced("experiment.json", "{}"), r"expected a string under 'command', got None"),
+        (replaced("experiment.json", '{"command": ""}'), r"'machine': expected an object, got null"),
+        (
+            replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),
+            r"line 2: not JSON.*cut short",
+        ),
+        (replaced("untied-0/metrics.jsonl", '{"step": 1}'), r"line 1: expected a number under 'tokens', got None"),
+        (replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8, "loss": "x"}'), r"under 'loss', got 'x'"),
+        (replaced("untied-0/timing.jsonl", '{"step": 1}'), r"timing\.jsonl, line 1: expected a number under 'seconds'"),
+    ],
+)
+def test_a_damaged_experiment_is_refused_with_the_place(
+    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+) -> None:
+    write_experiment(tmp_path, arms=("untied",), seeds=(0,))
+    load_experiment(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        load_experiment(tmp_path)
+
+
+def test_a_run_counted_twice_is_refused() -> None:
+    rows = with_losses({"untied": [4.2]})
+    with pytest.raises(ValueError, match="arm 'untied' with seed 0 appears twice"):
+        summary_table(rows + rows)
+
+
+def test_what_was_not_measured_is_null_and_not_an_error(tmp_path: Path) -> None:
+    rows = write_experiment(tmp_path, arms=("untied",), seeds=(0,))
+    rows[0] |= {"peak_memory_bytes": None, "defect": None, "delta_ti": None, "cond_transform": None}
+    (tmp_path / "summary.json").write_text(json.dumps(rows))
+    assert printed(list(map(dict, load_experiment(tmp_path).rows))).count("—") >= 5
