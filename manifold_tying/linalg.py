@@ -42,7 +42,9 @@ def check_tall(Y: Tensor, what: str = "matrix") -> None:
     """ValueError unless Y is floating with shape (..., n, p), n >= p >= 1."""
     working_dtype(Y.dtype)
     if Y.ndim < 2 or Y.shape[-1] < 1 or Y.shape[-2] < Y.shape[-1]:
-        raise ValueError(f"expected a {what} of shape (..., n, p) with n >= p >= 1, got {tuple(Y.shape)}; transpose it?")
+        raise ValueError(
+            f"expected a {what} of shape (..., n, p) with n >= p >= 1, got {tuple(Y.shape)}; transpose it?"
+        )
 
 
 def gram(Y: Tensor) -> Tensor:
@@ -120,6 +122,7 @@ def inverse_sqrt(G: Tensor) -> Tensor:
         Q = eye + R / 2
         Y, P = Y @ Q, Q @ P
     if not error <= tolerance:
+        _check_finite(G)
         eigenvalues, V = torch.linalg.eigh(G.double())
         floor = eigenvalues[..., -1:] * 1e-15
         return ((V * eigenvalues.clamp_min(floor).rsqrt()[..., None, :]) @ V.mT).to(G.dtype)
@@ -196,10 +199,14 @@ def _check_square(A: Tensor) -> None:
         raise ValueError(f"expected a square matrix (..., b, b), got {tuple(A.shape)}")
 
 
-def _polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, V, h of the polar factors in float64, whatever the conditioning."""
+def _check_finite(Y: Tensor) -> None:
     if not torch.isfinite(Y).all():
         raise ValueError("expected a finite matrix, got NaN or Inf in it")
+
+
+def _polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, V, h of the polar factors in float64, whatever the conditioning."""
+    _check_finite(Y)
     scale = Y.abs().amax((-2, -1), keepdim=True).double().clamp_min(1e-300)
     Q, R = torch.linalg.qr(Y.double() / scale)
     W, h, Vh = torch.linalg.svd(R)
@@ -212,8 +219,11 @@ def _polar_eigh(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = bool(torch.isfinite(G).all())
     if finite:
         eigenvalues, V = torch.linalg.eigh(G.double())
-        # A Gram matrix loses eigenvalues below eps times the largest; at √eps one polishing step still restores U.
-        finite = bool((eigenvalues[..., 0] > torch.finfo(Y.dtype).eps ** 0.5 * eigenvalues[..., -1]).all())
+        # A Gram matrix loses eigenvalues below eps times the largest; at √eps one polishing step still restores U. Below
+        # the smallest normal number it loses digits whatever the conditioning.
+        type_info = torch.finfo(Y.dtype)
+        threshold = (type_info.eps**0.5 * eigenvalues[..., -1]).clamp_min(type_info.tiny / type_info.eps)
+        finite = bool((eigenvalues[..., 0] > threshold).all())
     if not finite:
         return _polar_svd(Y)
     h = eigenvalues.sqrt()
@@ -265,6 +275,7 @@ class _QR(torch.autograd.Function):
     def forward(ctx: Any, Y: Tensor, by_cholesky: bool) -> Tensor:
         factors = _cholesky_qr(Y) if by_cholesky else None
         if factors is None:
+            _check_finite(Y)
             Q, R = torch.linalg.qr(Y)
             sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Y.dtype)
             factors = Q * sign[..., None, :], R * sign[..., :, None]

@@ -52,6 +52,8 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> None:
         if fused and (foreach or isinstance(lr, Tensor)):
             raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+        if foreach and isinstance(lr, Tensor):
+            raise ValueError("foreach=True does not go with a tensor lr; leave one of them out")
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -93,9 +93,7 @@ class RiemannianOptimizer(Optimizer):
             if not state:
                 self._initialize(p, state, group)
             state["step"] += 1
-            manifold = self._manifolds[p]
-            motion = (manifold.retraction, manifold.terms) if isinstance(manifold, Stiefel) else id(manifold)
-            batches[motion, p.shape, p.dtype, p.device, state["step"].item()].append(p)
+            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device, state["step"].item()].append(p)
         for batch in batches.values():
             self._update_batch(group, batch)
 
@@ -156,6 +154,11 @@ class RiemannianOptimizer(Optimizer):
         self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         """New points; updates the tensors of ``state`` in place. All have a leading batch dimension."""
+
+
+def same_motion(manifold: geoopt.Manifold) -> Any:
+    """A key that is equal for manifolds whose points move alike; of a foreign one only the object itself can tell."""
+    return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
 def check_range(group: Group, **minimum: float) -> None:

@@ -8,6 +8,8 @@ import geoopt
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manifold_tying.optim._base import same_motion
+
 
 def param_groups(
     model: nn.Module,
@@ -47,7 +49,7 @@ def param_groups(
             if manifold_lr is not None:
                 options["lr"] = manifold_lr
         options |= overrides[pattern] if pattern else {}
-        key = (pattern, options["weight_decay"], None if manifold is None else repr(manifold))
+        key = (pattern, options["weight_decay"], None if manifold is None else same_motion(manifold))
         group = groups.setdefault(key, {"params": [], "names": [], **options})
         group["params"].append(p)
         group["names"].append(name)

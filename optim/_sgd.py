@@ -92,8 +92,9 @@ class RiemannianSGD(RiemannianOptimizer):
         ours = isinstance(manifold, Stiefel)
         direction = gradients if ours else manifold.egrad2rgrad(points, gradients)
         buffer = state["momentum_buffer"]
-        # As in torch.optim.SGD, the first gradient enters the buffer undamped.
-        buffer.mul_(momentum).add_(direction, alpha=1 - (group["dampening"] if step > 1 else 0))
+        # As in torch.optim.SGD, the first gradient enters the buffer undamped, and without momentum all do.
+        damped = momentum != 0 and step > 1
+        buffer.mul_(momentum).add_(direction, alpha=1 - (group["dampening"] if damped else 0))
         direction = direction + momentum * buffer if group["nesterov"] else buffer
         if isinstance(manifold, Stiefel):
             return manifold.move(points, -group["lr"] * direction, measure=step % group["retract_every"] == 0)

@@ -48,7 +48,9 @@ def test_imports_go_one_way(layer: str) -> None:
 
 
 def test_the_check_sees_imports() -> None:
-    source = "import manifold_tying.training.cli\nfrom manifold_tying import optim\nfrom manifold_tying.models import Llama"
+    source = (
+        "import manifold_tying.training.cli\nfrom manifold_tying import optim\nfrom manifold_tying.models import Llama"
+    )
     assert imported_layers(source) == {"training", "optim", "models"}
 
 

@@ -68,7 +68,9 @@ class SPD(geoopt.Manifold):
         a = whiten(L, u)
         return (a * (a if v is None else whiten(L, v))).sum((-1, -2), keepdim=keepdim)
 
-    def random(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> geoopt.ManifoldTensor:
+    def random(
+        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+    ) -> geoopt.ManifoldTensor:
         """exp of a symmetric matrix with standard normal entries, divided by √d: condition some tens for any d."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
@@ -90,9 +92,7 @@ class SPD(geoopt.Manifold):
             return False, f"`{name}` must be square, got {tuple(shape)}"
         return ok, reason
 
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not torch.allclose(x, x.mT, atol=atol, rtol=rtol):
             return False, f"X is not symmetric with atol={atol}, rtol={rtol}"
         smallest = torch.linalg.eigvalsh(x).min().item()
@@ -122,6 +122,8 @@ def nearest_spd(X: Tensor) -> Tensor:
     eigenvalues, V = torch.linalg.eigh(linalg.symmetric(X.double()))
     largest = eigenvalues[..., -1:]
     if not (largest > 0).all():
-        raise ValueError("expected a matrix with a positive eigenvalue, so that a positive definite one is near; got none")
+        raise ValueError(
+            "expected a matrix with a positive eigenvalue, so that a positive definite one is near; got none"
+        )
     eigenvalues = torch.maximum(eigenvalues, largest * (1e-6 if dtype == torch.float32 else 1e-12))
     return linalg.symmetric((V * eigenvalues[..., None, :]) @ V.mT).to(X.dtype)

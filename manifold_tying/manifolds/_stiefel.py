@@ -68,14 +68,19 @@ class Stiefel(geoopt.Manifold):
                 return linalg.reorthonormalize(x + u)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
-            return linalg.reorthonormalize(cayley_step(x, u, None if self.retraction == "cayley" else self.terms))
+            if self.retraction == "cayley":
+                return linalg.reorthonormalize(cayley_step(x, u, None))
+            moved = cayley_step(x, u, self.terms)
+            # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; an even number only grows.
+            return linalg.polar(moved)[0] if self.terms % 2 else linalg.reorthonormalize(moved)
 
     def move(self, x: Tensor, v: Tensor, *, measure: bool = True) -> Tensor:
         """``retr(x, proju(x, v))`` for any ambient v, in four products of 2np² operations for the polar retraction.
 
         ``measure=False`` predicts the Gram matrix of the new point from XᵀV and VᵀV as if XᵀX were I, where the default
         measures it: the defect that x has is then carried along instead of corrected, and nothing n x p is formed in
-        between. Only for the polar retraction.
+        between. Only for the polar retraction; steps with ‖VᵀV‖ of 1 or more are measured all the same, since they would
+        magnify that defect.
         """
         if self.retraction != "polar":
             return self.retr(x, self.proju(x, v))
@@ -86,6 +91,8 @@ class Stiefel(geoopt.Manifold):
             if measure:
                 return linalg.reorthonormalize(x @ (eye - S) + v)
             UtU = linalg.symmetric(linalg.gram(v) - S @ A - A.mT @ S + S @ S)
+            if not torch.linalg.matrix_norm(UtU, ord=float("inf")).amax() < 1:
+                return linalg.reorthonormalize(x @ (eye - S) + v)
             P = linalg.inverse_sqrt(eye + UtU)
             return x @ ((eye - S) @ P) + v @ P
 
@@ -106,7 +113,9 @@ class Stiefel(geoopt.Manifold):
         """tr UᵀV, shape (...)."""
         return (u * (u if v is None else v)).sum((-1, -2), keepdim=keepdim)
 
-    def random(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> geoopt.ManifoldTensor:
+    def random(
+        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+    ) -> geoopt.ManifoldTensor:
         """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
@@ -127,9 +136,7 @@ class Stiefel(geoopt.Manifold):
             return False, f"`{name}` must be tall, shape[-2] >= shape[-1], got {tuple(shape)}"
         return ok, reason
 
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         error = (linalg.gram(x) - linalg.identity_like(x)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
 

@@ -1,10 +1,12 @@
 """Orthonormal weights: as points that a Riemannian optimizer moves, and as images of free tensors."""
 
 from abc import abstractmethod
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
@@ -17,7 +19,7 @@ OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 class Constraint(nn.Module):
     """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored.
 
-    The stored tensor is at least float32, the weight comes out in the layer's dtype.
+    The stored tensor is at least float32 and stays so (:class:`WideStorage`), the weight comes out in the layer's dtype.
     """
 
     like: Tensor
@@ -32,6 +34,21 @@ class Constraint(nn.Module):
 
     @abstractmethod
     def right_inverse(self, weight: Tensor) -> Tensor: ...
+
+
+class WideStorage(parametrize.ParametrizationList):
+    """The list that holds the stored tensor: .half() and .bfloat16() reach the weight's dtype and leave the stored float32."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        likes = [part.like for part in self.modules() if isinstance(part, Constraint)]
+
+        def wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if any(tensor is like for like in likes) or not moved.is_floating_point() or moved.dtype.itemsize >= 4:
+                return moved
+            return tensor.to(moved.device, torch.float32)
+
+        return super()._apply(wide, recurse)
 
 
 class OnStiefel(Constraint):

@@ -1,7 +1,7 @@
 """The functions that put a constraint on a layer, and the one that takes them all off."""
 
 from collections.abc import Iterator
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from manifold_tying.parametrizations._orthonormal import (
     OnStiefel,
     OrthogonalMap,
     OrthonormalFactor,
+    WideStorage,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,7 +44,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     manifold = Stiefel(retraction)
     _register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, manifold))
     # As in geoopt.ManifoldParameter, so that geoopt's way of finding manifolds, by the parameter, works too.
-    parametrized(module)[name].original.manifold = manifold
+    setattr(parametrized(module)[name].original, "manifold", manifold)  # noqa: B010 - a tensor declares no such attribute
     return module
 
 
@@ -94,6 +95,7 @@ def materialize(module: M) -> M:
         parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
         weight = getattr(owner, name)
         weight.data = value.clone(memory_format=torch.contiguous_format)
+        weight.grad = None  # that was the stored tensor's
         weight.__dict__.pop("manifold", None)
     return module
 
@@ -107,11 +109,10 @@ def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield (f"{prefix}.{name}" if prefix else name), owner, name
 
 
-def parametrized(module: nn.Module) -> nn.ModuleDict:
-    """``module.parametrizations``, typed."""
-    parts = module.parametrizations
-    assert isinstance(parts, nn.ModuleDict)
-    return parts
+def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
+    """``module.parametrizations`` as the dict that it is."""
+    lists = cast(nn.ModuleDict, module.parametrizations)
+    return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
 
 
 def _register(module: M, name: str, constraint: Constraint) -> M:
@@ -124,4 +125,6 @@ def _register(module: M, name: str, constraint: Constraint) -> M:
     except BaseException:
         weight.data = given  # a weight that cannot be projected leaves the module as it was
         raise
+    parametrized(module)[name].__class__ = WideStorage
+    weight.grad = None  # that was the plain weight's
     return module

@@ -18,7 +18,7 @@ from manifold_tying.training._machine import machine
 from manifold_tying.training._recipe import resolve, used_rates
 from manifold_tying.training._record import finite
 
-ARMS = get_args(Interface)
+ARMS: tuple[Interface, ...] = get_args(Interface)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,21 @@ class AblateConfig:
 def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
     """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise."""
     interface, *changes = name.split("+")
-    if interface not in ARMS:
-        raise ValueError(f"unknown arm {interface!r}; choose from {', '.join(ARMS)}, with changes as in untied+lr=0.002")
+    known = next((arm for arm in ARMS if arm == interface), None)
+    if known is None:
+        raise ValueError(
+            f"unknown arm {interface!r}; choose from {', '.join(ARMS)}, with changes as in untied+lr=0.002"
+        )
     fields = {field.name for field in dataclasses.fields(Settings)}
     values: dict[str, Any] = {}
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or key not in fields:
-            raise ValueError(f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}")
+            raise ValueError(
+                f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
+            )
         values[key] = _value(text, key, getattr(shared, key))
-    return interface, dataclasses.replace(shared, **values)
+    return known, dataclasses.replace(shared, **values)
 
 
 def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:

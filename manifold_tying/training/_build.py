@@ -8,8 +8,9 @@ from torch import Tensor
 from manifold_tying.models import Llama
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training._config import Interface, Settings, TrainConfig
-from manifold_tying.tying import PIT, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
 
+MEMORY = "interface.parametrizations.memory.original"
 FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
 
@@ -19,7 +20,7 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
         return Untied(vocab_size, hidden_size)
     if name == "transpose":
         return TransposeTying(vocab_size, hidden_size)
-    memory = "frozen" if name == "pit-frozen" else "trainable"
+    memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction)
 
 
@@ -64,5 +65,4 @@ def rate_factor(step: int, settings: Settings) -> float:
 
 def clipped_parameters(model: Llama) -> list[Tensor]:
     """Everything whose gradient norm is clipped: all but the memory, whose steps Adam and the retraction bound already."""
-    memory = model.interface.parametrizations.memory.original if isinstance(model.interface, PIT) else None
-    return [p for p in model.parameters() if p.requires_grad and p is not memory]
+    return [p for name, p in model.named_parameters() if p.requires_grad and name != MEMORY]

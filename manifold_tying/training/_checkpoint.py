@@ -64,7 +64,9 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, c
     found = {k: tuple(v.shape) for k, v in weights.items()}
     if expected != found:
         names = sorted(k for k in {*expected, *found} if expected.get(k) != found.get(k))
-        raise ValueError(f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or presence")
+        raise ValueError(
+            f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or presence"
+        )
     if optimizer is not None:
         per_parameter: dict[int, dict[str, Tensor]] = {}
         for name, tensor in read_tensors(path, _OPTIMIZER, state).items():
@@ -103,4 +105,3 @@ def read_tensors(path: Path, name: str, state: Mapping[str, Any]) -> dict[str, T
 def _advice(path: Path) -> str:
     older = [other.name for other in checkpoints(path.parent.parent) if other.name < path.name]
     return f"Delete it to go on from {older[-1]}" if older else "Delete it to start anew"
-

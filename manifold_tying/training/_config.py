@@ -128,5 +128,7 @@ def check_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
     if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+        raise ValueError(
+            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
     return found

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,11 +102,10 @@ def evaluate(model: Llama, batches: list[Batch], device: torch.device) -> float:
 def describe_interface(model: Llama) -> dict[str, float | None]:
     """defect of the memory, ΔTI of the tables, condition of the transform; None where there is no such thing."""
     interface = model.interface
-    pit = isinstance(interface, PIT)
     return {
-        "defect": diagnostics.defect(interface.memory).item() if pit else None,
+        "defect": diagnostics.defect(interface.memory).item() if isinstance(interface, PIT) else None,
         "delta_ti": diagnostics.delta_ti(*interface.materialize()),
-        "cond_transform": diagnostics.condition(interface.transform) if pit else None,
+        "cond_transform": diagnostics.condition(interface.transform) if isinstance(interface, PIT) else None,
     }
 
 
@@ -139,7 +137,8 @@ def _steps(
     settings, device = config.settings, torch.device(config.settings.device)
     identity = config.as_json()
     loss_of = torch.compile(model.loss) if settings.compile else model.loss
-    peaks = [peak_rate(group, settings.lr) for group in optimizer.param_groups]
+    # Remembered in the group, so that a resumed run finds the peak and not the rate of the step it stopped at.
+    peaks = [float(group.setdefault("peak_lr", group["lr"])) for group in optimizer.param_groups]
     clipped = clipped_parameters(model)
     for step in range(start, settings.steps):
         began = time.perf_counter()
@@ -168,11 +167,6 @@ def _steps(
         if done == settings.steps or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
             record.flush()
             save_checkpoint(config.out, done, model, optimizer, identity)
-
-
-def peak_rate(group: dict[str, Any], default: float | None) -> float:
-    """The group's learning rate at its peak, remembered in the group, so that a resumed run finds it there."""
-    return group.setdefault("peak_lr", group.get("lr", default))
 
 
 def _gradients(

@@ -70,5 +70,7 @@ def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
             kept.append((line, entry))
         write_whole(path, "".join(line for line, _ in kept).encode())
     if len(kept) < last_step:
-        raise ValueError(f"{path} has {len(kept)} of the {last_step} steps before the checkpoint; start in another folder")
+        raise ValueError(
+            f"{path} has {len(kept)} of the {last_step} steps before the checkpoint; start in another folder"
+        )
     return [entry for _, entry in kept]

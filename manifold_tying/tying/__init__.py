@@ -2,6 +2,7 @@
 
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
 from manifold_tying.tying._pit import PIT as PIT
+from manifold_tying.tying._pit import Memory as Memory
 from manifold_tying.tying._tables import TransposeTying as TransposeTying
 from manifold_tying.tying._tables import Untied as Untied
 from manifold_tying.tying.interface import TokenInterface as TokenInterface

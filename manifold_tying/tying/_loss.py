@@ -26,14 +26,19 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
     Once differentiable.
     """
     if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
-        raise ValueError(f"expected hidden (..., d) and table (V, d), got {tuple(hidden.shape)} and {tuple(table.shape)}")
+        raise ValueError(
+            f"expected hidden (..., d) and table (V, d), got {tuple(hidden.shape)} and {tuple(table.shape)}"
+        )
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), table, targets.flatten(), ignore_index, dtype)
+    grad = torch.is_grad_enabled()  # off inside of an autograd.Function, so it is asked here
+    wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return _LinearCrossEntropy.apply(flat, table, targets.flatten(), ignore_index, dtype, wanted)
 
 
 def _loss_and_gradients(
@@ -74,21 +79,27 @@ def _loss_and_gradients(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, table: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        table: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        dtype: torch.dtype,
+        wanted: tuple[bool, bool],
     ) -> Tensor:
         ctx.save_for_backward(hidden, table, targets)
-        ctx.options = (ignore_index, dtype, (ctx.needs_input_grad[0], ctx.needs_input_grad[1]))
+        ctx.options = (ignore_index, dtype, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             loss, *ctx.gradients = _loss_and_gradients(hidden, table, targets, *ctx.options)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             with torch.autocast(grad.device.type, enabled=False):
                 gradients = _loss_and_gradients(*ctx.saved_tensors, *ctx.options)[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
-        return hidden, table, None, None, None
+        return hidden, table, None, None, None, None

@@ -40,6 +40,8 @@ class PIT(TokenInterface):
 
     memory: Tensor
     cholesky_factor: Tensor
+    bridge: nn.Parameter | None
+    _like: Tensor
 
     def __init__(
         self,

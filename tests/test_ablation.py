@@ -1,0 +1,195 @@
+"""The ablation: same data and budget for every arm, what it writes, and the command line around it."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manifold_tying.models import PRESETS
+from manifold_tying.training import AblateConfig, Settings, ablate
+from manifold_tying.training import _loop as loop
+from manifold_tying.training._ablation import parse_arm
+from manifold_tying.training.cli import main
+
+KEYS = {
+    "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",
+    "delta_ti", "cond_transform", "trainable_parameters",
+}  # fmt: skip
+ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
+V, D = 300, 16
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dataclasses.replace(
+        PRESETS["nano"], vocab_size=V, hidden_size=D, num_layers=2, intermediate_size=32, head_dim=0
+    )
+    monkeypatch.setitem(PRESETS, "tiny-for-tests", shape)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
+    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(40)))
+    return path
+
+
+def settings(corpus: Path, **changes: Any) -> Settings:
+    values = {
+        "preset": "tiny-for-tests", "data": f"text:{corpus}", "steps": 6, "batch_size": 4, "sequence_length": 16,
+        "val_tokens": 128, "eval_every": 3, "lr": 4e-3, **changes,
+    }  # fmt: skip
+    return Settings(**values)
+
+
+def test_every_arm_and_seed_is_in_the_summary(tmp_path: Path, corpus: Path) -> None:
+    rows = ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
+    assert [(row["arm"], row["seed"]) for row in rows] == [(arm, seed) for seed in (0, 1) for arm in ARMS]
+    assert json.loads((tmp_path / "out/summary.json").read_text()) == rows
+    for row in rows:
+        assert set(row) == KEYS
+        run = tmp_path / "out" / f"{row['arm']}-{row['seed']}"
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+        assert list(run.glob("events.out.tfevents.*"))
+    parameters = {row["arm"]: row["trainable_parameters"] for row in rows}
+    # a second table; a memory; the raw Cholesky factor, of which the strict upper triangle stays zero
+    assert parameters["untied"] - parameters["transpose"] == V * D
+    assert parameters["pit-trainable"] - parameters["pit-frozen"] == V * D
+    assert parameters["pit-trainable"] - parameters["transpose"] == D * D
+    experiment = json.loads((tmp_path / "out/experiment.json").read_text())
+    assert set(experiment["arms"]) == set(ARMS)
+    assert (
+        experiment["arms"]["pit-trainable"]["memory_lr"] > 0 and experiment["arms"]["pit-frozen"]["memory_lr"] is None
+    )
+    assert experiment["settings"]["seeds"] == 2 and experiment["machine"]["torch"] == torch.__version__
+
+
+def test_all_arms_of_a_seed_see_the_same_batches(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[torch.Tensor]] = {}
+    real = loop._gradients
+
+    def spy(config: Any, model: Any, loss_of: Any, batch: Any, device: Any) -> torch.Tensor:
+        seen.setdefault(config.out.name, []).append(torch.stack(batch))
+        return real(config, model, loss_of, batch, device)
+
+    monkeypatch.setattr(loop, "_gradients", spy)
+    ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
+    stacks = {name: torch.stack(batches) for name, batches in seen.items()}
+    for arm in ARMS:
+        assert torch.equal(stacks[f"{arm}-0"], stacks["untied-0"]) and torch.equal(
+            stacks[f"{arm}-1"], stacks["untied-1"]
+        )
+    assert not torch.equal(stacks["untied-0"], stacks["untied-1"])
+
+
+def test_the_same_command_again_does_only_what_is_missing(tmp_path: Path, corpus: Path) -> None:
+    small = AblateConfig(out=tmp_path / "out", arms="untied,pit-frozen", seeds=1, settings=settings(corpus))
+    first = ablate(small)
+    trained: list[str] = []
+
+    def started(name: str, index: int, count: int) -> Any:
+        trained.append(name)
+        return lambda metrics: None
+
+    more = dataclasses.replace(small, seeds=2)
+    assert [row for row in ablate(more, started=started) if row["seed"] == 0] == first
+    assert trained == ["untied-1", "pit-frozen-1"]
+    with pytest.raises(ValueError, match=r"holds a run with another lr; choose another --out"):
+        ablate(dataclasses.replace(more, settings=settings(corpus, lr=0.5)))
+
+
+def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
+    arms = "pit-trainable,pit-trainable+memory_lr=0+embedding_norm=false,transpose+lr=0.001"
+    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings(corpus)))
+    assert [row["arm"] for row in rows] == arms.split(",")
+    described = json.loads((tmp_path / "out/experiment.json").read_text())["arms"]
+    assert described["transpose+lr=0.001"]["lr"] == 0.001 and described["pit-trainable"]["lr"] == 4e-3
+    assert described[arms.split(",")[1]] | {"memory_lr": 0, "embedding_norm": False} == described[arms.split(",")[1]]
+    still = json.loads((tmp_path / "out" / f"{arms.split(',')[1]}-0" / "config.json").read_text())
+    assert still["memory_lr"] == 0 and still["embedding_norm"] is False
+    assert len({row["val_loss"] for row in rows}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ("tied", r"unknown arm 'tied'; choose from untied, transpose, pit-frozen, pit-trainable"),
+        ("untied+speed=3", r"unknown change 'speed=3' in arm 'untied\+speed=3'"),
+        ("untied+lr", r"unknown change 'lr'"),
+        ("untied+lr=fast", r"expected lr to be of type .*float.*, got 'fast'"),
+        ("untied+lr=NaN", r"expected lr"),
+        ("untied+steps=1.5", r"expected steps"),
+        ("untied+retraction=svd", r"unknown retraction 'svd'"),
+        ("untied,untied", r"different arms"),
+        (" , ", r"different arms"),
+    ],
+)
+def test_bad_arms_are_refused_before_anything_is_written(arms: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        AblateConfig(out=tmp_path / "out", arms=arms)
+    assert not (tmp_path / "out").exists()
+
+
+def test_arms_take_the_shared_settings(corpus: Path) -> None:
+    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true", settings(corpus, steps=9))
+    assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
+
+
+def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shared = ["--preset", "tiny-for-tests", "--steps", "6", "--data", f"text:{corpus}", "--device", "cpu"]
+    shared += ["--batch-size", "4", "--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004"]
+    main(["ablate", *shared, "--seeds", "2", "--arms", "transpose,pit-trainable", "--out", str(out)])
+    printed = capsys.readouterr().out
+    rows = json.loads((out / "summary.json").read_text())
+    for arm in ("transpose", "pit-trainable"):
+        mean = np.mean([row["val_loss"] for row in rows if row["arm"] == arm])
+        assert arm in printed
+        assert any(abs(float(number) - mean) < 0.006 for number in re.findall(r"\d+\.\d+", printed))
+    page = (out / "report.html").read_text()
+    assert page.count("<img") >= 4 and "data:image/png;base64," in page
+    assert len(list(out.glob("*.png"))) >= 4
+    (out / "report.html").unlink()
+    main(["report", str(out)])
+    assert (out / "report.html").read_text() == page
+
+
+def test_train_command_and_its_flags(tmp_path: Path, corpus: Path) -> None:
+    out = tmp_path / "out"
+    run = [
+        "train",
+        "--preset",
+        "tiny-for-tests",
+        "--interface",
+        "pit-frozen",
+        "--steps",
+        "4",
+        "--checkpoint-every",
+        "2",
+    ]
+    run += ["--data", f"text:{corpus}", "--out", str(out), "--device", "cpu", "--batch-size", "4", "--lr", "0.004"]
+    run += ["--sequence-length", "16", "--val-tokens", "64"]
+    main([*run, "--resume"])
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    main([*run, "--resume"])  # finished already: nothing to do
+    with pytest.raises(SystemExit) as stopped:
+        main(run)
+    assert stopped.value.code == 2
+
+
+def test_errors_are_one_line_and_status_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "manifold_tying", "ablate", "--out", str(tmp_path / "out"), "--data"]
+    for data, expected in (("nowhere", "stdlib"), (f"text:{tmp_path / 'missing'}", "missing")):
+        done = subprocess.run([*command, data], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    bad_arm = subprocess.run([*command, "stdlib", "--arms", "x"], capture_output=True, text=True, check=False)
+    assert bad_arm.returncode == 2 and "unknown arm 'x'" in bad_arm.stderr and "Traceback" not in bad_arm.stderr
+    assert not (tmp_path / "out").exists()
