@@ -49,6 +49,10 @@ def check_tall(Y: Tensor, what: str = "matrix") -> None:
 
 def gram(Y: Tensor) -> Tensor:
     """YᵀY, (..., n, p) to (..., p, p)."""
+    if Y.shape[-1] < 16 and Y.dtype == torch.float32:
+        # CPU kernels for narrow matrices add rows up one by one: relative errors of 4e-5 with 200000 of them.
+        wide = Y.double()
+        return (wide.mT @ wide).to(Y.dtype)
     return Y.mT @ Y
 
 
@@ -108,7 +112,8 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     """G^(-1/2) of symmetric positive definite G (..., p, p) by products alone, for G of condition up to about 1e6.
 
     Coupled Newton-Schulz iteration on G/c with c >= the largest eigenvalue, then one step of refinement in float64, since
-    float32 alone leaves a residual of some 2e-6. Falls back to a float64 eigendecomposition where that does not converge.
+    float32 alone leaves a residual of some 2e-6. Falls back to a float64 eigendecomposition where that does not converge,
+    and in float32 for conditions above about 1e4, where a refinement would do harm.
     """
     eye = identity_like(G)
     # min(infinity norm, Frobenius norm) bounds the spectral norm, so all eigenvalues of G/c are in (0, 1].
@@ -117,19 +122,27 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     tolerance = 1e-4 if G.dtype == torch.float32 else 1e-6  # the refinement squares what is left
     for _ in range(40):
         R = eye - P @ Y
-        if not (error := torch.linalg.matrix_norm(R).amax()) > tolerance:  # also leaves when error is NaN
+        if not (size := torch.linalg.matrix_norm(R).amax()) > tolerance:  # also leaves when it is NaN
             break
         Q = eye + R / 2
         Y, P = Y @ Q, Q @ P
-    if not error <= tolerance:
-        _check_finite(G)
-        eigenvalues, V = torch.linalg.eigh(G.double())
-        floor = eigenvalues[..., -1:] * 1e-15
-        return ((V * eigenvalues.clamp_min(floor).rsqrt()[..., None, :]) @ V.mT).to(G.dtype)
+    if not size <= tolerance:
+        return _inverse_sqrt_eigh(G)
     wide = symmetric(P.double()) / c.double().sqrt()
     for _ in range(1 if G.dtype == torch.float32 else 2):
-        wide = wide + wide @ (identity_like(wide) - wide @ G.double() @ wide) / 2
+        error = identity_like(wide) - wide @ G.double() @ wide
+        # A refinement step multiplies the part of the error that does not commute with G by √cond(G)/4.
+        if not torch.linalg.matrix_norm(error).amax() < 1e-3:
+            return _inverse_sqrt_eigh(G)
+        wide = wide + wide @ error / 2
     return symmetric(wide).to(G.dtype)
+
+
+def _inverse_sqrt_eigh(G: Tensor) -> Tensor:
+    _check_finite(G)
+    eigenvalues, V = torch.linalg.eigh(G.double())
+    floor = eigenvalues[..., -1:] * 1e-15
+    return ((V * eigenvalues.clamp_min(floor).rsqrt()[..., None, :]) @ V.mT).to(G.dtype)
 
 
 def reorthonormalize(Y: Tensor) -> Tensor:
@@ -138,14 +151,16 @@ def reorthonormalize(Y: Tensor) -> Tensor:
     That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. Not differentiable; falls back to
     :func:`polar` after steps so large that float32 cannot resolve YᵀY.
     """
-    G = gram(Y)
-    largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
-    if not largest < 1e3:
-        return polar(Y)[0]
-    X = Y @ inverse_sqrt(G)
-    if largest > 4:  # rounding of G^(-1/2) grows with the condition of G
-        X = X @ (1.5 * identity_like(G) - 0.5 * gram(X))
-    return X
+    with full_precision(Y.device):
+        W = Y.to(working_dtype(Y.dtype))
+        G = gram(W)
+        largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
+        if not largest < 1e3:
+            return polar(W)[0].to(Y.dtype)
+        X = W @ inverse_sqrt(G)
+        if largest > 4:  # rounding of G^(-1/2) grows with the condition of G
+            X = X @ (1.5 * identity_like(G) - 0.5 * gram(X))
+        return X.to(Y.dtype)
 
 
 def cayley(A: Tensor) -> Tensor:

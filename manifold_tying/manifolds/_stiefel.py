@@ -68,11 +68,12 @@ class Stiefel(geoopt.Manifold):
                 return linalg.reorthonormalize(x + u)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
-            if self.retraction == "cayley":
-                return linalg.reorthonormalize(cayley_step(x, u, None))
-            moved = cayley_step(x, u, self.terms)
-            # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; an even number only grows.
-            return linalg.polar(moved)[0] if self.terms % 2 else linalg.reorthonormalize(moved)
+            # The curve has a limit; entries past 1e4 are as good as there, and their products would leave float32's range.
+            u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True)).clamp(max=1)
+            moved = cayley_step(x, u, None if self.retraction == "cayley" else self.terms)
+            # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; the others only grow.
+            shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1
+            return (linalg.polar(moved)[0] if shrinks else linalg.reorthonormalize(moved)).to(x.dtype)
 
     def move(self, x: Tensor, v: Tensor, *, measure: bool = True) -> Tensor:
         """``retr(x, proju(x, v))`` for any ambient v, in four products of 2np² operations for the polar retraction.
@@ -153,8 +154,10 @@ class Stiefel(geoopt.Manifold):
 def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
     """The Cayley curve through x along u, exact for ``terms=None``, else by that many terms of the Neumann series.
 
-    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p.
+    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p. The
+    result is at least float32.
     """
+    x, u = (a.to(linalg.working_dtype(a.dtype)) for a in (x, u))
     B = u - x @ (x.mT @ u) / 2
     XtX, XtB, BtB = linalg.gram(x), x.mT @ B, linalg.gram(B)
     half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2

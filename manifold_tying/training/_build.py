@@ -21,7 +21,7 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
     if name == "transpose":
         return TransposeTying(vocab_size, hidden_size)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
-    return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction)
+    return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
 
 
 def build_model(config: TrainConfig) -> Llama:

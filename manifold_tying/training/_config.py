@@ -10,6 +10,7 @@ import torch
 
 from manifold_tying.manifolds import Retraction, check_retraction
 from manifold_tying.models import LlamaConfig, preset
+from manifold_tying.parametrizations import CholeskyFactor, Diagonal
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
 
@@ -24,9 +25,9 @@ class Settings:
     """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
-    steps: int = 250
+    steps: int = 240
     """Optimizer steps."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences per step."""
     sequence_length: int = 128
     """Tokens per sequence."""
@@ -44,6 +45,8 @@ class Settings:
     """Peak learning rate of the transform's Cholesky factor."""
     embedding_norm: bool | None = None
     """RMS-normalize the looked-up embeddings."""
+    diagonal: Diagonal = "exp"
+    """Map that keeps the transform's diagonal positive; exp lets its scale grow faster than softplus at the same rate."""
     retraction: Retraction = "polar"
     """How a trainable memory stays orthonormal."""
     retract_every: int = 1
@@ -72,6 +75,7 @@ class Settings:
     def __post_init__(self) -> None:
         preset(self.preset)
         check_retraction(self.retraction)
+        CholeskyFactor(self.diagonal)
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,

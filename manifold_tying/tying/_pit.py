@@ -104,9 +104,10 @@ class PIT(TokenInterface):
         pit.memory = U.to(pit.memory.dtype)
         if bridge:
             pit.bridge = nn.Parameter(H.to(pit.memory.dtype))
-        elif transform != "identity":
-            L = torch.linalg.cholesky(H if transform == "head" else linalg.symmetric(torch.linalg.inv(H)))
-            pit.cholesky_factor = L.to(pit.memory.dtype).contiguous()
+        T = linalg.identity_like(H)  # assigned as well: the one from __init__ is an identity to float32 rounding only
+        if transform != "identity" and not bridge:
+            T = H if transform == "head" else linalg.symmetric(torch.linalg.inv(H))
+        pit.cholesky_factor = torch.linalg.cholesky(T).to(pit.memory.dtype).contiguous()
         return pit.to(weight.dtype)
 
     @property
@@ -159,14 +160,19 @@ class PIT(TokenInterface):
             return ((h @ L) @ L.mT if few else h @ (L @ L.mT)).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PIT":
-        """Device moves and .double() as usual; .half() and .bfloat16() reach ``_like`` alone."""
+        """Device moves as usual, .double() projects Z again; .half() and .bfloat16() reach ``_like`` alone."""
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
             return tensor.to(moved.device) if narrowed and tensor is not self._like else moved
 
-        return super()._apply(wide, recurse)
+        before = self.memory.dtype
+        super()._apply(wide, recurse)
+        widened = before == torch.float32 and self.memory.dtype == torch.float64 and not self.memory.is_meta
+        if widened and parametrize.is_parametrized(self, "memory"):
+            self.memory = self.memory.detach()  # orthonormal to float32 rounding so far, and a frozen one would stay so
+        return self
 
     def extra_repr(self) -> str:
         original: Any = self.parametrizations.memory.original  # type: ignore[union-attr]

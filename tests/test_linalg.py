@@ -1,0 +1,549 @@
+"""Tensor functions against scipy, numpy and float64 formulas."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from manifold_tying import linalg
+
+METHODS = get_args(linalg.Orthonormalization)
+seeds = st.integers(0, 2**31 - 1)
+settings.register_profile("reproducible", max_examples=40, deadline=None, derandomize=True, database=None)
+reproducible = settings.get_profile("reproducible")
+
+
+def orthonormal(*shape: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
+
+
+def conditioned(shape: tuple[int, ...], condition: float = 10.0, seed: int = 0) -> Tensor:
+    """A float64 matrix (..., n, p) with singular values spread evenly, in logarithms, from 1 to 1/condition."""
+    torch.manual_seed(seed)
+    *batch, n, p = shape
+    h = torch.logspace(0, -math.log10(condition), p, dtype=torch.float64)
+    return (orthonormal(*batch, n, p) * h) @ orthonormal(*batch, p, p).mT
+
+
+def skew_of_norm(b: int, norm: float, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    A = torch.randn(b, b, dtype=torch.float64)
+    A = A - A.mT
+    return A * (norm / torch.linalg.matrix_norm(A, 2))
+
+
+def scipy_polar(Y: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Polar factors of a batch, in float64 and with the scale taken out."""
+    flat = Y.double().reshape(-1, *Y.shape[-2:]).numpy()
+    scale = max(np.abs(flat).max(), 1e-300)
+    pairs = [scipy.linalg.polar(y / scale) for y in flat]
+    U, H = (np.stack(parts).reshape(*Y.shape[:-2], -1, Y.shape[-1]) for parts in zip(*pairs, strict=True))
+    return U, H * scale
+
+
+@st.composite
+def tall_shapes(draw: Any) -> tuple[int, ...]:
+    p = draw(st.integers(1, 8))
+    return (*draw(st.sampled_from([(), (1,), (2, 3)])), p + draw(st.integers(0, 12)), p)
+
+
+# ---- polar
+
+
+@reproducible
+@given(tall_shapes(), st.floats(0, 7), st.sampled_from([1e-20, 1e-3, 1.0, 1e20]), seeds, st.booleans())
+def test_polar_is_scipys(shape: tuple[int, ...], log_condition: float, scale: float, seed: int, wide: bool) -> None:
+    condition = 10**log_condition
+    dtype = torch.float64 if wide else torch.float32
+    Y = (conditioned(shape, condition, seed) * scale).to(dtype)
+    U, H = linalg.polar(Y)
+    expected_U, expected_H = scipy_polar(Y)
+    assert U.dtype == H.dtype == dtype
+    assert U.is_contiguous() and H.is_contiguous()
+    # U moves by eps times the condition. float32 goes by the Gram matrix only up to condition 57, and is exact after that;
+    # in float64 scipy itself is no better than eps times the condition.
+    tolerance = 1e-13 + 1e-14 * condition if wide else 1e-5
+    np.testing.assert_allclose(U.numpy(), expected_U, rtol=0, atol=tolerance)
+    # h comes from its square: eps ‖H‖² / h, with condition at most 57 in float32 and 8e3 in float64 before the SVD takes over
+    np.testing.assert_allclose(H.numpy() / scale, expected_H / scale, rtol=0, atol=1e-11 if wide else 1e-5)
+    assert linalg.defect(U).max() <= (1e-13 if wide else 1e-6)
+    assert torch.equal(H, H.mT)
+
+
+def test_other_orthonormal_bases_are_not_scipys_polar_factor() -> None:
+    Y = conditioned((9, 4), 10.0)
+    expected, _ = scipy_polar(Y)
+    for method in ("qr", "cholesky-qr"):
+        assert np.abs(linalg.orthonormalize(Y, method).numpy() - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e-22, 1e-21, 1e-19, 1e18, 1e19, 1e30])
+def test_polar_where_the_squares_leave_float32(scale: float) -> None:
+    Y = (conditioned((30, 5), 3.0) * scale).float()
+    U, H = linalg.polar(Y)
+    expected_U, expected_H = scipy_polar(Y)
+    assert linalg.defect(U) <= 1e-6
+    # Y is rounded to multiples of 1.4e-45 at the very bottom, and so is the H that comes back.
+    np.testing.assert_allclose(H.double().numpy(), expected_H, rtol=0, atol=2e-6 * scale + 2e-45)
+    if scale > 1e-40:
+        np.testing.assert_allclose(U.numpy(), expected_U, rtol=0, atol=1e-5)
+
+
+def deficient(kind: str, dtype: torch.dtype) -> Tensor:
+    Y = conditioned((2, 12, 4), 5.0)
+    if kind == "zero":
+        Y = torch.zeros_like(Y)
+    elif kind == "rank one":
+        Y = Y[..., :1] @ torch.ones(2, 1, 4, dtype=torch.float64)
+    elif kind == "equal columns":
+        Y[..., 1] = Y[..., 0]
+    elif kind == "zero column":
+        Y[..., 2] = 0
+    elif kind == "one of the batch":
+        Y[0, :, 1] = Y[0, :, 0]
+    elif kind == "duplicated rows":
+        Y = Y[:, :3].repeat(1, 4, 1)  # 12 rows of which 3 differ: rank 3
+    return Y.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "kind", ["zero", "rank one", "equal columns", "zero column", "one of the batch", "duplicated rows"]
+)
+def test_rank_deficient_matrices_have_orthonormal_factors(kind: str, dtype: torch.dtype) -> None:
+    Y = deficient(kind, dtype)
+    smallest = torch.linalg.svdvals(Y.double())[..., -1].min()
+    assert smallest < 1e-6  # else this tests nothing
+    U, H = linalg.polar(Y)
+    eps = torch.finfo(dtype).eps
+    assert linalg.defect(U).max() <= 10 * eps
+    np.testing.assert_allclose(H.numpy(), scipy_polar(Y)[1], rtol=0, atol=20 * eps)  # H is unique, U is not
+    np.testing.assert_allclose((U @ H).numpy(), Y.numpy(), rtol=0, atol=20 * eps)
+    for method in ("qr", "cholesky-qr"):
+        assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 10 * eps
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("condition", [1.0, 10.0, 40.0, 1e2, 1e3, 1e5, 1e7])
+@pytest.mark.parametrize("shape", [(6, 6), (500, 48), (3, 40, 7)])
+def test_defect_in_float32(method: Any, condition: float, shape: tuple[int, ...]) -> None:
+    Y = conditioned(shape, condition, seed=1).float()
+    assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 1e-6
+
+
+def test_defect_is_the_formula_in_float64() -> None:
+    X = conditioned((2, 9, 3), 4.0)
+    expected = [np.linalg.norm(x.T @ x - np.eye(3)) / np.sqrt(3) for x in X.numpy()]
+    np.testing.assert_allclose(linalg.defect(X).numpy(), expected, rtol=1e-14)
+    assert linalg.defect(torch.eye(7, 5, dtype=torch.bfloat16)) == 0
+    Q = orthonormal(200, 8)
+    assert linalg.defect(Q.float()) < 1e-7 < 1e-4 < linalg.defect(Q.bfloat16())  # sees what bfloat16 loses
+    assert linalg.defect(Q.float()).dtype == torch.float64
+
+
+def test_one_gram_product_alone_would_miss_the_bound() -> None:
+    Y = conditioned((500, 48), 40.0).float()
+    once = torch.linalg.solve_triangular(torch.linalg.cholesky(Y.mT @ Y).mT, Y, upper=True, left=False)
+    assert linalg.defect(once) > 1e-6
+
+
+# ---- gradients
+
+
+def with_singular_values(*h: float, n: int) -> Tensor:
+    p = len(h)
+    torch.manual_seed(0)
+    return (orthonormal(n, p) * torch.tensor(h, dtype=torch.float64)) @ orthonormal(p, p).mT
+
+
+POINTS = {
+    "tall": lambda: conditioned((6, 3), 4.0),
+    "square": lambda: conditioned((4, 4), 4.0),
+    "column": lambda: conditioned((5, 1), 1.0),
+    "batch": lambda: conditioned((2, 2, 4, 2), 3.0),
+    "eye": lambda: torch.eye(4, dtype=torch.float64),
+    "tall eye": lambda: torch.eye(5, 3, dtype=torch.float64),
+    "equal singular values": lambda: with_singular_values(2.0, 2.0, 1.0, n=5),
+    "through the SVD": lambda: with_singular_values(1e4, 10.0, 1.0, n=5),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_gradient_of_both_polar_factors(point: str) -> None:
+    Y = POINTS[point]().requires_grad_()
+    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[0], Y)
+    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[1], Y)
+    assert torch.autograd.gradcheck(linalg.polar, Y)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("point", POINTS)
+def test_gradient_of_orthonormalize(point: str, method: Any) -> None:
+    assert torch.autograd.gradcheck(lambda Y: linalg.orthonormalize(Y, method), POINTS[point]().requires_grad_())
+
+
+def test_equal_singular_values_break_the_gradient_through_an_svd() -> None:
+    Y = torch.eye(4, dtype=torch.float64, requires_grad=True)
+    U, _, Vh = torch.linalg.svd(Y)
+    weights = torch.arange(16.0, dtype=torch.float64).view(4, 4)
+    (through_svd,) = torch.autograd.grad((U @ Vh * weights).sum(), Y)
+    assert not through_svd.isfinite().all()
+    (ours,) = torch.autograd.grad((linalg.polar(Y)[0] * weights).sum(), Y)
+    # At the identity dU is the skew part of dY.
+    torch.testing.assert_close(ours, (weights - weights.T) / 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_gradient_is_that_of_float64(method: Any) -> None:
+    Y, weights = conditioned((60, 8), 10.0), torch.randn(60, 8, dtype=torch.float64)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        leaf = Y.to(dtype).clone().requires_grad_()
+        (linalg.orthonormalize(leaf, method) * weights.to(dtype)).sum().backward()
+        assert leaf.grad is not None and leaf.grad.dtype == dtype
+        return leaf.grad.double()
+
+    expected = gradient(torch.float64)
+    # eps times the square of the condition, once through the factor and once through the inverse in the formula
+    assert (gradient(torch.float32) - expected).norm() <= 1.2e-7 * 100 * expected.norm()
+
+
+def test_gradient_is_finite_where_the_matrix_is_singular() -> None:
+    for kind in ("rank one", "equal columns", "duplicated rows"):
+        Y = deficient(kind, torch.float64).requires_grad_()
+        linalg.polar(Y)[1].sum().backward()
+        assert Y.grad is not None and Y.grad.isfinite().all(), kind
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    Y = conditioned((5, 3)).requires_grad_()
+    for f in (lambda Y: linalg.polar(Y)[0], lambda Y: linalg.orthonormalize(Y, "qr")):
+        weights = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad((f(Y) * weights).sum(), Y, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+
+# ---- QR
+
+
+@pytest.mark.parametrize("method", ["qr", "cholesky-qr"])
+@reproducible
+@given(tall_shapes(), st.floats(0, 6), seeds)
+def test_qr_is_numpys_up_to_signs(method: Any, shape: tuple[int, ...], log_condition: float, seed: int) -> None:
+    Y = conditioned(shape, 10**log_condition, seed)
+    Q = linalg.orthonormalize(Y, method)
+    R = (Q.mT @ Y).numpy()
+    assert Q.is_contiguous()
+    assert (np.diagonal(R, axis1=-2, axis2=-1) > 0).all()
+    expected, upper = np.linalg.qr(Y.numpy())
+    signs = np.sign(np.diagonal(upper, axis1=-2, axis2=-1))[..., None, :]
+    np.testing.assert_allclose(Q.numpy(), expected * signs, rtol=0, atol=1e-13 + 1e-14 * 10**log_condition)
+    np.testing.assert_allclose(np.tril(R, -1), 0, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cholesky_qr_falls_back_where_it_breaks_down(seed: int) -> None:
+    fine, hard = (conditioned((300, 32), condition, seed).float() for condition in (10.0, 1e6))
+    assert linalg._cholesky_qr(fine) is not None
+    assert linalg._cholesky_qr(hard) is None
+    for Y in (fine, hard, torch.stack([fine, hard])):
+        assert linalg.defect(linalg.orthonormalize(Y, "cholesky-qr")).max() <= 1e-6
+    np.testing.assert_allclose(
+        linalg.orthonormalize(hard, "cholesky-qr").numpy(), linalg.orthonormalize(hard, "qr").numpy(), rtol=0, atol=0
+    )
+
+
+# ---- inverse square root
+
+
+def spd_matrix(d: int, condition: float, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    V = orthonormal(d, d)
+    G = (V * torch.logspace(0, -math.log10(condition), d, dtype=torch.float64)) @ V.mT
+    return (G + G.mT) / 2
+
+
+@reproducible
+@given(st.integers(1, 24), st.floats(0, 6), st.floats(-6, 6), seeds)
+def test_inverse_sqrt_is_scipys(d: int, log_condition: float, log_scale: float, seed: int) -> None:
+    condition, scale = 10**log_condition, 10**log_scale
+    G = spd_matrix(d, condition, seed) * scale
+    P = linalg.inverse_sqrt(G)
+    assert torch.equal(P, P.mT)
+    expected = np.linalg.inv(scipy.linalg.sqrtm(G.numpy()))
+    size = float(np.linalg.norm(expected, 2))
+    # eps times the condition: G itself is only known to that
+    np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=1e-14 * condition * size + 1e-14 * size)
+
+
+@pytest.mark.parametrize("condition", [1.0, 1.1, 10.0, 1e3, 1e4, 1e5, 1e6])
+@pytest.mark.parametrize("d", [1, 5, 64])
+def test_inverse_sqrt_in_float32(d: int, condition: float) -> None:
+    G = spd_matrix(d, condition).float()
+    P = linalg.inverse_sqrt(G)
+    eigenvalues, V = np.linalg.eigh(G.double().numpy())
+    expected = (V / np.sqrt(eigenvalues)) @ V.T
+    # Rounding, of which the refinement multiplies a part by √condition / 4 as long as products are used, to 1e4.
+    tolerance = 3e-7 + 3e-8 * min(condition, 1e4) ** 0.5
+    np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=tolerance * float(np.linalg.norm(expected, 2)))
+
+
+def test_inverse_sqrt_of_a_batch_is_that_of_its_members() -> None:
+    G = torch.stack([spd_matrix(6, condition, seed) for seed, condition in enumerate((1.0, 1e2, 1e5))])
+    each = torch.stack([linalg.inverse_sqrt(g) for g in G])
+    np.testing.assert_allclose(
+        linalg.inverse_sqrt(G).numpy(), each.numpy(), rtol=0, atol=1e-10 * each.abs().max().item()
+    )
+
+
+def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge() -> None:
+    P = linalg.inverse_sqrt(torch.diag(torch.tensor([1.0, 1e-16, 0.0], dtype=torch.float64)))
+    assert P.isfinite().all()
+    assert P[0, 0] == pytest.approx(1.0) and P[1, 1] == pytest.approx(3e7, rel=0.1)  # eigenvalues floored at 1e-15
+
+
+# ---- reorthonormalize
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 0.3, 1.0, 1.8, 3.0, 30.0, 1e3, 1e6])
+@pytest.mark.parametrize("shape", [(7, 7), (300, 32), (2, 3, 10, 4)])
+def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...], size: float) -> None:
+    X = orthonormal(*shape)
+    U = torch.randn(shape, dtype=torch.float64)
+    U = U - X @ linalg.symmetric(X.mT @ U)
+    Y = X + U * size / torch.linalg.matrix_norm(U, 2)[..., None, None].clamp_min(1e-300)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+        result = linalg.reorthonormalize(Y.to(dtype))
+        assert linalg.defect(result).max() <= bound
+        # singular values are between 1 and size, so eps times size
+        tolerance = (1 + size) * 20 * torch.finfo(dtype).eps
+        np.testing.assert_allclose(result.numpy(), scipy_polar(Y.to(dtype))[0], rtol=0, atol=tolerance)
+
+
+def test_reorthonormalize_takes_out_an_old_defect() -> None:
+    X = orthonormal(100, 8).float() * 1.001
+    assert linalg.defect(X) > 1e-3
+    assert linalg.defect(linalg.reorthonormalize(X)) <= 1e-6
+
+
+# ---- Cayley
+
+
+@pytest.mark.parametrize("b", [1, 2, 5, 16])
+@pytest.mark.parametrize("norm", [0.0, 0.1, 1.0, 50.0])
+def test_cayley_is_scipys_solve_and_a_rotation(b: int, norm: float) -> None:
+    A = skew_of_norm(b, norm) if b > 1 else torch.zeros(1, 1, dtype=torch.float64)
+    C = linalg.cayley(A)
+    eye = np.eye(b)
+    np.testing.assert_allclose(C.numpy(), scipy.linalg.solve(eye - A.numpy(), eye + A.numpy()), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(C.T.numpy() @ C.numpy(), eye, rtol=0, atol=1e-12)
+    assert torch.linalg.det(C).item() == pytest.approx(1.0)
+
+
+def test_cayley_of_a_matrix_that_is_not_skew_is_not_orthogonal() -> None:
+    A = skew_of_norm(5, 0.5) + 0.1 * torch.eye(5, dtype=torch.float64)
+    assert linalg.defect(linalg.cayley(A)) > 0.1
+
+
+@pytest.mark.parametrize("terms", range(1, 7))
+def test_cayley_neumann_is_the_cayley_map_less_its_tail(terms: int) -> None:
+    A = torch.stack([skew_of_norm(6, norm, seed=terms) for norm in (0.05, 0.3, 0.9, 1.5)])
+    eye = torch.eye(6, dtype=torch.float64)
+    expected = linalg.cayley(A) @ (eye - torch.linalg.matrix_power(A, terms + 1))
+    np.testing.assert_allclose(linalg.cayley_neumann(A, terms).numpy(), expected.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("terms", range(1, 7))
+def test_defect_of_cayley_neumann_has_the_stated_order(terms: int) -> None:
+    norms = [0.05, 0.1, 0.2]
+    measured = []
+    for norm in norms:
+        R = linalg.cayley_neumann(skew_of_norm(8, norm, seed=terms), terms)
+        measured.append(torch.linalg.matrix_norm(R.mT @ R - torch.eye(8, dtype=torch.float64), 2).item())
+    order = 2 * terms + 2 if terms % 2 == 0 else terms + 1
+    expected = [norm**order * (1 if terms % 2 == 0 else 2) for norm in norms]
+    # For odd terms the next order, ‖A‖^(2 terms + 2), is at most 2 % of the first; 5e-15 is the rounding of RᵀR.
+    assert measured == pytest.approx(expected, rel=0.025, abs=5e-15)
+    # With six terms the defect is below rounding but for the largest norm, and a slope would be one of noise.
+    if expected[0] > 1e-13 or terms <= 5:
+        slope = np.polyfit(np.log(norms), np.log(measured), 1)[0]
+        assert slope == pytest.approx(order, abs=0.05)
+
+
+def test_even_terms_are_closer_than_one_more() -> None:
+    A = skew_of_norm(8, 0.1)
+    assert linalg.defect(linalg.cayley_neumann(A)) == linalg.defect(linalg.cayley_neumann(A, terms=2))
+    assert 100 * linalg.defect(linalg.cayley_neumann(A, terms=2)) < linalg.defect(linalg.cayley_neumann(A, terms=3))
+
+
+@pytest.mark.parametrize("f", [linalg.cayley, linalg.cayley_neumann, lambda A: linalg.cayley_neumann(A, 3)])
+def test_gradient_of_cayley_maps(f: Callable[[Tensor], Tensor]) -> None:
+    v = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: f(linalg.skew(v / 10, 4)), v)
+
+
+# ---- skew
+
+
+@reproducible
+@given(st.integers(1, 9), st.sampled_from([(), (3,), (2, 1)]), seeds)
+def test_skew_and_unskew_are_inverse(b: int, batch: tuple[int, ...], seed: int) -> None:
+    torch.manual_seed(seed)
+    vector = torch.randn(*batch, b * (b - 1) // 2)
+    A = linalg.skew(vector, b)
+    assert A.shape == (*batch, b, b)
+    assert torch.equal(A, -A.mT)
+    assert torch.equal(linalg.unskew(A), vector)
+    assert torch.equal(linalg.skew(linalg.unskew(A), b), A)
+
+
+def test_skew_reads_the_upper_triangle_by_rows() -> None:
+    expected = [[0.0, 1.0, 2.0], [-1.0, 0.0, 3.0], [-2.0, -3.0, 0.0]]
+    assert linalg.skew(torch.tensor([1.0, 2.0, 3.0]), 3).tolist() == expected
+    v = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: linalg.skew(v, 4), v)
+    assert torch.autograd.gradcheck(lambda v: linalg.unskew(linalg.skew(v, 4)), v)
+
+
+# ---- precision
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "polar U": lambda Y: linalg.polar(Y)[0],
+    "polar H": lambda Y: linalg.polar(Y)[1],
+    "polar method": lambda Y: linalg.orthonormalize(Y, "polar"),
+    "qr": lambda Y: linalg.orthonormalize(Y, "qr"),
+    "cholesky-qr": lambda Y: linalg.orthonormalize(Y, "cholesky-qr"),
+    "reorthonormalize": linalg.reorthonormalize,
+    "cayley": lambda Y: linalg.cayley(linalg.skew(Y[..., :6, 0], 4)),
+    "cayley_neumann": lambda Y: linalg.cayley_neumann(linalg.skew(Y[..., :6, 0] / 4, 4)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_computed_in_float32_and_rounded_once(function: str, dtype: torch.dtype) -> None:
+    f = FUNCTIONS[function]
+    Y = torch.randn(2, 40, 6).to(dtype)
+    if "neumann" in function:
+        Y = Y.double().mul(4).to(dtype)  # so that the division by 4 in bfloat16 loses nothing
+    result = f(Y)
+    assert result.dtype == dtype
+    assert torch.equal(result, f(Y.float()).to(dtype))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_autocast_changes_nothing(function: str) -> None:
+    f, Y = FUNCTIONS[function], torch.randn(2, 40, 6)
+
+    plain = f(Y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (Y.mT @ Y).dtype == torch.bfloat16  # autocast is on
+        inside = f(Y)
+    assert plain.dtype == inside.dtype == torch.float32
+    assert torch.equal(plain, inside)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_around_the_backward_changes_nothing(method: Any) -> None:
+    Y, weights = torch.randn(40, 6), torch.randn(40, 6)
+
+    def gradient() -> Tensor:
+        leaf = Y.clone().requires_grad_()
+        return torch.autograd.grad((linalg.orthonormalize(leaf, method) * weights).sum(), leaf)[0]
+
+    plain = gradient()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plain, gradient())
+
+
+@pytest.fixture
+def medium_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("medium_precision")
+def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
+    with linalg.full_precision(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert linalg.defect(linalg.polar(torch.randn(200, 32))[0]) <= 1e-6
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.usefixtures("medium_precision")
+@pytest.mark.parametrize("method", METHODS)
+def test_matmul_precision_is_restored_after_an_exception(method: Any) -> None:
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
+    assert torch.get_float32_matmul_precision() == "medium"
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
+        assert torch.is_autocast_enabled("cpu")
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", ["polar U", "polar method", "qr", "cholesky-qr", "reorthonormalize"])
+def test_nan_and_infinity_are_refused(function: str, dtype: torch.dtype, bad: float) -> None:
+    Y = torch.randn(2, 6, 3).to(dtype)
+    FUNCTIONS[function](Y)
+    Y[1, 4, 2] = bad
+    with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
+        FUNCTIONS[function](Y)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_inverse_sqrt_refuses_nan_and_infinity(bad: float) -> None:
+    G = torch.eye(3)
+    G[1, 1] = bad
+    with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
+        linalg.inverse_sqrt(G)
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "polar of a wide matrix": (lambda: linalg.polar(torch.randn(3, 5)), r"n >= p >= 1, got \(3, 5\); transpose it\?"),
+    "polar of a vector": (lambda: linalg.polar(torch.randn(3)), r"n >= p >= 1, got \(3,\)"),
+    "polar without columns": (lambda: linalg.polar(torch.randn(3, 0)), r"n >= p >= 1, got \(3, 0\)"),
+    "polar of integers": (
+        lambda: linalg.polar(torch.ones(3, 2, dtype=torch.int64)),
+        "real floating dtype, got torch.int64",
+    ),
+    "polar of complex": (lambda: linalg.polar(torch.ones(3, 2, dtype=torch.complex64)), "got torch.complex64"),
+    "wide orthonormalize": (lambda: linalg.orthonormalize(torch.randn(2, 3, 5), "qr"), r"got \(2, 3, 5\)"),
+    "integer orthonormalize": (lambda: linalg.orthonormalize(torch.ones(3, 2).int(), "qr"), "got torch.int32"),
+    "unknown method": (
+        lambda: linalg.orthonormalize(torch.randn(3, 2), "svd"),  # type: ignore[arg-type]
+        "unknown method 'svd'; choose one of polar, qr, cholesky-qr",
+    ),
+    "cayley not square": (lambda: linalg.cayley(torch.randn(3, 2)), r"square matrix \(..., b, b\), got \(3, 2\)"),
+    "cayley of a vector": (lambda: linalg.cayley(torch.randn(3)), r"got \(3,\)"),
+    "cayley of integers": (lambda: linalg.cayley(torch.ones(2, 2).int()), "got torch.int32"),
+    "cayley_neumann not square": (lambda: linalg.cayley_neumann(torch.randn(3, 2)), r"got \(3, 2\)"),
+    "cayley_neumann of integers": (lambda: linalg.cayley_neumann(torch.ones(2, 2).int()), "got torch.int32"),
+    "no terms": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 0), "whole number >= 1, got 0"),
+    "half a term": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 1.5), "whole number >= 1, got 1.5"),  # type: ignore[arg-type]
+    "skew of too many": (lambda: linalg.skew(torch.zeros(4), 3), "expected 3 entries for b=3, got 4"),
+    "unskew not square": (lambda: linalg.unskew(torch.zeros(2, 3)), r"got \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_is_wrong(case: str) -> None:
+    call, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,247 @@
+"""linear_cross_entropy against dense float64 cross-entropy: values, gradients, low precision, memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manifold_tying.tying import linear_cross_entropy
+from manifold_tying.tying._loss import CHUNKS
+
+Loss = Callable[..., Tensor]
+
+
+def problem(N: int, d: int, V: int, *, masked: float = 0.0, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    h = torch.randn(N, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    W = (torch.randn(V, d, generator=generator, dtype=torch.float64) / d**0.5).to(dtype).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[torch.rand(N, generator=generator) < masked] = -100
+    return h, W, targets
+
+
+def dense(h: Tensor, W: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """The oracle: all logits at once; a sum over nothing divided by one where nothing counts."""
+    total = F.cross_entropy(h @ W.T, targets, ignore_index=ignore_index, reduction="sum")
+    return total / (targets != ignore_index).sum().clamp_min(1)
+
+
+def gradients(loss: Loss, h: Tensor, W: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    value = loss(h, W, targets)
+    grad_h, grad_W = torch.autograd.grad(value * scale, (h, W))
+    return value.detach(), grad_h, grad_W
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return (torch.linalg.norm(a.double() - b.double()) / torch.linalg.norm(b.double())).item()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    N=st.integers(1, 3 * CHUNKS + 1),
+    d=st.integers(1, 9),
+    V=st.integers(1, 40),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([1.0, -0.3]),
+)
+def test_value_and_gradients_are_those_of_dense_cross_entropy(
+    N: int, d: int, V: int, masked: float, seed: int, scale: float
+) -> None:
+    """Any number of tokens: fewer than there are chunks, one, and an uneven last chunk."""
+    h, W, targets = problem(N, d, V, masked=masked, seed=seed)
+    for ours, expected in zip(
+        gradients(linear_cross_entropy, h, W, targets, scale), gradients(dense, h, W, targets, scale), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)  # rounding of float64
+
+
+def test_float32_gradients_carry_no_more_than_rounding() -> None:
+    h, W, targets = problem(500, 16, 300, masked=0.2)
+    expected = gradients(dense, h, W, targets)
+    narrow = (h.detach().float().requires_grad_(), W.detach().float().requires_grad_(), targets)
+    for ours, exact in zip(gradients(linear_cross_entropy, *narrow), expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert relative(ours, exact) < 2e-6  # some ten float32 roundings
+    # Negative control: this measure sees one wrong target in 500.
+    wrong = targets.clone()
+    wrong[wrong != -100] = torch.cat([(targets[targets != -100][:1] + 1) % 300, targets[targets != -100][1:]])
+    assert relative(gradients(linear_cross_entropy, *narrow[:2], wrong)[0], expected[0]) > 1e-5
+
+
+def test_gradcheck() -> None:
+    h, W, targets = problem(7, 3, 5, masked=0.3)
+    assert torch.autograd.gradcheck(lambda h, W: linear_cross_entropy(h, W, targets), (h, W))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0, 7])
+def test_ignored_positions_do_not_count(ignore_index: int) -> None:
+    h, W, targets = problem(50, 4, 12)
+    targets[::3] = ignore_index
+    ours = linear_cross_entropy(h, W, targets, ignore_index=ignore_index)
+    torch.testing.assert_close(ours, F.cross_entropy(h @ W.T, targets, ignore_index=ignore_index))
+    (grad,) = torch.autograd.grad(ours, h)
+    assert not grad[targets == ignore_index].any() and grad[targets != ignore_index].any(1).all()
+
+
+@pytest.mark.parametrize("N", [0, 1, 60])
+def test_nothing_counted_is_zero_with_zero_gradients(N: int) -> None:
+    h, W, targets = problem(N, 4, 12, masked=1.1)
+    value, grad_h, grad_W = gradients(linear_cross_entropy, h, W, targets)
+    assert value == 0 and not grad_h.any() and not grad_W.any()
+    assert grad_h.shape == h.shape and grad_W.shape == W.shape
+
+
+def test_any_leading_shape() -> None:
+    h, W, targets = problem(24, 4, 12)
+    expected = dense(h, W, targets)
+    torch.testing.assert_close(linear_cross_entropy(h.view(2, 3, 4, 4), W, targets.view(2, 3, 4)), expected)
+    torch.testing.assert_close(linear_cross_entropy(h[0], W, targets[0]), dense(h[:1], W, targets[:1]))
+
+
+def test_a_second_backward_gives_the_same_gradients() -> None:
+    """The first one gives its buffers away, so the second has to compute them again."""
+    h, W, targets = problem(100, 6, 30)
+    loss = linear_cross_entropy(h, W, targets)
+    first = torch.autograd.grad(2 * loss, (h, W), retain_graph=True)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(2 * loss, (h, W), retain_graph=True)
+    third = torch.autograd.grad(-loss, (h, W))
+    for a, b, c, d in zip(first, second, third, kept, strict=True):
+        assert torch.equal(a, d), "a later backward must not write into what was handed out"
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, -a / 2)
+
+
+@pytest.mark.parametrize("which", ["hidden", "table"])
+def test_only_one_side_requires_a_gradient(which: str) -> None:
+    h, W, targets = problem(40, 6, 30)
+    h, W = (h, W.detach()) if which == "hidden" else (h.detach(), W)
+    wanted = h if which == "hidden" else W
+    (ours,) = torch.autograd.grad(linear_cross_entropy(h, W, targets), wanted)
+    (expected,) = torch.autograd.grad(dense(h, W, targets), wanted)
+    torch.testing.assert_close(ours, expected)
+
+
+class LargestTensors(TorchDispatchMode):
+    """Records the bytes of every tensor that an operation makes (views and in-place results left out), largest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in before:
+                self.made.append((t.untyped_storage().nbytes(), tuple(t.shape)))
+        return result
+
+
+def test_without_grad_no_gradient_is_computed() -> None:
+    h, W, targets = problem(40, 6, 30)
+    with torch.no_grad(), LargestTensors() as watch:
+        value = linear_cross_entropy(h, W, targets)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, dense(h, W, targets).detach())
+    assert all(shape not in (tuple(h.shape), tuple(W.shape)) for _, shape in watch.made)
+    with LargestTensors() as watch:  # negative control: with gradients both shapes are made
+        linear_cross_entropy(h, W, targets)
+    assert {tuple(h.shape), tuple(W.shape)} <= {shape for _, shape in watch.made}
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Most bytes held at once during ``run`` beyond those before, from the allocator's own events."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype) -> None:
+    N, d, V = 4096, 8, 2000
+    h, W, targets = problem(N, d, V, dtype=dtype)
+    logits = N * V * dtype.itemsize
+    kept = (N * d + V * d) * dtype.itemsize
+    ours = peak_bytes(lambda: linear_cross_entropy(h, W, targets).backward())
+    assert 0 < ours - kept <= logits / 10
+    # Negative control: the measurement sees the dense reference's logits.
+    assert peak_bytes(lambda: F.cross_entropy((h @ W.T).float(), targets).backward()) >= logits
+
+
+def reference(h: Tensor, W: Tensor, targets: Tensor) -> Tensor:
+    """What is usually done in bfloat16: all logits in it, the softmax in float32."""
+    return F.cross_entropy((h @ W.T).float(), targets)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("N", [5, 3000])
+def test_low_precision_is_as_close_to_float64_as_full_logits(how: str, N: int) -> None:
+    """The bound is the full-logits reference's own error; a fifth more for the other order of the same roundings."""
+    h, W, targets = problem(N, 32, 200, masked=0.1, dtype=torch.bfloat16 if how == "bfloat16" else torch.float32)
+    exact = gradients(dense, h.detach().double().requires_grad_(), W.detach().double().requires_grad_(), targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        ours = gradients(linear_cross_entropy, h, W, targets)
+        theirs = gradients(reference, h, W, targets)
+    assert ours[0].dtype == torch.float32 and ours[1].dtype == h.dtype and ours[2].dtype == W.dtype
+    assert abs(ours[0] - exact[0]) <= 1.2 * abs(theirs[0] - exact[0]) + 1e-6 * exact[0]
+    for mine, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
+        assert relative(mine, true) <= 1.2 * relative(their, true)
+
+
+def test_the_scalar_does_not_stall_in_bfloat16() -> None:
+    """20,000 tokens at 10.6 nats each; a bfloat16 sum stops growing after some hundred of them."""
+    N, logits = 20_000, torch.tensor([[10.625], [0.0]])  # 10.625 is a bfloat16 number
+    h = torch.ones(N, 1, dtype=torch.bfloat16)
+    value = linear_cross_entropy(h, logits.bfloat16(), torch.ones(N, dtype=torch.long))
+    exact = logits.double().logsumexp(0)[0].float()
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, exact, rtol=1e-6, atol=0)
+    stalled = torch.zeros((), dtype=torch.bfloat16)  # negative control
+    for _ in range(2000):
+        stalled += exact.bfloat16()
+    assert stalled / 2000 < 0.5 * exact
+
+
+def test_large_logits_stay_finite() -> None:
+    h, W = torch.full((3, 1), 1e4), torch.tensor([[1.0], [-1.0], [0.5]])
+    h.requires_grad_()
+    loss = linear_cross_entropy(h, W, torch.tensor([0, 1, 2]))
+    torch.testing.assert_close(loss, torch.tensor((0 + 2e4 + 5e3) / 3))
+    assert torch.isfinite(torch.autograd.grad(loss, h)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("h", "W", "targets", "message"),
+    [
+        (torch.zeros(3, 4), torch.zeros(5, 3), torch.zeros(3).long(), "table"),
+        (torch.zeros(3, 4), torch.zeros(2, 5, 4), torch.zeros(3).long(), "table"),
+        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2).long(), "one target for each"),
+        (torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long(), "one target for each"),
+        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3), "int64"),
+        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).int(), "int64"),
+    ],
+)
+def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(h, W, targets)
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises((RuntimeError, IndexError)):
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, 5, 1]))
+    with pytest.raises((RuntimeError, IndexError)):
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, -1, 1]))

@@ -1,0 +1,587 @@
+"""RiemannianAdam and RiemannianSGD: torch's optimizers on ordinary parameters, straight-line formulas on manifolds."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import geoopt
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying.linalg import defect
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
+
+RETRACTIONS = ("polar", "qr", "cayley", "cayley-neumann")
+Gradients = Callable[[int, int, Tensor], Tensor | None]
+
+
+def point(n: int, p: int, retraction: Any = "polar", dtype: torch.dtype = torch.float32) -> Tensor:
+    """A parameter on Stiefel, as ``stiefel`` makes it."""
+    layer = mt.stiefel(nn.Linear(p, n, dtype=dtype), retraction=retraction)
+    stored: Any = layer.parametrizations
+    return stored.weight.original
+
+
+def drive(optimizer: Any, params: list[Any], steps: int, gradient: Gradients, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        for i, p in enumerate(params):
+            p.grad = gradient(step, i, p)
+        optimizer.step()
+
+
+def seeded(step: int, i: int, p: Tensor) -> Tensor:
+    """The same gradient for the same step and parameter, whoever asks."""
+    generator = torch.Generator().manual_seed(1000 * step + i)
+    return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+
+
+def snapshot(optimizer: Any, params: list[Any]) -> list[Tensor]:
+    state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in [*params, *state]]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# Ordinary parameters: bit for bit torch.optim
+
+
+def ordinary() -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(s)) for s in ((7, 5), (11,), (), (3, 2, 4))]
+
+
+def some(step: int, i: int, p: Tensor) -> Tensor | None:
+    """Parameter 2 never has a gradient, parameter 1 only from the fourth step on."""
+    return None if i == 2 or (i == 1 and step < 3) else seeded(step, i, p)
+
+
+def always(step: int, i: int, p: Tensor) -> Tensor | None:
+    """torch's fused SGD wants every parameter's momentum to start at the same step."""
+    return None if i == 2 else seeded(step, i, p)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=30),
+}
+ADAM_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"foreach": True},
+    {"foreach": False},
+    {"fused": True},
+    {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4},
+    {"maximize": True, "weight_decay": 0.01},
+    {"lr": torch.tensor(0.01), "foreach": False},
+    {"lr": torch.tensor(0.01)},
+]
+SGD_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"dampening": 0.5},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "foreach": True},
+    {"momentum": 0.9, "maximize": True, "fused": True},
+    {"weight_decay": 0.1, "foreach": False},
+]
+
+
+def assert_equal_to_torch(ours: Any, theirs: Any, options: dict[str, Any], schedule: str | None) -> None:
+    runs = []
+    defaults = {"lr": 0.02, "weight_decay": 0.0, **options}
+    for kind in (ours, theirs):
+        params = ordinary()
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.007, "weight_decay": 0.3}]
+        optimizer = kind(groups, **copy.deepcopy(defaults))
+        scheduler = SCHEDULES[schedule](optimizer) if schedule else None
+        for step in range(20):
+            drive(optimizer, params, 1, always if options.get("fused") else some, start=step)
+            if scheduler:
+                scheduler.step()
+        runs.append(snapshot(optimizer, params))
+    assert same(*runs)
+    assert not torch.equal(runs[0][0], ordinary()[0]) and torch.equal(runs[0][2], ordinary()[2])
+
+
+@pytest.mark.parametrize("options", ADAM_OPTIONS, ids=str)
+def test_adam_is_adamw_bit_for_bit(options: dict[str, Any]) -> None:
+    assert_equal_to_torch(RiemannianAdam, torch.optim.AdamW, options, None)
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_sgd_is_sgd_bit_for_bit(options: dict[str, Any]) -> None:
+    assert_equal_to_torch(RiemannianSGD, torch.optim.SGD, options, None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedulers_work_as_with_torch(schedule: str) -> None:
+    """OneCycle also cycles betas and momentum."""
+    assert_equal_to_torch(RiemannianAdam, torch.optim.AdamW, {}, schedule)
+    assert_equal_to_torch(RiemannianSGD, torch.optim.SGD, {"momentum": 0.5}, schedule)
+
+
+def test_bitwise_comparison_sees_a_different_eps() -> None:
+    """Negative control of the tests above."""
+    with pytest.raises(AssertionError):
+        assert_equal_to_torch(
+            lambda params, **options: RiemannianAdam(params, **{**options, "eps": 1e-6}), torch.optim.AdamW, {}, None
+        )
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_closure_runs_with_gradients_enabled(kind: Any) -> None:
+    X = point(6, 3)
+    optimizer = kind([X], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = X[0].sum()
+        loss.backward()
+        return loss
+
+    before = X.detach().clone()
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss.item() == pytest.approx(before[0].sum().item()) and X[0].sum() < before[0].sum()
+
+
+# On Stiefel: straight-line formulas
+
+
+def polar_np(Y: np.ndarray) -> np.ndarray:
+    return scipy.linalg.polar(Y)[0]
+
+
+def tangent(X: np.ndarray, D: np.ndarray) -> np.ndarray:
+    return D - X @ (X.T @ D + D.T @ X) / 2
+
+
+@pytest.mark.parametrize("retract_every", [1, 4])
+@pytest.mark.parametrize("second_moment", ["element", "row", "matrix"])
+def test_adam_on_stiefel_is_the_formula(second_moment: Any, retract_every: int) -> None:
+    """Moments in the ambient space, the direction projected, the polar factor of the sum."""
+    X = point(12, 4, dtype=torch.float64)
+    lr, b1, b2, eps = 0.05, 0.8, 0.9, 1e-6
+    options: Any = {"second_moment": second_moment, "retract_every": retract_every, "maximize": retract_every > 1}
+    optimizer = RiemannianAdam([X], lr=lr, betas=(b1, b2), eps=eps, weight_decay=0.3, **options)
+    Y = X.detach().numpy().copy()
+    m = v = np.zeros(1)
+    axis: Any = {"element": (), "row": 1, "matrix": (0, 1)}[second_moment]
+    for t in range(1, 11):
+        drive(optimizer, [X], 1, seeded, start=t)
+        G = seeded(t, 0, X).numpy() * (-1 if options["maximize"] else 1)
+        m, v = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * np.mean(G**2, axis=axis, keepdims=axis != ())
+        D = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+        Y = polar_np(Y - lr * tangent(Y, D))
+    np.testing.assert_allclose(X.detach().numpy(), Y, atol=1e-11)  # ten steps of float64 rounding
+    state = optimizer.state[X]["exp_avg_sq"].shape
+    assert state == {"element": (12, 4), "row": (12, 1), "matrix": (1, 1)}[second_moment]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0, 0, False), (0, 0.5, False), (0.9, 0, False), (0.9, 0.3, False), (0.9, 0, True)]
+)  # fmt: skip
+def test_sgd_on_stiefel_is_the_formula(momentum: float, dampening: float, nesterov: bool) -> None:
+    """Damping belongs to the momentum buffer: without momentum torch.optim.SGD ignores it, and so must we."""
+    X = point(12, 4, dtype=torch.float64)
+    options: Any = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": 0.2}
+    optimizer = RiemannianSGD([X], lr=0.05, **options)
+    # torch.optim.SGD's direction is what it subtracts from an ordinary parameter at learning rate 1.
+    shadow = nn.Parameter(torch.zeros(12, 4, dtype=torch.float64))
+    theirs = torch.optim.SGD([shadow], lr=1.0, **{**options, "weight_decay": 0.0})
+    Y = X.detach().numpy().copy()
+    for t in range(8):
+        drive(optimizer, [X], 1, seeded, start=t)
+        shadow.data.zero_()
+        drive(theirs, [shadow], 1, seeded, start=t)
+        Y = polar_np(Y + 0.05 * tangent(Y, shadow.detach().numpy()))
+    np.testing.assert_allclose(X.detach().numpy(), Y, atol=1e-12)
+
+
+def trajectory(Q: Tensor, second_moment: Any) -> Tensor:
+    """Minimize a function of X Qᵀ from X0 Q, and turn the result back."""
+    torch.manual_seed(3)
+    X = point(10, 4, dtype=torch.float64)
+    A = torch.randn(10, 4, dtype=torch.float64)
+    X.data.copy_(X.data @ Q)
+    optimizer = RiemannianAdam([X], lr=0.05, second_moment=second_moment)
+    for _ in range(15):
+        optimizer.zero_grad()
+        Y = X @ Q.T
+        ((Y - A).pow(4).sum()).backward()
+        optimizer.step()
+    return (X @ Q.T).detach()
+
+
+@pytest.mark.parametrize("second_moment", ["row", "matrix", "element"])
+def test_which_second_moments_are_independent_of_the_basis(second_moment: str) -> None:
+    Q = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    difference = (
+        (trajectory(Q, second_moment) - trajectory(torch.eye(4, dtype=torch.float64), second_moment)).abs().max()
+    )
+    if second_moment == "element":  # negative control, and what the documentation says of it
+        assert difference > 1e-3
+    else:
+        assert difference < 1e-11
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize(
+    ("retraction", "retract_every", "precision", "autocast"),
+    [(r, 1, "highest", False) for r in RETRACTIONS]
+    + [("polar", 8, "highest", False), ("polar", 8, "medium", True), ("polar", 1, "medium", True), ("qr", 1, "medium", True)]
+    + [("cayley", 1, "medium", True), ("cayley-neumann", 1, "medium", True)],
+)  # fmt: skip
+def test_points_stay_on_the_manifold_at_every_step(
+    kind: Any, retraction: Any, retract_every: int, precision: str, autocast: bool
+) -> None:
+    X = point(48, 8, retraction)
+    optimizer = kind([X], lr=0.03, retract_every=retract_every)
+    worst = 0.0
+    try:
+        torch.set_float32_matmul_precision(precision)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for _ in range(500):
+                X.grad = torch.randn_like(X)
+                optimizer.step()
+                worst = max(worst, defect(X.detach()).item())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert 0 < worst <= 1e-6
+    X.data.sub_(0.03 * torch.randn_like(X))  # negative control: one plain step
+    assert defect(X.detach()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize(("retraction", "retract_every"), [*((r, 1) for r in RETRACTIONS), ("polar", 8)])
+def test_violent_steps_end_on_the_manifold(kind: Any, retraction: Any, retract_every: int) -> None:
+    """A learning rate of 10,000, no gradient, a gradient of rank one, duplicated rows, entries of 1e25."""
+    X = point(30, 6, retraction)
+    optimizer = kind([X], lr=1e4, retract_every=retract_every)
+    rank_one = torch.outer(torch.randn(30), torch.randn(6))
+    gradients = [torch.randn(30, 6), torch.zeros(30, 6), rank_one, torch.randn(1, 6).expand(30, 6), -1e3 * rank_one]
+    for step in range(30):
+        X.grad = gradients[step % 5].clone()
+        optimizer.step()
+        assert torch.isfinite(X).all() and defect(X.detach()) <= 1e-6
+    X.grad = torch.full((30, 6), 1e25)  # finite, though its squares are not
+    optimizer.step()
+    assert torch.isfinite(X).all() and defect(X.detach()) <= 1e-6
+
+
+def test_zero_gradient_and_weight_decay_do_not_move_a_point() -> None:
+    for kind in (RiemannianAdam, RiemannianSGD):
+        X, W = point(20, 5), nn.Parameter(torch.ones(20, 5))
+        before = X.detach().clone()
+        optimizer = kind([X, W], lr=0.1, weight_decay=0.5)
+        drive(optimizer, [X, W], 5, lambda step, i, p: torch.zeros_like(p))
+        assert (X - before).abs().max() < 1e-6  # rounding of five retractions
+        assert W.max() < 0.9  # negative control: the same decay does shrink an ordinary parameter
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_step_leaves_gradients_alone(kind: Any, options: dict[str, Any]) -> None:
+    params = [point(8, 3), point(8, 3), point(9, 3), nn.Parameter(torch.randn(4)), geoopt.ManifoldParameter(
+        torch.nn.functional.normalize(torch.randn(5), dim=0), manifold=geoopt.Sphere())]  # fmt: skip
+    optimizer = kind(params, lr=0.1, **options)
+    drive(optimizer, params, 3, seeded)
+    for i, p in enumerate(params):
+        assert torch.equal(p.grad, seeded(2, i, p))
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_points_of_the_same_shape_move_as_each_would_alone(kind: Any) -> None:
+    together = [point(9, 4, dtype=torch.float64) for _ in range(3)] + [point(9, 4, "qr", torch.float64)]
+    alone: list[Any] = []
+    for p in together:
+        twin: Any = nn.Parameter(p.detach().clone())
+        twin.manifold = p.manifold  # type: ignore[attr-defined]
+        alone.append(twin)
+
+    def sparse_in_time(step: int, i: int, p: Tensor) -> Tensor | None:
+        return None if i == 1 and step % 2 else seeded(step, i, p)  # so that step counts differ, too
+
+    drive(kind(together, lr=0.1), together, 6, sparse_in_time)
+    for i, p in enumerate(alone):
+        drive(kind([p], lr=0.1), [p], 6, lambda step, _, q, i=i: sparse_in_time(step, i, q))  # type: ignore[misc]
+        torch.testing.assert_close(together[i], p, rtol=0, atol=1e-13)
+
+
+def test_groups_can_be_added_later() -> None:
+    X, W = point(8, 3), nn.Parameter(torch.randn(3))
+    optimizer = RiemannianAdam([W], lr=0.1)
+    drive(optimizer, [W], 2, seeded)
+    optimizer.add_param_group({"params": [X], "lr": 0.01, "second_moment": "row"})
+    drive(optimizer, [W, X], 3, seeded)
+    assert optimizer.state[X]["step"] == 3 and optimizer.state[W]["step"] == 5
+    assert optimizer.state[X]["exp_avg_sq"].shape == (8, 1) and defect(X.detach()) <= 1e-6
+    with pytest.raises(ValueError, match="second_moment"):
+        optimizer.add_param_group({"params": [point(8, 3)], "second_moment": "column"})
+    assert len(optimizer.param_groups) == 2
+
+
+# State
+
+
+def mixed() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(mt.stiefel(nn.Linear(4, 9)), nn.Linear(9, 5), mt.stiefel(nn.Linear(5, 5), retraction="cayley"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: RiemannianAdam(g, lr=0.05, second_moment="row"),
+        lambda g: RiemannianAdam(g, lr=0.05),
+        lambda g: RiemannianSGD(g, lr=0.05, momentum=0.9),
+    ],
+)
+def test_resumed_is_uninterrupted_bit_for_bit(make: Callable[[Any], Any]) -> None:
+    whole, first = mixed(), mixed()
+    optimizer = make(param_groups(whole))
+    drive(optimizer, list(whole.parameters()), 10, seeded)
+    half = make(param_groups(first))
+    drive(half, list(first.parameters()), 5, seeded)
+    buffer = io.BytesIO()
+    torch.save((first.state_dict(), half.state_dict()), buffer)
+    buffer.seek(0)
+    weights, state = torch.load(buffer, weights_only=True)
+    second = mixed()
+    second.load_state_dict(weights)
+    resumed = make(param_groups(second))
+    resumed.load_state_dict(state)
+    drive(resumed, list(second.parameters()), 5, seeded, start=5)
+    assert same(snapshot(resumed, list(second.parameters())), snapshot(optimizer, list(whole.parameters())))
+    fresh = make(param_groups(second))  # negative control: without the state the next step differs
+    drive(fresh, list(second.parameters()), 1, seeded, start=10)
+    drive(optimizer, list(whole.parameters()), 1, seeded, start=10)
+    assert not same(list(second.parameters()), list(whole.parameters()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_of_model_and_optimizer_keep_their_manifolds(copied: Callable[[Any], Any]) -> None:
+    layer = nn.ParameterList([point(9, 4), nn.Parameter(torch.randn(4, 3))])
+    optimizer = RiemannianAdam(layer, lr=0.1)
+    drive(optimizer, list(layer), 3, seeded)
+    twin, twin_optimizer = copied((layer, optimizer))
+    drive(optimizer, list(layer), 4, seeded, start=3)
+    drive(twin_optimizer, list(twin), 4, seeded, start=3)
+    assert same(snapshot(twin_optimizer, list(twin)), snapshot(optimizer, list(layer)))
+    assert defect(twin[0].detach()) <= 1e-6
+    X = twin[0]
+    X.grad = torch.full_like(X, float("nan"))
+    with pytest.raises(ValueError, match="parameter 0 of group 0"):
+        twin_optimizer.step()
+
+
+# Convergence and foreign manifolds
+
+
+@pytest.mark.parametrize(
+    ("make", "bound"),
+    [
+        (lambda X: RiemannianSGD([X], lr=0.05, momentum=0.8), 1e-10),
+        (lambda X: RiemannianAdam([X], lr=0.2, second_moment="matrix"), 1e-8),
+    ],
+)
+@pytest.mark.parametrize("retraction", ["polar", "cayley"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_converges_to_the_eigenspace(make: Callable[[Any], Any], bound: float, retraction: Any, maximize: bool) -> None:
+    """min (max) tr XᵀAX over St(10, 3) is the sum of the three smallest (largest) eigenvalues."""
+    Q = torch.linalg.qr(torch.randn(10, 10, dtype=torch.float64))[0]
+    A = Q @ torch.diag(torch.linspace(-2, 2.5, 10, dtype=torch.float64)) @ Q.T
+    values, vectors = scipy.linalg.eigh(A.numpy())
+    best, space = (values[-3:], vectors[:, -3:]) if maximize else (values[:3], vectors[:, :3])
+    X = point(10, 3, retraction, torch.float64)
+    optimizer = make(X)
+    optimizer.param_groups[0]["maximize"] = maximize
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
+    for _ in range(500):
+        optimizer.zero_grad()
+        (X * (A @ X)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    found = (X * (A @ X)).sum().item()
+    assert abs(found - best.sum()) < bound
+    # The value is quadratic in the angle.
+    assert scipy.linalg.subspace_angles(X.detach().numpy(), space).max() < 4 * bound**0.5
+
+
+FOREIGN: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
+    "sphere": (geoopt.Sphere, lambda: torch.nn.functional.normalize(torch.randn(6, dtype=torch.float64), dim=0)),
+    "spheres": (geoopt.Sphere, lambda: torch.nn.functional.normalize(torch.randn(4, 6, dtype=torch.float64), dim=1)),
+    "ball": (lambda: geoopt.PoincareBall(c=0.7), lambda: torch.randn(6, dtype=torch.float64) / 6),
+    "balls": (lambda: geoopt.PoincareBall(c=0.7), lambda: torch.randn(4, 6, dtype=torch.float64) / 6),
+    "spd": (mt.SPD, lambda: mt.SPD().random(4, 4, dtype=torch.float64).detach().as_subclass(Tensor)),
+}
+PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "adam": (RiemannianAdam, geoopt.optim.RiemannianAdam, {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-8}),
+    "sgd": (RiemannianSGD, geoopt.optim.RiemannianSGD, {"lr": 0.05}),
+    "momentum": (RiemannianSGD, geoopt.optim.RiemannianSGD, {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": (RiemannianSGD, geoopt.optim.RiemannianSGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("manifold", FOREIGN)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_other_manifolds_move_as_in_geoopt(manifold: str, pair: str) -> None:
+    make, start = FOREIGN[manifold]
+    x0 = [start(), start()]  # two of them, which we move as one stack
+    ours, theirs, options = PAIRS[pair]
+    shared = make()
+    runs = []
+    for kind in (ours, theirs):
+        params = [geoopt.ManifoldParameter(x.clone(), manifold=shared) for x in x0]
+        optimizer = kind(params, **options)
+        if kind is theirs and "momentum" in options:
+            # geoopt fills the buffer with the first Euclidean gradient, not a tangent vector; start from zero instead.
+            for p in params:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        drive(optimizer, params, 10, lambda step, i, p: 0.1 * seeded(step, i, p))
+        runs.append([p.detach().as_subclass(Tensor) for p in params])
+    for a, b, x in zip(*runs, x0, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert (a - x).norm() > 1e-3
+
+
+def test_manifold_of_the_group_and_euclidean_parameters() -> None:
+    X = nn.Parameter(torch.linalg.qr(torch.randn(7, 3))[0])
+    optimizer = RiemannianAdam([{"params": [X], "manifold": mt.Stiefel("qr"), "names": ["mine"]}], lr=0.1)
+    drive(optimizer, [X], 3, seeded)
+    assert defect(X.detach()) <= 1e-6 and optimizer.state[X]["exp_avg_sq"].shape == X.shape
+    flat = geoopt.ManifoldParameter(torch.randn(3), manifold=geoopt.Euclidean())
+    plain = nn.Parameter(flat.detach().clone().as_subclass(Tensor))
+    for kind, p in ((RiemannianAdam, flat), (torch.optim.AdamW, plain)):
+        drive(kind([p], lr=0.1, weight_decay=0.1), [p], 4, seeded)
+    assert torch.equal(flat.as_subclass(Tensor), plain)
+
+
+# Refusals
+
+
+def named(kind: Any, **options: Any) -> tuple[Any, list[Any]]:
+    params = [nn.Parameter(torch.randn(3)), point(8, 3), point(8, 3)]
+    return kind(zip(("bias", "first.weight", "second.weight"), params, strict=True), lr=0.1, **options), params
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing(kind: Any, bad: float, where: int) -> None:
+    def gradient(step: int, i: int, p: Tensor) -> Tensor:
+        g = seeded(step, i, p)
+        if i == where:
+            g.view(-1)[1] = bad
+        return g
+
+    for nonfinite in ("raise", "skip"):
+        for warm in (0, 2):
+            optimizer, params = named(kind, nonfinite=nonfinite)
+            drive(optimizer, params, warm, seeded)
+            before = snapshot(optimizer, params)
+            if nonfinite == "raise":
+                with pytest.raises(
+                    ValueError, match=f"parameter {('bias', '', 'second.weight')[where]} holds NaN or Inf"
+                ):
+                    drive(optimizer, params, 1, gradient, start=warm)
+            else:
+                drive(optimizer, params, 1, gradient, start=warm)
+            assert same(snapshot(optimizer, params), before)
+            drive(optimizer, params, 1, seeded, start=warm)
+            assert not torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_huge_gradients_are_not_taken_for_nan(kind: Any, nonfinite: Any) -> None:
+    optimizer, params = named(kind, nonfinite=nonfinite)
+    before = snapshot(optimizer, params)
+    drive(optimizer, params, 1, lambda step, i, p: 1e25 * seeded(step, i, p) if i == 0 else seeded(step, i, p))
+    assert all(not torch.equal(p, b) for p, b in zip(params[1:], before[1:], strict=False))
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_sparse_gradients_are_refused(kind: Any) -> None:
+    W = nn.Parameter(torch.randn(5, 2))
+    optimizer = kind([("table", W)], lr=0.1)
+    W.grad = torch.ones(5, 2).to_sparse()
+    with pytest.raises(ValueError, match="table has a sparse gradient"):
+        optimizer.step()
+
+
+BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    (RiemannianAdam, {"lr": -1.0}, "lr >= 0"),
+    (RiemannianAdam, {"lr": float("nan")}, "lr >= 0"),
+    (RiemannianAdam, {"eps": -1e-8}, "eps >= 0"),
+    (RiemannianAdam, {"weight_decay": -0.1}, "weight_decay >= 0"),
+    (RiemannianAdam, {"betas": (0.9, 1.0)}, "betas"),
+    (RiemannianAdam, {"betas": (-0.1, 0.9)}, "betas"),
+    (RiemannianAdam, {"betas": (0.9,)}, "betas"),
+    (RiemannianAdam, {"second_moment": "column"}, "element, row, matrix"),
+    (RiemannianAdam, {"fused": True, "foreach": True}, "fused"),
+    (RiemannianAdam, {"fused": True, "lr": torch.tensor(0.1)}, "fused"),
+    (RiemannianAdam, {"foreach": True, "lr": torch.tensor(0.1)}, "foreach"),
+    (RiemannianSGD, {"lr": -1.0}, "lr >= 0"),
+    (RiemannianSGD, {"momentum": -0.5}, "momentum >= 0"),
+    (RiemannianSGD, {"weight_decay": -0.5}, "weight_decay >= 0"),
+    (RiemannianSGD, {"nesterov": True}, "nesterov needs momentum"),
+    (RiemannianSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs momentum"),
+    (RiemannianSGD, {"fused": True, "foreach": True}, "fused"),
+    *[
+        (kind, options, message)
+        for kind in (RiemannianAdam, RiemannianSGD)
+        for options, message in (
+            ({"retract_every": 0}, "retract_every"),
+            ({"retract_every": 1.5}, "retract_every"),
+            ({"nonfinite": "ignore"}, "raise, skip"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused_at_construction(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind([nn.Parameter(torch.zeros(3))], **options)
+
+
+def bad_points() -> Iterator[tuple[str, Any, str]]:
+    def with_manifold(x: Tensor, manifold: Any) -> Any:
+        p: Any = nn.Parameter(x)
+        p.manifold = manifold
+        return p
+
+    X = torch.linalg.qr(torch.randn(8, 3))[0].contiguous()
+    yield "off the manifold", with_manifold(1.1 * X, mt.Stiefel()), "is not on Stiefel"
+    yield "flattened", with_manifold(X.flatten(), mt.Stiefel()), "flattened"
+    yield "wide", with_manifold(X.T.contiguous(), mt.Stiefel()), "tall"
+    yield "bfloat16", with_manifold(X.bfloat16(), mt.Stiefel()), "float32 or wider"
+    yield "outside the ball", with_manifold(2 * torch.ones(3), geoopt.PoincareBall()), "is not on"
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_points_that_are_none_are_refused(kind: Any) -> None:
+    cases = list(bad_points())
+    for _, p, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            kind([("the.weight", p)], lr=0.1)
+        assert "the.weight" in str(caught.value)
+    assert len(cases) == 5
+
+
+def test_retract_every_is_for_polar_stiefel_alone() -> None:
+    points = [point(8, 3, r) for r in RETRACTIONS[1:]]
+    points.append(geoopt.ManifoldParameter(torch.tensor([1.0, 0.0]), manifold=geoopt.Sphere()))
+    for p in points:
+        with pytest.raises(ValueError, match="retract_every"):
+            RiemannianAdam([p], retract_every=2)
+        RiemannianAdam([p], retract_every=1)
+    RiemannianAdam([point(8, 3), nn.Parameter(torch.zeros(2))], retract_every=2)

@@ -1,0 +1,615 @@
+"""Constraints on layers: every kind of constraint times every kind of layer, and what users do with such layers."""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+
+from manifold_tying import linalg, materialize, orthogonal, spd, stiefel
+from manifold_tying.manifolds import Stiefel
+from manifold_tying.parametrizations import constraints
+
+
+class Stack(nn.Module):
+    """Three 5 x 4 matrices, applied at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT
+
+
+def attention(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x, x, x)[0]
+
+
+# name: how to build the layer, the constrained tensor, an input, and how to call it
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Tensor], Callable[[Any, Tensor], Tensor]]] = {
+    "linear tall": (lambda: nn.Linear(4, 9), "weight", lambda: torch.randn(3, 4), lambda m, x: m(x)),
+    "linear wide": (lambda: nn.Linear(9, 4), "weight", lambda: torch.randn(3, 9), lambda m, x: m(x)),
+    "linear square": (lambda: nn.Linear(5, 5), "weight", lambda: torch.randn(3, 5), lambda m, x: m(x)),
+    "embedding": (lambda: nn.Embedding(11, 4), "weight", lambda: torch.arange(11), lambda m, x: m(x)),
+    "conv": (lambda: nn.Conv2d(2, 4, 3), "weight", lambda: torch.randn(2, 2, 5, 5), lambda m, x: m(x)),
+    "conv tall": (lambda: nn.Conv1d(1, 8, 3), "weight", lambda: torch.randn(2, 1, 5), lambda m, x: m(x)),
+    "transposed conv": (
+        lambda: nn.ConvTranspose2d(3, 2, 2),
+        "weight",
+        lambda: torch.randn(2, 3, 4, 4),
+        lambda m, x: m(x),
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        "in_proj_weight",
+        lambda: torch.randn(2, 3, 4),
+        attention,
+    ),
+    "stack": (Stack, "weight", lambda: torch.randn(3, 2, 4), lambda m, x: m(x)),
+}
+CONSTRAINTS: dict[str, Callable[[nn.Module, str], Any]] = {
+    "stiefel": lambda m, name: stiefel(m, name),
+    "stiefel-cayley": lambda m, name: stiefel(m, name, retraction="cayley"),
+    "polar": lambda m, name: orthogonal(m, name, map="polar"),
+    "qr": lambda m, name: orthogonal(m, name, map="qr"),
+    "cayley": lambda m, name: orthogonal(m, name, map="cayley"),
+    "cayley-neumann": lambda m, name: orthogonal(m, name, map="cayley-neumann"),
+}
+TRIVIALIZATIONS = ["polar", "qr", "cayley", "cayley-neumann"]
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+every_constraint = pytest.mark.parametrize("constraint", CONSTRAINTS)
+
+
+def as_matrices(weight: Tensor) -> Tensor:
+    """The tall matrices of a weight, written out anew: kernels flattened, wide ones transposed."""
+    matrix = weight.flatten(1) if weight.ndim > 3 or (weight.ndim == 3 and weight.shape[0] == 8) else weight
+    return matrix.mT if matrix.shape[-2] < matrix.shape[-1] else matrix
+
+
+def defect(weight: Tensor) -> float:
+    matrices = as_matrices(weight.detach())
+    eye = torch.eye(matrices.shape[-1], dtype=torch.float64)
+    return (matrices.double().mT @ matrices.double() - eye).abs().max().item()
+
+
+def stored(module: nn.Module, name: str = "weight") -> nn.Parameter:
+    original = module.parametrizations[name].original  # type: ignore[index, union-attr]
+    assert isinstance(original, nn.Parameter)
+    return original
+
+
+def perturb(module: nn.Module, name: str = "weight", size: float = 0.1) -> None:
+    """Away from the point where the constraint was put on, where a wrong map may still look right."""
+    with torch.no_grad():
+        point = stored(module, name)
+        step = size * torch.randn_like(point)
+        on_manifold = isinstance(getattr(point, "manifold", None), Stiefel)
+        point.copy_(Stiefel().move(point, step) if on_manifold else point + step)
+
+
+def build(layer: str, constraint: str) -> tuple[Any, str]:
+    make, name = LAYERS[layer][:2]
+    return CONSTRAINTS[constraint](make(), name), name
+
+
+# ---- orthonormal weights
+
+
+def test_the_measure_of_defects_sees_a_free_weight() -> None:
+    for make, name, *_ in LAYERS.values():
+        assert defect(getattr(make(), name)) > 1e-2
+
+
+@every_layer
+@every_constraint
+def test_the_weight_becomes_the_nearest_orthonormal_one(layer: str, constraint: str) -> None:
+    make, name, *_ = LAYERS[layer]
+    module = make()
+    before = getattr(module, name).detach().clone()
+    assert CONSTRAINTS[constraint](module, name) is module
+    after = getattr(module, name)
+    assert after.shape == before.shape and after.dtype == before.dtype
+    matrices = as_matrices(before)
+    for nearest, got in zip(
+        matrices.reshape(-1, *matrices.shape[-2:]).double().numpy(),
+        as_matrices(after.detach()).reshape(-1, *matrices.shape[-2:]).numpy(),
+        strict=True,
+    ):
+        # float32 and the condition of these small matrices, some tens at worst
+        np.testing.assert_allclose(got, scipy.linalg.polar(nearest)[0], rtol=0, atol=1e-5)
+    assert defect(after) < 1e-6
+    # Assigning projects in the same way.
+    value = torch.randn_like(before)
+    setattr(module, name, value)
+    got = as_matrices(getattr(module, name).detach())
+    torch.testing.assert_close(got, linalg.polar(as_matrices(value))[0], rtol=0, atol=1e-5)
+    point = stored(module, name)
+    assert point.is_contiguous() and point.shape[-2] >= point.shape[-1]
+
+
+@every_layer
+@every_constraint
+def test_the_layer_computes_with_that_weight(layer: str, constraint: str) -> None:
+    make, name, make_input, call = LAYERS[layer]
+    module = CONSTRAINTS[constraint](make(), name)
+    perturb(module, name)
+    x = make_input()
+    result = call(module, x)
+    plain = make()
+    others = {k: v for k, v in module.state_dict().items() if not k.startswith("parametrizations.")}
+    plain.load_state_dict(others | {name: getattr(module, name).detach()})
+    torch.testing.assert_close(result, call(plain, x), rtol=1e-5, atol=1e-6)
+    (result * torch.randn_like(result)).sum().backward()
+    gradient = stored(module, name).grad
+    assert gradient is not None and gradient.isfinite().all() and gradient.abs().max() > 1e-6
+
+
+@every_layer
+@pytest.mark.parametrize("constraint", TRIVIALIZATIONS)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_any_optimizer_keeps_a_trivialization_orthonormal(layer: str, constraint: str, optimizer: Any) -> None:
+    make, name, make_input, call = LAYERS[layer]
+    module = CONSTRAINTS[constraint](make(), name)
+    start = getattr(module, name).detach().clone()
+    stepper = optimizer(module.parameters(), lr=0.02)
+    for _ in range(4):
+        stepper.zero_grad()
+        call(module, make_input()).pow(4).sum().mul(0.1).backward()  # some have a constant sum of squares
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        stepper.step()
+    weight = getattr(module, name)
+    assert (weight - start).abs().max() > 1e-5
+    # The truncated series is exact to ‖A‖⁶ only; ‖A‖ is at most 0.3 after these steps.
+    assert defect(weight) < (2e-3 if constraint == "cayley-neumann" else 2e-6)
+
+
+def test_an_ordinary_optimizer_takes_a_point_off_the_manifold() -> None:
+    module = stiefel(nn.Linear(4, 9))
+    module(torch.randn(3, 4)).pow(4).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert defect(module.weight) > 1e-4
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 4), (3, 6)])
+@pytest.mark.parametrize("constraint", ["cayley", "cayley-neumann"])
+def test_cayley_maps_are_the_dense_formula_around_the_base(shape: tuple[int, int], constraint: str) -> None:
+    module = CONSTRAINTS[constraint](nn.Linear(shape[1], shape[0], dtype=torch.float64), "weight")
+    perturb(module)
+    base, Y = module.parametrizations.weight[0].base, stored(module).detach()
+    n, p = base.shape
+    if n == p:
+        A = Y.tril(-1) - Y.tril(-1).T
+        expected = base @ (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2))
+    else:
+        u = Y - base @ (base.T @ Y + Y.T @ base) / 2
+        P = torch.eye(n, dtype=torch.float64) - base @ base.T / 2
+        A = (P @ u @ base.T - base @ u.T @ P) / 2
+        expected = (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2)) @ base
+    weight = module.weight.detach()
+    torch.testing.assert_close(weight if shape[0] >= shape[1] else weight.T, expected, rtol=0, atol=1e-12)
+
+
+def test_reassigning_the_weight_makes_the_series_exact_again() -> None:
+    module = orthogonal(nn.Linear(6, 6), map="cayley-neumann")
+    perturb(module, size=0.4)
+    assert defect(module.weight) > 1e-3
+    module.weight = module.weight
+    assert defect(module.weight) < 1e-6
+    assert stored(module).abs().max() == 0
+
+
+@pytest.mark.parametrize("constraint", TRIVIALIZATIONS)
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4), (3, 5)])
+def test_gradients_of_trivializations(constraint: str, shape: tuple[int, int]) -> None:
+    module = CONSTRAINTS[constraint](nn.Linear(shape[1], shape[0], dtype=torch.float64), "weight")
+    perturb(module)
+    part: Any = module.parametrizations.weight[0]
+    assert torch.autograd.gradcheck(part, stored(module).detach().clone().requires_grad_())
+
+
+# ---- what users do with constrained layers
+
+
+@every_layer
+@every_constraint
+def test_a_deep_copy_is_independent(layer: str, constraint: str) -> None:
+    module, name = build(layer, constraint)
+    perturb(module, name)
+    twin = copy.deepcopy(module)
+    before = getattr(module, name).detach().clone()
+    assert torch.equal(getattr(twin, name), before)
+    assert [path for path, *_ in constraints(twin)] == [name]
+    setattr(twin, name, torch.randn_like(before))
+    assert torch.equal(getattr(module, name), before)
+    assert not torch.equal(getattr(twin, name), before)
+    assert defect(getattr(twin, name)) < 1e-6
+
+
+@every_layer
+@every_constraint
+def test_state_dict_round_trip_is_bitwise(layer: str, constraint: str) -> None:
+    module, name = build(layer, constraint)
+    perturb(module, name)
+    other, _ = build(layer, constraint)
+    assert not torch.equal(getattr(other, name), getattr(module, name))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(getattr(other, name), getattr(module, name))
+    assert all("like" not in key for key in module.state_dict())
+
+
+@every_layer
+@every_constraint
+def test_materialize_leaves_plain_weights(layer: str, constraint: str) -> None:
+    make, name, make_input, call = LAYERS[layer]
+    keys = set(make().state_dict())
+    module = CONSTRAINTS[constraint](make(), name)
+    perturb(module, name)
+    before = getattr(module, name).detach().clone()
+    call(module, make_input()).sum().backward()
+    assert materialize(module) is module
+    weight = getattr(module, name)
+    assert type(weight) is nn.Parameter and weight.requires_grad and weight.is_contiguous()
+    assert torch.equal(weight, before)
+    assert set(module.state_dict()) == keys and not parametrize.is_parametrized(module)
+    assert not hasattr(weight, "manifold") and list(constraints(module)) == []
+    # The gradient was that of the stored tensor, of another shape perhaps: a step with it would be wrong or fail.
+    assert weight.grad is None
+    call(module, make_input()).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    CONSTRAINTS[constraint](module, name)
+    assert defect(getattr(module, name)) < 1e-6
+
+
+def test_materialize_reaches_everything_below_and_only_ours() -> None:
+    model = nn.Sequential(stiefel(nn.Linear(4, 4)), nn.Sequential(spd(nn.Linear(3, 3), "weight")), nn.Linear(2, 2))
+    nn.utils.parametrizations.weight_norm(model[2])
+    assert [path for path, *_ in constraints(model)] == ["0.weight", "1.0.weight"]
+    materialize(model)
+    assert list(constraints(model)) == []
+    assert parametrize.is_parametrized(model[2])
+    layer = orthogonal(nn.Linear(4, 4))
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(ValueError, match="weight has other parametrizations over ours; remove those first"):
+        materialize(layer)
+
+
+def test_a_gradient_of_the_plain_weight_does_not_survive() -> None:
+    module = nn.Linear(9, 4)
+    module(torch.randn(2, 9)).sum().backward()
+    stiefel(module)
+    assert stored(module).grad is None
+    assert module.bias.grad is not None
+
+
+@every_constraint
+def test_frozen_weights_stay_frozen_and_optimizers_keep_their_parameter(constraint: str) -> None:
+    module = nn.Linear(9, 4)
+    module.weight.requires_grad_(False)
+    weight = module.weight
+    CONSTRAINTS[constraint](module, "weight")
+    assert stored(module) is weight and not weight.requires_grad
+    assert not materialize(module).weight.requires_grad
+
+
+@every_constraint
+def test_averaged_model(constraint: str) -> None:
+    module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight")
+    average: Any = AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average.update_parameters(module)
+    torch.testing.assert_close(average.module.weight, module.weight)
+    for _ in range(3):
+        perturb(module)
+        average.update_parameters(module)
+    assert (average.module.weight - module.weight).abs().max() > 1e-3
+    assert average(torch.randn(2, 4)).isfinite().all()
+    if constraint in ("polar", "qr", "cayley"):  # an average of free tensors; one of points has to be projected
+        assert defect(average.module.weight) < 2e-6
+    average.module.weight = average.module.weight.detach()
+    assert defect(average.module.weight) < 1e-6
+
+
+# ---- dtypes
+
+ALL_KINDS = [*CONSTRAINTS, "spd"]
+
+
+def square(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    layer = nn.Linear(5, 5, dtype=dtype)
+    if kind == "spd":
+        return spd(layer, "weight")
+    return CONSTRAINTS[kind](layer, "weight")
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_layers_store_float32(kind: str, dtype: torch.dtype) -> None:
+    module = square(kind, dtype)
+    assert module.weight.dtype == dtype and stored(module).dtype == torch.float32
+    module(torch.randn(2, 5, dtype=dtype)).sum().backward()
+    gradient = stored(module).grad
+    assert gradient is not None and gradient.dtype == torch.float32 and gradient.isfinite().all()
+    before = module.weight.detach().clone()
+    assert materialize(module).weight.dtype == dtype
+    assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtype: torch.dtype) -> None:
+    module = square(kind)
+    perturb(module, size=0.01)
+    weight, held = module.weight.detach().clone(), stored(module).detach().clone()
+    module.to(dtype)
+    assert module.weight.dtype == module.bias.dtype == dtype
+    assert stored(module).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(stored(module).float(), held)
+    torch.testing.assert_close(module.weight.float(), weight, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    module(torch.randn(2, 5, dtype=dtype)).sum().backward()
+    module.float()
+    assert module.weight.dtype == torch.float32
+    torch.testing.assert_close(module.weight.detach(), weight, rtol=0, atol=1e-6)  # nothing was lost on the way
+    module.to(dtype)
+    module.weight = torch.eye(5, dtype=dtype)
+    torch.testing.assert_close(module.weight.detach(), torch.eye(5, dtype=dtype), rtol=0, atol=1e-2)
+
+
+@every_constraint
+def test_a_bfloat16_layer_in_a_bfloat16_model_stays_on_the_manifold(constraint: str) -> None:
+    module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight").bfloat16().float()
+    assert defect(module.weight) < 1e-6
+    plain = nn.Linear(4, 9)
+    plain.weight.data = linalg.polar(plain.weight.data)[0]
+    assert defect(plain.bfloat16().float().weight) > 1e-4
+
+
+# ---- compilation
+
+
+@pytest.mark.parametrize("kind", ["stiefel", "cayley", "cayley-neumann", "spd"])
+def test_forward_compiles_to_one_graph(kind: str) -> None:
+    torch._dynamo.reset()
+    module = square(kind)
+    perturb(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 5)
+    for _ in range(2):
+        module.zero_grad()
+        expected = module(x)
+        expected.square().sum().backward()
+        gradient = stored(module).grad
+        assert gradient is not None
+        by_hand = gradient.clone()
+        module.zero_grad()
+        result = compiled(x)
+        result.square().sum().backward()
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(stored(module).grad, by_hand, rtol=1e-5, atol=1e-5)
+        perturb(module)  # and the compiled layer sees the change
+
+
+# ---- symmetric positive definite weights
+
+
+def diagonal_of_factor(T: Tensor) -> Tensor:
+    return torch.linalg.cholesky(T.detach().double()).diagonal()
+
+
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+@pytest.mark.parametrize("bounds", [None, (0.5, 2.0)])
+def test_spd_stays_positive_definite_over_random_steps(diagonal: Any, bounds: Any) -> None:
+    # float64, since the rounding of T in float32 can cost an eigenvalue of 1e-7 its sign
+    module: Any = nn.Linear(6, 6, dtype=torch.float64)
+    nn.init.eye_(module.weight)
+    spd(module, "weight", diagonal=diagonal, bounds=bounds)
+    stepper = torch.optim.Adam(module.parameters(), lr=0.1)
+    for _ in range(30):
+        stepper.zero_grad()
+        (module.weight * torch.randn(6, 6, dtype=torch.float64)).sum().backward()
+        stepper.step()
+        T = module.weight.detach()
+        torch.testing.assert_close(T, T.T, rtol=0, atol=1e-14)
+        assert np.linalg.eigvalsh(T.double().numpy())[0] > 0
+        if bounds:
+            # The bounds are on the diagonal of L, which comes back out of T with a few digits less.
+            L = diagonal_of_factor(T)
+            assert L.min() > bounds[0] * (1 - 1e-9) and L.max() < bounds[1] * (1 + 1e-9)
+
+
+def test_spd_keeps_a_positive_definite_weight_and_projects_others() -> None:
+    layer = nn.Linear(5, 5)
+    B = torch.randn(5, 5)
+    T = B @ B.T + torch.eye(5)
+    layer.weight.data = T.clone()
+    for diagonal in ("softplus", "exp"):
+        module = spd(copy.deepcopy(layer), "weight", diagonal=diagonal)
+        torch.testing.assert_close(module.weight.detach(), T, rtol=1e-5, atol=1e-5)
+    value = torch.randn(5, 5)
+    module.weight = value
+    eigenvalues, V = np.linalg.eigh((value + value.T).double().numpy() / 2)
+    expected = (V * np.maximum(eigenvalues, 1e-6 * eigenvalues[-1])) @ V.T
+    np.testing.assert_allclose(module.weight.detach().numpy(), expected, rtol=0, atol=1e-5)
+
+
+def test_spd_of_a_stack_of_matrices() -> None:
+    module = nn.Module()
+    module.T = nn.Parameter(torch.randn(3, 4, 4))
+    spd(module, "T")
+    T = module.T.detach()
+    assert isinstance(T, Tensor) and T.shape == (3, 4, 4)
+    assert (np.linalg.eigvalsh(T.double().numpy()) > 0).all()
+
+
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_diagonal_is_inverted_accurately(diagonal: Any, dtype: torch.dtype) -> None:
+    values = torch.logspace(-6, 3, 19, dtype=torch.float64)
+    layer = nn.Linear(1, 1, dtype=dtype)
+    layer.weight.data.fill_(1.0)
+    spd(layer, "weight", diagonal=diagonal)
+    part: Any = layer.parametrizations.weight[0].factor  # type: ignore[index, union-attr]
+    for value in values:
+        L = torch.tensor([[value]], dtype=dtype)
+        raw = part.right_inverse(L)
+        # independent: log(eʸ - 1) or log y
+        y = L.double().item()
+        assert raw.item() == pytest.approx(
+            y + math.log(-math.expm1(-y)) if diagonal == "softplus" else math.log(y), rel=1e-5
+        )
+        # raw is about -14 at 1e-6, and eps of that is relative to the value
+        assert part.lower(raw).item() == pytest.approx(y, rel=32 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+@pytest.mark.parametrize("bound", ["low", "high"])
+def test_an_entry_at_its_bound_comes_back_inside_and_goes_no_further(diagonal: Any, bound: str) -> None:
+    low, high = 0.5, 2.0
+    layer = nn.Linear(1, 1)
+    at = low if bound == "low" else high
+    layer.weight.data.fill_(at**2)
+    spd(layer, "weight", diagonal=diagonal, bounds=(low, high))
+    with torch.no_grad():
+        stored(layer).add_(-1.0 if bound == "low" else 1.0)  # beyond it
+    assert layer.weight.item() == pytest.approx(at**2)
+
+    def gradient(sign: float) -> float:
+        layer.zero_grad()
+        (sign * layer.weight).sum().backward()
+        grad = stored(layer).grad
+        assert grad is not None
+        return grad.item()
+
+    outward = 1.0 if bound == "low" else -1.0  # a loss that falls as the entry goes out
+    assert gradient(outward) == 0
+    assert gradient(-outward) * outward < 0
+    stepper = torch.optim.SGD(layer.parameters(), lr=0.3)
+    for _ in range(30):
+        gradient(-outward)
+        stepper.step()
+    assert abs(layer.weight.item() - at**2) > 0.1
+    # torch.clamp has no gradient out there: such an entry would be stuck.
+    stuck = torch.tensor(0.1, requires_grad=True)
+    stuck.clamp(low, high).backward()
+    assert stuck.grad == 0
+
+
+def test_spd_gradient() -> None:
+    for diagonal in ("softplus", "exp"):
+        layer = spd(nn.Linear(4, 4, dtype=torch.float64), "weight", diagonal=diagonal, bounds=(1e-3, 1e3))
+        layer.weight = torch.eye(4, dtype=torch.float64)
+        perturb(layer)
+        part: Any = layer.parametrizations.weight[0]  # type: ignore[index, union-attr]
+        assert torch.autograd.gradcheck(part, stored(layer).detach().clone().requires_grad_())
+
+
+# ---- errors
+
+
+class Holder(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+
+
+def holder_with_nan() -> nn.Module:
+    weight = torch.randn(4, 4)
+    weight[1, 2] = math.nan
+    return Holder(weight)
+
+
+UNKNOWN: Any = "svd"
+ORTHONORMAL = [*CONSTRAINTS.values()]
+# what is wrong: the layer, the constraints that must refuse it, the message
+REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Callable[..., Any]], str]] = {
+    "vector": (lambda: Holder(torch.randn(4)), [*ORTHONORMAL, spd], r"Holder.weight to be a matrix .* got \(4,\)"),
+    "bias": (lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, "bias")], r"Linear.bias to be a matrix"),
+    "empty": (lambda: Holder(torch.zeros(4, 0)), [*ORTHONORMAL, spd], r"got \(4, 0\)"),
+    "integer": (lambda: Holder(torch.ones(4, 4).int()), [*ORTHONORMAL, spd], "real floating dtype, got torch.int32"),
+    "complex": (lambda: Holder(torch.ones(4, 4, dtype=torch.cfloat)), [*ORTHONORMAL, spd], "got torch.complex64"),
+    "NaN": (holder_with_nan, [*ORTHONORMAL, spd], "Holder.weight to be finite, got NaN or Inf"),
+    "missing": (
+        lambda: nn.Linear(3, 3),
+        [lambda m, _: stiefel(m, "wieght"), lambda m, _: orthogonal(m, "wieght"), lambda m, _: spd(m, "wieght")],
+        "Linear has no parameter 'wieght' of its own; its parameters: weight, bias",
+    ),
+    "of a child": (lambda: nn.Sequential(nn.Linear(3, 3)), [*ORTHONORMAL], "no parameter 'weight' of its own.*: none"),
+    "constrained": (
+        lambda: stiefel(nn.Linear(3, 3)),
+        [*ORTHONORMAL, spd],
+        r"constrained already; call materialize\(module\) first",
+    ),
+    "unknown map": (
+        lambda: nn.Linear(3, 3),
+        [lambda m, _: orthogonal(m, map=UNKNOWN)],
+        "unknown map 'svd'; choose one of polar, qr, cayley, cayley-neumann",
+    ),
+    "unknown retraction": (
+        lambda: nn.Linear(3, 3),
+        [lambda m, _: stiefel(m, retraction=UNKNOWN)],
+        "unknown retraction 'svd'; choose one of polar, qr, cayley, cayley-neumann",
+    ),
+    "unknown diagonal": (
+        lambda: nn.Linear(3, 3),
+        [lambda m, _: spd(m, "weight", diagonal=UNKNOWN)],
+        "unknown diagonal 'svd'; choose one of softplus, exp",
+    ),
+    "bounds": (
+        lambda: nn.Linear(3, 3),
+        [
+            lambda m, _, b=b: spd(m, "weight", bounds=b)
+            for b in [(2.0, 0.5), (0.0, 1.0), (-1.0, 1.0), (1.0, 1.0), (1.0,)]
+        ],
+        r"bounds=\(low, high\) with 0 < low < high, got \(",
+    ),
+    "not square": (lambda: nn.Linear(3, 4), [spd], r"Linear.weight to be square for T = L Lᵀ, got \(4, 3\)"),
+    "nothing positive": (lambda: Holder(-torch.eye(3)), [spd], "positive eigenvalue"),
+    "nothing positive, bfloat16": (lambda: Holder(-torch.eye(3).bfloat16()), [spd], "positive eigenvalue"),
+}
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    return {
+        "class": type(module),
+        "keys": list(module.state_dict()),
+        "values": [(t.dtype, t.shape, t.nan_to_num(7.0).tolist()) for t in module.state_dict().values()],
+        "parameters": [id(p) for p in module.parameters()],
+        "modules": [type(m) for m in module.modules()],
+    }
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_constrained_is_refused_and_left_as_it_was(what: str) -> None:
+    make, refusing, message = REFUSED[what]
+    assert refusing
+    for constrain in refusing:
+        module = make()
+        before = snapshot(module)
+        with pytest.raises(ValueError, match=message):
+            constrain(module, "weight")
+        assert snapshot(module) == before
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("value", ["nan", "inf", "shape"])
+def test_a_refused_assignment_leaves_the_weight(kind: str, value: str) -> None:
+    module = square(kind)
+    perturb(module)
+    before = copy.deepcopy(module.state_dict())
+    wrong = torch.randn(4, 5) if value == "shape" else torch.full((5, 5), float(value))
+    with pytest.raises((ValueError, RuntimeError)):
+        module.weight = wrong
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+
+
+def test_every_combination_is_there() -> None:
+    """An empty table would make every test above pass."""
+    assert len(list(itertools.product(LAYERS, CONSTRAINTS))) == 54
+    assert len(REFUSED) >= 16

@@ -1,0 +1,458 @@
+"""Token interfaces: one protocol, and for PIT what it promises about W_out E, precision, gradients and checkpoints."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from manifold_tying import PIT, TokenInterface, TransposeTying, Untied
+from manifold_tying.linalg import defect
+from manifold_tying.optim import RiemannianAdam, param_groups
+
+V, D = 40, 8
+
+
+def random_spd(d: int, condition: float, seed: int = 0) -> Tensor:
+    """T in float64 with eigenvalues spread evenly in the logarithm around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))[0]
+    half = np.log10(condition) / 2
+    return (Q * torch.logspace(-half, half, d, dtype=torch.float64)) @ Q.T
+
+
+def set_transform(pit: PIT, T: Tensor) -> PIT:
+    pit.cholesky_factor = torch.linalg.cholesky(T).to(pit.cholesky_factor.dtype).contiguous()
+    return pit
+
+
+def pit_with(condition: float = 30.0, **options: Any) -> PIT:
+    return set_transform(PIT(V, D, **options), random_spd(D, condition))
+
+
+def table(rows: int = V, columns: int = D, seed: int = 0) -> Tensor:
+    """A table of condition about 3, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64) @ random_spd(columns, 2.0, seed)
+
+
+INTERFACES: dict[str, Callable[[], TokenInterface]] = {
+    "untied": lambda: Untied(V, D),
+    "transpose": lambda: TransposeTying(V, D),
+    "pit-frozen": lambda: pit_with(memory="frozen"),
+    "pit-trainable": lambda: pit_with(memory="trainable"),
+    "pit-bridge": lambda: PIT.from_embedding(table().float(), bridge=True),
+}
+every_interface = pytest.mark.parametrize("name", INTERFACES)
+
+
+# The protocol
+
+
+@every_interface
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0), (2, 3, 4)])
+def test_every_interface_is_its_two_tables(name: str, shape: tuple[int, ...]) -> None:
+    interface = INTERFACES[name]().double()
+    E, W_out = interface.materialize()
+    assert E.shape == (V, D) and W_out.shape == (D, V)
+    assert E.is_contiguous() and W_out.is_contiguous() and not E.requires_grad and not W_out.requires_grad
+    ids = torch.randint(V, shape)
+    hidden = torch.randn(*shape, D, dtype=torch.float64)
+    torch.testing.assert_close(interface.embed(ids), E[ids], rtol=1e-9, atol=1e-12)
+    assert torch.equal(interface(ids), interface.embed(ids))
+    torch.testing.assert_close(interface.logits(hidden), hidden @ W_out, rtol=1e-9, atol=1e-12)
+    if ids.numel():
+        expected = F.cross_entropy((hidden @ W_out).view(-1, V), ids.view(-1))
+        torch.testing.assert_close(interface.loss(hidden, ids), expected)
+        if ids.numel() > 1:  # negative control: the loss depends on which target stands where
+            assert not torch.isclose(interface.loss(hidden, ids), interface.loss(hidden, (ids + 1) % V))
+
+
+@every_interface
+def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
+    interface = INTERFACES[name]()
+    hidden, targets = torch.randn(6, D), torch.randint(V, (6,))
+    targets[:4] = 3
+    expected = F.cross_entropy(interface.logits(hidden), targets, ignore_index=3)
+    torch.testing.assert_close(interface.loss(hidden, targets, ignore_index=3), expected)
+    assert interface.loss(hidden, torch.full((6,), -100)) == 0
+    assert torch.equal(interface.embed(targets.int()), interface.embed(targets))
+    for bad in (targets.float(), targets > 2, targets.to(torch.uint8)):
+        with pytest.raises(ValueError, match="token ids"):
+            interface.embed(bad)
+
+
+@every_interface
+def test_materialized_tables_are_copies(name: str) -> None:
+    interface = INTERFACES[name]()
+    before = [t.clone() for t in interface.materialize()]
+    for t in interface.materialize():
+        t.zero_()
+    for a, b in zip(before, interface.materialize(), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_interface
+def test_copies_are_independent_and_equal(name: str) -> None:
+    interface = INTERFACES[name]()
+    twin = copy.deepcopy(interface)
+    hidden = torch.randn(3, D)
+    before = interface.logits(hidden)
+    assert torch.equal(twin.logits(hidden), before)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    assert torch.equal(interface.logits(hidden), before) and not torch.equal(twin.logits(hidden), before)
+
+
+@pytest.mark.parametrize("name", ["transpose", "pit-frozen", "pit-bridge"])
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)  # Dynamo
+def test_compiled_is_eager(name: str) -> None:
+    interface = INTERFACES[name]()
+    ids, targets = torch.randint(V, (3, 4)), torch.randint(V, (3, 4))
+    hidden = torch.randn(3, 4, D, requires_grad=True)
+    results = []
+    for compiled in (False, True):
+        embed: Any = interface.embed
+        loss: Any = interface.loss
+        if compiled:
+            embed, loss = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (embed, loss))
+        value = loss(hidden, targets) + embed(ids).square().sum()
+        trained = [p for p in interface.parameters() if p.requires_grad]
+        results.append((value, *torch.autograd.grad(value, [hidden, *trained])))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)  # the same operations, another order of sums
+
+
+def test_transpose_tying_has_one_table_and_untied_two() -> None:
+    tied, untied = TransposeTying(V, D), Untied(V, D)
+    assert [tuple(p.shape) for p in tied.parameters()] == [(V, D)]
+    assert [tuple(p.shape) for p in untied.parameters()] == [(V, D)] * 2
+    E, W_out = tied.materialize()
+    assert torch.equal(E.T, W_out)
+    E, W_out = untied.materialize()
+    assert not torch.equal(E.T, W_out)
+    ids = torch.randint(V, (9,))
+    value = tied.loss(tied.embed(ids), ids)
+    (ours,) = torch.autograd.grad(value, tied.weight)
+    X = tied.weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(F.cross_entropy(X[ids] @ X.T, ids), X)  # both uses reach the one table
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [Untied, TransposeTying, PIT])
+def test_sizes_must_be_positive(kind: Any) -> None:
+    for sizes in ((0, 4), (4, 0), (-1, 4)):
+        with pytest.raises(ValueError, match="positive sizes"):
+            kind(*sizes)
+
+
+# W_out E = I
+
+
+def interface_error(E: Tensor, W_out: Tensor) -> float:
+    d = E.shape[1]
+    return float(np.linalg.norm(W_out.double().numpy() @ E.double().numpy() - np.eye(d)) / d**0.5)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    d=st.integers(1, 24),
+    extra=st.integers(0, 60),
+    decades=st.floats(0, 3),
+    double=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_the_interface_is_consistent_whatever_the_transform(
+    d: int, extra: int, decades: float, double: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    pit = PIT(d + extra, d)
+    bound = 1e-4
+    if double:
+        pit, bound = pit.double(), 1e-12
+    set_transform(pit, random_spd(d, 10**decades, seed))
+    with torch.no_grad():
+        embedded, scores = pit.embed(torch.arange(d + extra)), pit.logits(torch.eye(d, dtype=pit.memory.dtype))
+    assert interface_error(*pit.materialize()) <= bound
+    assert interface_error(embedded, scores) <= bound
+    # Negative control: a memory off the manifold, by far less than a training step, is seen.
+    with torch.no_grad():
+        original: Any = pit.parametrizations.memory.original  # type: ignore[union-attr]
+        original.mul_(1 + 1e-3)
+    assert interface_error(*pit.materialize()) > 1e-3
+
+
+def test_random_start_is_orthonormal_with_identity_transform() -> None:
+    pit = PIT(200, 16)
+    assert defect(pit.memory) <= 1e-6
+    torch.testing.assert_close(pit.transform, torch.eye(16), rtol=0, atol=1e-6)
+    assert not torch.equal(pit.memory, PIT(200, 16).memory)
+
+
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+def test_transform_stays_positive_definite_under_violent_training(diagonal: Any) -> None:
+    pit = PIT(V, D, memory="trainable", diagonal=diagonal)
+    optimizer = RiemannianAdam(param_groups(pit), lr=0.5)
+    for _ in range(40):
+        for p in pit.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert (pit.cholesky_factor.diagonal() > 0).all() and not pit.cholesky_factor.triu(1).any()
+        # In exact arithmetic T = L Lᵀ > 0; in float64 from L, since forming T in float32 may lose the smallest eigenvalue.
+        assert (torch.linalg.svdvals(pit.cholesky_factor.detach().double()) > 0).all()
+        assert defect(pit.memory.detach()) <= 1e-6
+    assert torch.equal(pit.transform, pit.transform.T)
+
+
+def test_bounds_hold_the_diagonal() -> None:
+    pit = PIT(V, D, bounds=(0.5, 2.0))
+    with torch.no_grad():
+        next(p for p in pit.parameters() if p.requires_grad).add_(20 * torch.randn(D, D))
+    diagonal = pit.cholesky_factor.diagonal()
+    assert diagonal.min() >= 0.5 and diagonal.max() <= 2.0 and diagonal.std() > 0
+
+
+# Starting from a table
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_from_embedding(dtype: torch.dtype) -> None:
+    E0 = table()
+    U, H = scipy.linalg.polar(E0.numpy())
+    # float32: a few roundings times the condition of the table, about 3
+    close: Any = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
+    kinds: tuple[Any, ...] = ("identity", "head", "embedding")
+    start = {kind: PIT.from_embedding(E0.to(dtype), transform=kind) for kind in kinds}
+    for pit in start.values():
+        assert pit.memory.dtype == dtype and defect(pit.memory) <= (1e-6 if dtype == torch.float32 else 1e-14)
+        torch.testing.assert_close(pit.memory.double(), torch.from_numpy(U), **close)
+    torch.testing.assert_close(start["identity"].transform.double(), torch.eye(D).double(), **close)
+    torch.testing.assert_close(start["head"].transform.double(), torch.from_numpy(H), rtol=1e-5, atol=close["atol"])
+    torch.testing.assert_close(start["head"].materialize()[1].double(), E0.T, **close)
+    torch.testing.assert_close(start["embedding"].materialize()[0].double(), E0, **close)
+    # Negative control: no transform gives both sides.
+    assert (start["head"].materialize()[0].double() - E0).norm() > 0.1
+    assert (start["embedding"].materialize()[1].double() - E0.T).norm() > 0.1
+
+
+def test_bridge_is_the_tied_model_exactly() -> None:
+    E0 = table().float()
+    pit, tied = PIT.from_embedding(E0, bridge=True), TransposeTying(V, D)
+    tied.weight.data.copy_(E0)
+    ids, hidden = torch.randint(V, (3, 4)), torch.randn(3, 4, D)
+    E, W_out = pit.materialize()
+    close: Any = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(E, E0, **close)
+    torch.testing.assert_close(W_out, E0.T, **close)
+    torch.testing.assert_close(pit.embed(ids), tied.embed(ids), **close)
+    torch.testing.assert_close(pit.logits(hidden), tied.logits(hidden), **close)
+    torch.testing.assert_close(pit.loss(hidden, ids), tied.loss(hidden, ids), **close)
+    torch.testing.assert_close(pit.transform, torch.eye(D), rtol=0, atol=1e-6)
+    assert pit.bridge is not None and pit.bridge.requires_grad and "bridge=True" in repr(pit)
+
+
+def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:
+    weight = nn.Parameter(table().bfloat16())
+    before = weight.detach().clone()
+    pit = PIT.from_embedding(weight, transform="head", memory="trainable")
+    assert torch.equal(weight, before) and weight.grad is None
+    assert pit.memory.dtype == torch.float32 and pit.embed(torch.tensor([1])).dtype == torch.bfloat16
+    torch.testing.assert_close(pit.materialize()[1].double(), before.double().T, rtol=0, atol=1e-5)
+
+
+def bad_tables() -> dict[str, tuple[Tensor, str]]:
+    duplicate, zero, nan = table(), table(), table()
+    duplicate[:, 1] = duplicate[:, 0]
+    zero[:, 2] = 0
+    nan[3, 3] = float("nan")
+    return {
+        "V < d": (table(4, 8), "V >= d"),
+        "duplicate column": (duplicate, "column rank"),
+        "zero column": (zero, "column rank"),
+        "zero": (torch.zeros(V, D), "column rank"),
+        "nan": (nan, "finite"),
+        "integers": (torch.ones(V, D, dtype=torch.long), "floating"),
+        "complex": (torch.ones(V, D, dtype=torch.complex64), "floating"),
+        "1-D": (torch.ones(V), "table"),
+        "3-D": (torch.ones(V, D, 2), "table"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_tables())
+def test_tables_that_pit_cannot_start_from(case: str) -> None:
+    weight, message = bad_tables()[case]
+    with pytest.raises(ValueError, match=message):
+        PIT.from_embedding(weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "cold"}, "frozen, trainable"),
+        ({"diagonal": "relu"}, "softplus, exp"),
+        ({"retraction": "euler"}, "polar, qr, cayley, cayley-neumann"),
+        ({"bounds": (2.0, 1.0)}, "low < high"),
+        ({"bounds": (0.0, 1.0)}, "low < high"),
+    ],
+)
+def test_unknown_options_list_the_choices(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PIT(V, D, **options)
+    with pytest.raises(ValueError, match=message):
+        PIT.from_embedding(table(), **options)
+
+
+def test_more_errors() -> None:
+    with pytest.raises(ValueError, match="identity, head, embedding"):
+        PIT.from_embedding(table(), transform="nearest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="vocab_size >= hidden_size"):
+        PIT(7, 8)
+
+
+# State and dtype
+
+
+def test_a_checkpoint_holds_memory_and_factor_and_loads_bitwise() -> None:
+    pit = pit_with(memory="trainable")
+    state = pit.state_dict()
+    assert sorted(state) == ["parametrizations.cholesky_factor.original", "parametrizations.memory.original"]
+    assert torch.equal(state["parametrizations.memory.original"], pit.memory)
+    fresh = PIT(V, D, memory="trainable")
+    assert not torch.equal(fresh.memory, pit.memory)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.memory, pit.memory) and torch.equal(fresh.cholesky_factor, pit.cholesky_factor)
+    for a, b in zip(fresh.materialize(), pit.materialize(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("through_parent", [False, True])
+def test_low_precision_models_keep_a_float32_interface(dtype: torch.dtype, through_parent: bool) -> None:
+    pit = pit_with(1e3)
+    exact = copy.deepcopy(pit).double()
+    memory, factor = pit.memory.clone(), pit.cholesky_factor.clone()
+    if through_parent:
+        nn.Sequential(pit).to(dtype)
+    else:
+        pit.to(dtype)
+    assert torch.equal(pit.memory, memory) and torch.equal(pit.cholesky_factor, factor)
+    assert pit.memory.dtype == pit.cholesky_factor.dtype == torch.float32
+    ids = torch.arange(V)
+    embedded = pit.embed(ids)
+    assert embedded.dtype == dtype
+    # One rounding of a float32 result: half a unit in the last place of each entry, nothing that grows with cond(T).
+    torch.testing.assert_close(embedded.double(), exact.embed(ids), rtol=torch.finfo(dtype).eps, atol=1e-4)
+    naive = memory.to(dtype).double() @ torch.linalg.inv(exact.transform)  # negative control: Z itself rounded
+    assert not torch.allclose(naive, exact.embed(ids), rtol=torch.finfo(dtype).eps, atol=1e-4)
+    logits = pit.logits(torch.randn(2, D, dtype=dtype))
+    assert logits.dtype == dtype
+    assert interface_error(*pit.materialize()) < 1e-4
+    assert pit.float().embed(ids).dtype == torch.float32 and torch.equal(pit.memory, memory)
+
+
+def test_autocast_leaves_embeddings_and_the_map_by_the_transform_alone() -> None:
+    pit = pit_with(1e3)
+    ids, hidden = torch.arange(V), torch.randn(200, D)
+    T = pit.transform.double()
+    plain = pit.embed(ids)
+    exact = hidden.double() @ T
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pit.embed(ids), plain)
+        g = pit._readout(hidden)
+        few = pit._readout(hidden[:2])
+        scores = pit.logits(hidden)
+        rounded = hidden @ T.float()
+    scale = exact.norm()
+    assert g.dtype == torch.float32
+    assert (g - exact).norm() < 1e-6 * scale  # float32 rounding; h T in bfloat16 is off by a thousandth, see below
+    assert (few - exact[:2]).norm() < 1e-6 * scale
+    assert (rounded - exact).norm() > 1e-3 * scale  # negative control
+    assert scores.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pit.loss(hidden, ids.repeat(5))
+    assert loss.dtype == torch.float32
+
+
+def test_reduced_matmul_precision_does_not_reach_the_transform() -> None:
+    pit = pit_with(1e3)
+    hidden = torch.randn(300, D)
+    before = pit.embed(torch.arange(V)), pit._readout(hidden), pit.transform
+    try:
+        torch.set_float32_matmul_precision("medium")
+        after = pit.embed(torch.arange(V)), pit._readout(hidden), pit.transform
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Gradients
+
+
+def test_frozen_memory_gets_no_gradient_and_trainable_does() -> None:
+    for memory in ("frozen", "trainable"):
+        pit = pit_with(memory=memory)
+        ids = torch.randint(V, (5,))
+        pit.loss(pit.embed(ids), ids).backward()
+        gradients = {name.split(".")[1]: p.grad for name, p in pit.named_parameters()}
+        assert gradients["cholesky_factor"] is not None and gradients["cholesky_factor"].any()
+        assert (gradients["memory"] is not None) == (memory == "trainable")
+        assert memory == "frozen" or gradients["memory"].any()  # type: ignore[union-attr]
+        assert repr(memory) in repr(pit)
+
+
+@pytest.mark.parametrize("tokens", [3, 30])  # h (L Lᵀ) is computed in either order, by the number of rows
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+def test_gradients_are_those_of_the_explicit_formula(tokens: int, diagonal: Any) -> None:
+    """E = Z T⁻¹ by a dense inverse and W_out = T Zᵀ, differentiated by autograd in float64."""
+    pit = pit_with(20.0, memory="trainable", diagonal=diagonal).double()
+    ids, targets = torch.randint(V, (tokens,)), torch.randint(V, (tokens,))
+    hidden, weights = torch.randn(tokens, D, dtype=torch.float64), torch.randn(tokens, V, dtype=torch.float64)
+    stored = dict(pit.named_parameters())
+    Z, raw = (
+        stored[f"parametrizations.{n}.original"].detach().clone().requires_grad_()
+        for n in ("memory", "cholesky_factor")
+    )
+    positive = raw.diagonal().exp() if diagonal == "exp" else torch.log1p(raw.diagonal().exp())
+    L = raw.tril(-1) + torch.diag(positive)
+    T = L @ L.T
+    E, W_out = Z @ torch.linalg.inv(T), T @ Z.T
+    pairs = {
+        "embed": (pit.embed(ids).square().sum(), E[ids].square().sum()),
+        "logits": ((pit.logits(hidden) * weights).sum(), (hidden @ W_out * weights).sum()),
+        "loss": (pit.loss(hidden, targets), F.cross_entropy(hidden @ W_out, targets)),
+        "both": (pit.loss(pit.embed(ids), targets), F.cross_entropy(E[ids] @ W_out, targets)),
+    }
+    for ours, explicit in pairs.values():
+        torch.testing.assert_close(ours, explicit, rtol=1e-10, atol=1e-12)
+        both = (
+            torch.autograd.grad(ours, list(stored.values()), retain_graph=True),
+            torch.autograd.grad(explicit, (Z, raw), retain_graph=True),
+        )
+        for a, b in zip(*both, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_penalty() -> None:
+    pit = pit_with(100.0).double()
+    with torch.no_grad():
+        original: Any = pit.parametrizations.cholesky_factor.original  # type: ignore[union-attr]
+        original.diagonal().add_(0.3)
+    T, L = pit.transform.detach().numpy(), pit.cholesky_factor.detach().numpy()
+    log_det, spread = np.linalg.slogdet(T)[1] / D, np.mean(np.log(np.diag(L)) ** 2)
+    for a, b in itertools.product((0.0, 0.7), repeat=2):
+        assert pit.penalty(log_det=a, diagonal_scale=b).item() == pytest.approx(a * log_det**2 + b * spread, rel=1e-12)
+    assert log_det**2 > 1e-3 and spread > 1e-3
+    pit.penalty(log_det=1.0, diagonal_scale=1.0).backward()
+    assert original.grad.diagonal().any() and not original.grad.tril(-1).any()
