@@ -17,8 +17,11 @@ _AVERAGED_OVER: dict[str, tuple[int, ...]] = {"element": (), "row": (-1,), "matr
 class RiemannianAdam(RiemannianOptimizer):
     """Adam for points of manifolds, and bit for bit torch.optim.AdamW for all other parameters.
 
-    On our :class:`~manifold_tying.Stiefel` both moments live in the ambient space; only the direction m̂ / (√v̂ + eps) is
-    projected to the tangent space, then retracted: four products of 2np² operations a step. On any other geoopt manifold
+    On our :class:`~manifold_tying.Stiefel` the moments are those of the Riemannian gradient, kept in the ambient space
+    without transport; the direction m̂ / (√v̂ + eps) is projected to the tangent space, then retracted: six products of
+    2np² operations a step. The gradient has to be projected before the moments see it: its normal part does not vanish
+    at an optimum, and an element-wise division turns some of it into motion (docs/learning-rates.md has the numbers).
+    On any other geoopt manifold
     it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
 
     Args:
@@ -116,6 +119,7 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> Tensor:
         step = int(state["step"])
         if isinstance(manifold, Stiefel):
+            gradients = manifold.proju(points, gradients)
             square = _mean_square(gradients, group["second_moment"])
             direction = adam_direction(gradients, square, state, step, group["betas"], group["eps"])
             return manifold.move(points, -group["lr"] * direction, measure=step % group["retract_every"] == 0)

@@ -27,8 +27,8 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
-    Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)`` or ``model.parameters()``; an ordinary
-    optimizer would leave the manifold. Works on Linear, Embedding, convolutions (flattened to a matrix from their second
+    Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)``; an ordinary optimizer would leave the
+    manifold. (``model.parameters()`` does as well until the model is copied: a copied tensor forgets its manifold.) Works on Linear, Embedding, convolutions (flattened to a matrix from their second
     dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
     batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
 

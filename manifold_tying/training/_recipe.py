@@ -7,10 +7,10 @@ from manifold_tying.training._config import Interface, Settings, TrainConfig
 
 # Adam moves every entry of the memory by about its learning rate, and the entries are about 1/√V: this is the share of an
 # entry that one step may change at the peak.
-MEMORY_STEP = 0.38
-TRANSFORM_FACTOR = 10.0
-BODY_LR: dict[Interface, float] = {"untied": 4e-3, "transpose": 4e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
-# at this width; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it
+MEMORY_STEP = 0.3
+TRANSFORM_FACTOR = 5.0
+# At the width below; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it.
+BODY_LR: dict[Interface, float] = {"untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
 BODY_WIDTH = 128
 
 
