@@ -18,11 +18,11 @@ import tyro
 from manifold_tying.models import preset
 from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._config import check_device
+from manifold_tying.training._config import Interface, check_device
 from manifold_tying.training._machine import machine
 from manifold_tying.training._recipe import resolve
 
-INTERFACES = ("transpose", "untied", "pit-frozen", "pit-trainable")
+INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
     Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)``; an ordinary optimizer would leave the
-    manifold. (``model.parameters()`` does as well until the model is copied: a copied tensor forgets its manifold.) Works on Linear, Embedding, convolutions (flattened to a matrix from their second
+    manifold. (``model.parameters()`` does as well until the model is copied: a copied tensor forgets its manifold.)
+    Works on Linear, Embedding, convolutions (flattened to a matrix from their second
     dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
     batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
 

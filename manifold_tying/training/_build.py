@@ -16,10 +16,9 @@ FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
 def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings: Settings) -> TokenInterface:
     """The token interface of that name."""
-    if name == "untied":
-        return Untied(vocab_size, hidden_size)
-    if name == "transpose":
-        return TransposeTying(vocab_size, hidden_size)
+    if name == "untied" or name == "transpose":
+        assert settings.table_std is not None, "the settings are resolved"
+        return (Untied if name == "untied" else TransposeTying)(vocab_size, hidden_size, std=settings.table_std)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
 

@@ -43,6 +43,8 @@ class Settings:
     """Peak learning rate of a trainable memory."""
     transform_lr: float | None = None
     """Peak learning rate of the transform's Cholesky factor."""
+    table_std: float | None = None
+    """Standard deviation that plain token tables start with."""
     embedding_norm: bool | None = None
     """RMS-normalize the looked-up embeddings."""
     diagonal: Diagonal = "exp"
@@ -79,7 +81,7 @@ class Settings:
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
-            "transform_lr": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
+            "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)

@@ -12,6 +12,7 @@ TRANSFORM_FACTOR = 5.0
 # At the width below; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it.
 BODY_LR: dict[Interface, float] = {"untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
 BODY_WIDTH = 128
+TABLE_STD = 0.06
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -27,6 +28,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
         filled["warmup_steps"] = min(1000, -(-settings.steps // 10))
     if settings.eval_every is None:
         filled["eval_every"] = -(-settings.steps // 8)
+    if not pit and settings.table_std is None:
+        filled["table_std"] = TABLE_STD
     if pit and settings.transform_lr is None:
         filled["transform_lr"] = TRANSFORM_FACTOR * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
@@ -40,5 +43,6 @@ def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bo
         "lr": settings.lr,
         "memory_lr": settings.memory_lr if interface == "pit-trainable" else None,
         "transform_lr": settings.transform_lr if interface.startswith("pit") else None,
+        "table_std": None if interface.startswith("pit") else settings.table_std,
         "embedding_norm": settings.embedding_norm,
     }

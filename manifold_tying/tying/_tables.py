@@ -38,12 +38,12 @@ class _PlainTables(TokenInterface):
 
 
 class Untied(_PlainTables):
-    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d)."""
+    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d), both N(0, std²) at the start."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD) -> None:
         super().__init__(vocab_size, hidden_size)
-        self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
-        self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
+        self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
+        self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
 
     @property
     def _embedding(self) -> Tensor:
@@ -55,11 +55,11 @@ class Untied(_PlainTables):
 
 
 class TransposeTying(_PlainTables):
-    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017)."""
+    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) at the start."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD) -> None:
         super().__init__(vocab_size, hidden_size)
-        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * INITIAL_STD)
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
 
     @property
     def _embedding(self) -> Tensor:
