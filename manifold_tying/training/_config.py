@@ -25,7 +25,7 @@ class Settings:
     """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
-    steps: int = 240
+    steps: int = 200
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences per step."""
@@ -68,8 +68,8 @@ class Settings:
     diagonal_penalty: float = 0.0
     """Weight of the mean of (log L_ii)² in the loss."""
     eval_every: int | None = None
-    """Steps between evaluations; None is an eighth of the steps."""
-    val_tokens: int = 32768
+    """Steps between evaluations; None is a fifth of the steps."""
+    val_tokens: int = 16384
     """Held-out tokens to evaluate on, the same for every run."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end only."""

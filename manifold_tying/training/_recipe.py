@@ -27,7 +27,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if settings.warmup_steps is None:
         filled["warmup_steps"] = min(1000, -(-settings.steps // 10))
     if settings.eval_every is None:
-        filled["eval_every"] = -(-settings.steps // 8)
+        filled["eval_every"] = -(-settings.steps // 5)
     if not pit and settings.table_std is None:
         filled["table_std"] = TABLE_STD
     if pit and settings.transform_lr is None:
