@@ -25,7 +25,7 @@ class Settings:
     """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
-    steps: int = 200
+    steps: int = 180
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences per step."""

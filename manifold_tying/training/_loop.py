@@ -55,17 +55,17 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     start = _open_folder(config, model, optimizer)
     record = Record(config.out, start)
     try:
-        _steps(config, model, optimizer, batches, held_out, record, start, observer)
+        last = _steps(config, model, optimizer, batches, held_out, record, start, observer)
         row = {
             "arm": arm or config.interface,
             "seed": config.seed,
-            "val_loss": evaluate(model, held_out, device),
+            "val_loss": last["val_loss"],
             "train_loss": _mean(record.losses[-max(1, settings.steps // 10) :]),
             "tokens": settings.steps * settings.tokens_per_step,
             "seconds": record.seconds,
             "tokens_per_second": settings.steps * settings.tokens_per_step / record.seconds,
             "peak_memory_bytes": peak_memory(device),
-            **describe_interface(model),
+            **{name: last[name] for name in ("defect", "delta_ti", "cond_transform")},
             "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         }
     finally:
@@ -133,13 +133,15 @@ def _steps(
     record: Record,
     start: int,
     observer: Observer | None,
-) -> None:
+) -> dict[str, Any]:
+    """The steps that are missing; returns the evaluation after the last one."""
     settings, device = config.settings, torch.device(config.settings.device)
     identity = config.as_json()
     loss_of = torch.compile(model.loss) if settings.compile else model.loss
     # Remembered in the group, so that a resumed run finds the peak and not the rate of the step it stopped at.
     peaks = [float(group.setdefault("peak_lr", group["lr"])) for group in optimizer.param_groups]
     clipped = clipped_parameters(model)
+    evaluation: dict[str, Any] | None = None
     for step in range(start, settings.steps):
         began = time.perf_counter()
         factor = rate_factor(step, settings)
@@ -160,13 +162,15 @@ def _steps(
         }
         seconds = time.perf_counter() - began
         if done % (settings.eval_every or settings.steps) == 0 or done == settings.steps:
-            metrics |= {"val_loss": evaluate(model, held_out, device), **describe_interface(model)}
+            evaluation = {"val_loss": evaluate(model, held_out, device), **describe_interface(model)}
+            metrics |= evaluation
         record.write(metrics, seconds)
         if observer is not None:
             observer(metrics | {"tokens_per_second": settings.tokens_per_step / seconds})
         if done == settings.steps or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
             record.flush()
             save_checkpoint(config.out, done, model, optimizer, identity)
+    return evaluation or {"val_loss": evaluate(model, held_out, device), **describe_interface(model)}
 
 
 def _gradients(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from manifold_tying.training._loop import Observer
 
@@ -15,10 +15,9 @@ def progress_bars(console: Console, steps: int) -> Iterator[Callable[[str, int, 
     """Inside, call the yielded function with (run, its number, number of runs) for each run's observer."""
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=8),
+        TextColumn("{task.completed}/{task.total}"),
         TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
 
