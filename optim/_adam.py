@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_range
+from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_kernels, check_range
 
 SecondMoment = Literal["element", "row", "matrix"]
 _AVERAGED_OVER: dict[str, tuple[int, ...]] = {"element": (), "row": (-1,), "matrix": (-2, -1)}
@@ -53,8 +53,7 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        if fused and (foreach or isinstance(lr, Tensor)):
-            raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+        check_kernels(lr, foreach, fused)
         if foreach and isinstance(lr, Tensor):
             raise ValueError("foreach=True does not go with a tensor lr; leave one of them out")
         defaults = {

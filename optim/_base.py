@@ -161,6 +161,12 @@ def same_motion(manifold: geoopt.Manifold) -> Any:
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
+def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
+    """ValueError where torch.optim's kernels for ordinary parameters would refuse the combination at the first step."""
+    if fused and (foreach or isinstance(lr, Tensor)):
+        raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+
+
 def check_range(group: Group, **minimum: float) -> None:
     """ValueError unless every named option of the group is a number >= its minimum."""
     for name, low in minimum.items():

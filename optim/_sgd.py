@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_range
+from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_kernels, check_range
 
 
 class RiemannianSGD(RiemannianOptimizer):
@@ -40,8 +40,7 @@ class RiemannianSGD(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        if fused and (foreach or isinstance(lr, Tensor)):
-            raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+        check_kernels(lr, foreach, fused)
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from manifold_tying import PIT, TokenInterface, TransposeTying, Untied
+from manifold_tying import PIT, TokenInterface, TransposeTying, Untied, materialize
 from manifold_tying.linalg import defect
 from manifold_tying.optim import RiemannianAdam, param_groups
 
@@ -456,3 +456,15 @@ def test_penalty() -> None:
     assert log_det**2 > 1e-3 and spread > 1e-3
     pit.penalty(log_det=1.0, diagonal_scale=1.0).backward()
     assert original.grad.diagonal().any() and not original.grad.tril(-1).any()
+
+
+@pytest.mark.parametrize("memory", ["frozen", "trainable"])
+def test_a_materialized_interface_is_the_same_function_without_constraints(memory: Any) -> None:
+    pit = PIT(30, 6, memory=memory)
+    pit.cholesky_factor = torch.linalg.cholesky(torch.eye(6) + 0.3)
+    ids, hidden = torch.arange(30), torch.randn(4, 6)
+    before, text = (pit.embed(ids).detach(), pit.logits(hidden).detach()), f"memory={memory!r}"
+    assert text in repr(pit)
+    materialize(pit)
+    assert set(pit.state_dict()) == {"memory", "cholesky_factor"} and text in repr(pit)
+    assert torch.equal(pit.embed(ids), before[0]) and torch.equal(pit.logits(hidden), before[1])

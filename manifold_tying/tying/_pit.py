@@ -1,7 +1,7 @@
 """Pseudo-Inverse Tying: embedding and head as coupled projections of one orthonormal token memory."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -175,8 +175,9 @@ class PIT(TokenInterface):
         return self
 
     def extra_repr(self) -> str:
-        original: Any = self.parametrizations.memory.original  # type: ignore[union-attr]
-        kind = "trainable" if original.requires_grad else "frozen"
+        # by its parameter's name, which materialize(pit) shortens
+        stored = next(p for name, p in self.named_parameters() if "memory" in name)
+        kind = "trainable" if stored.requires_grad else "frozen"
         return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
 
 
