@@ -65,8 +65,8 @@ def test_training_learns_and_writes_what_it_says(interface: str, tmp_path: Path,
     assert [m["step"] for m in metrics] == list(range(1, 61))
     assert [m["tokens"] for m in metrics] == [64 * s for s in range(1, 61)]
     assert [m["step"] for m in metrics if "val_loss" in m] == [20, 40, 60]
-    # a uniform guess costs log 300 = 5.7 nats
-    assert row["val_loss"] < 5.4 and metrics[0]["loss"] > 5.5
+    # A uniform guess costs log 300 = 5.7 nats; a frozen memory learns far less than the others, which end below 3.5.
+    assert row["val_loss"] < (5.2 if interface == "pit-frozen" else 4.0) and metrics[0]["loss"] > 5.5
     assert row["val_loss"] == metrics[-1]["val_loss"]
     assert row["train_loss"] == pytest.approx(sum(m["loss"] for m in metrics[-6:]) / 6)
     assert row["tokens"] == 60 * 64 and row["peak_memory_bytes"] > 50e6
