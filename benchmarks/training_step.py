@@ -1,94 +1,203 @@
-"""Time of a whole training step of each token interface, as a ratio to transpose tying at the same shape.
+"""Time of a whole training step of the reference model with each token interface, and of Hugging Face's Llama.
 
     python -m benchmarks.training_step --preset nano --tokens 2048 --device cpu
 
-The interfaces take turns, step by step, in one process, so that whatever else the machine does hits all of them; what is
-reported is the median over steps of each interface's time over transpose tying's time in the same round.
+All models have the same shape, that of the preset as a plain Llama: sequential blocks, no gate and RMSNorm, whatever the
+preset says, since Hugging Face's has nothing else. The arms are built as `manifold-tying train` builds them, with the rates
+and the embedding norm of its recipe; clipping and the schedule are left out. `transformers` is LlamaForCausalLM with
+tied tables, SDPA attention, torch.optim.AdamW and its own loss, which shifts the targets by itself. With --dtype bfloat16
+all run under autocast, with float32 parameters. The reference is transpose tying.
+
+On CUDA the share of the device's rate is 6 operations per parameter and token, parameters as in transpose tying, and 6 per
+token, position, layer and channel for causal attention, forward and backward, over the time and over the rate of a
+product of two 8192 x 8192 bfloat16 matrices in the same run.
 """
 
-import json
-import statistics
-import time
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
+from torch import Tensor
 
-from manifold_tying.models import preset
+from benchmarks._command import Options, run
+from benchmarks._harness import Contender, Extra, Row, Step, significant
+from benchmarks._limits import matmul_rate
+from benchmarks._peers import load
+from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._config import Interface, check_device
-from manifold_tying.training._machine import machine
+from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
 
+TITLE = "A whole training step"
 INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable")
+BATCHES = 4  # different ones, taken in turn
+RATE_SIZE = 8192  # of the product that a CUDA device's rate is measured by
 
 
 @dataclass(frozen=True)
-class Config:
+class StepOptions(Options):
     """Settings of the measurement."""
 
     preset: str = "nano"
-    tokens: int = 2048
+    """Shape of the model, see manifold_tying.models.PRESETS; made a plain Llama."""
+    tokens: tuple[int, ...] = (2048,)
+    """Tokens per step, a row for each."""
     sequence_length: int = 128
-    rounds: int = 30
-    warmup: int = 5
-    device: str = "cpu"
     compile: bool = False
-    out: Path | None = None
-    """JSON file to write."""
+    """Further rows with torch.compile."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tokens in self.tokens:
+            if tokens < 1 or tokens % self.sequence_length:
+                raise ValueError(f"expected tokens in whole sequences of {self.sequence_length}, got {tokens}")
 
 
-def measure(config: Config) -> dict[str, object]:
-    device = check_device(config.device)
-    shape = (config.tokens // config.sequence_length, config.sequence_length)
-    steps = []
-    for interface in INTERFACES:
-        run = resolve(
-            TrainConfig(
-                out=Path("unused"),
-                interface=interface,
-                settings=Settings(preset=config.preset, device=config.device, embedding_norm=True),
-            )
+@dataclass(frozen=True, kw_only=True)
+class ShapedSettings(Settings):
+    """Settings of a run whose model has another shape than its preset."""
+
+    shape: LlamaConfig
+
+    @property
+    def model(self) -> LlamaConfig:
+        return dataclasses.replace(self.shape, embedding_norm=bool(self.embedding_norm))
+
+
+@dataclass
+class Training:
+    """Forward, backward and step of a model."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Tensor], Tensor]
+    batches: Sequence[Tensor]
+    autocast: torch.autocast
+
+    def __post_init__(self) -> None:
+        self.turns = itertools.cycle(self.batches)
+
+    def __call__(self) -> None:
+        with self.autocast:
+            loss = self.loss(next(self.turns))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+class Problem:
+    """Batches of one size for models of one shape."""
+
+    def __init__(self, shape: LlamaConfig, tokens: int, compiled: bool, options: StepOptions) -> None:
+        self.shape, self.tokens, self.compiled, self.options = shape, tokens, compiled, options
+        self.device = torch.device(options.device)
+
+    @cached_property
+    def batches(self) -> list[Tensor]:
+        size = (self.tokens // self.options.sequence_length, self.options.sequence_length)
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randint(self.shape.vocab_size, size, generator=generator).to(self.device) for _ in range(BATCHES)]
+
+    def _training(self, model: Any, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> Step:
+        bfloat16 = self.options.dtype == "bfloat16"
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16)
+        return Training(model, optimizer, loss, self.batches, autocast)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.compiled:
+            return function
+        # Code compiled for an earlier row would be compiled again with dynamic shapes. A row's contenders are all built
+        # before any of them steps, so nothing of this row is lost.
+        torch.compiler.reset()
+        return torch.compile(function)
+
+    def ours(self, interface: Interface) -> Step:
+        settings = ShapedSettings(preset=self.options.preset, device=self.options.device, shape=self.shape)
+        config = resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings))
+        model = build_model(config)
+        loss_of = self._compiled(model.loss)
+        return self._training(model, build_optimizer(model, config.settings), lambda ids: loss_of(ids, ids.roll(-1, 1)))
+
+    def transformers(self) -> Step:
+        transformers = load("transformers", "transformers")
+        shape = self.shape
+        config = transformers.LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=self.options.sequence_length,
+            rms_norm_eps=shape.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+            use_cache=False,
         )
-        model = build_model(run)
-        steps.append((model, build_optimizer(model, run.settings)))
-    losses = [torch.compile(model.loss) if config.compile else model.loss for model, _ in steps]
-    generator = torch.Generator().manual_seed(0)
-    times: dict[str, list[float]] = {interface: [] for interface in INTERFACES}
-    for _ in range(config.warmup + config.rounds):
-        ids = torch.randint(preset(config.preset).vocab_size, shape, generator=generator).to(device)
-        for interface, loss_of, (_, optimizer) in zip(INTERFACES, losses, steps, strict=True):
-            began = _now(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = loss_of(ids, ids.roll(-1, 1))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            times[interface].append(_now(device) - began)
-    kept = {interface: values[config.warmup :] for interface, values in times.items()}
-    return {
-        "benchmark": "training_step",
-        "config": {k: str(v) if isinstance(v, Path) else v for k, v in vars(config).items()},
-        "machine": machine(device),
-        "milliseconds": {name: round(1000 * statistics.median(values), 2) for name, values in kept.items()},
-        "ratio_to_transpose": {
-            name: round(statistics.median(a / b for a, b in zip(values, kept["transpose"], strict=True)), 3)
-            for name, values in kept.items()
-        },
-    }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(config).to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True if self.device.type == "cuda" else None)
+        called = self._compiled(model)
+        return self._training(model, optimizer, lambda ids: called(input_ids=ids, labels=ids).loss)
+
+    def rates(self, steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
+        per_second = {name: self.tokens / ms * 1000 for name, ms in milliseconds.items()}
+        extra = {"tokens/s": {name: significant(rate) for name, rate in per_second.items()}}
+        transpose = steps.get("transpose")
+        if self.device.type == "cuda" and isinstance(transpose, Training):
+            peak = matmul_rate(self.device, torch.bfloat16, RATE_SIZE)
+            shape = self.shape
+            # Half of the 12 that scores and weighted values take over all positions: causal attention needs no more.
+            attention = 6 * self.options.sequence_length * shape.num_layers * shape.num_heads * shape.head_dim
+            operations = 6 * sum(p.numel() for p in transpose.model.parameters()) + attention
+            extra["share of matmul rate"] = {name: significant(r * operations / peak) for name, r in per_second.items()}
+            extra["matmul TFLOP/s"] = {"transpose": significant(peak / 1e12)}
+        return extra
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def plain(shape: LlamaConfig) -> LlamaConfig:
+    """The shape without what Hugging Face's Llama has not."""
+    return dataclasses.replace(shape, parallel_block=False, gated_attention=False, norm="rmsnorm")
+
+
+def rows(options: StepOptions) -> Iterator[Row]:
+    """A row for each number of tokens, eager and, where asked for, compiled."""
+    shape, tokens = plain(preset(options.preset)), options.tokens
+    if options.quick:
+        small: dict[str, Any] = {
+            "vocab_size": 300,
+            "hidden_size": 16,
+            "num_layers": 1,
+            "intermediate_size": 32,
+            "head_dim": 4,
+        }
+        shape, tokens = dataclasses.replace(shape, **small), (2 * options.sequence_length,)
+    ways = (False, True) if options.compile else (False,)
+    return (_row(Problem(shape, count, compiled, options)) for count in tokens for compiled in ways)
+
+
+def _row(problem: Problem) -> Row:
+    contenders = [Contender(name, partial(problem.ours, name)) for name in INTERFACES]
+    contenders.append(Contender("transformers", problem.transformers))
+    options, how = problem.options, "compiled" if problem.compiled else "eager"
+    label = f"{options.preset} plain, {problem.tokens} tokens in sequences of {options.sequence_length}, {how}"
+    return Row(label, "transpose", contenders, problem.rates)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(StepOptions, description=__doc__, args=arguments)
+    run("training_step", TITLE, rows(options), options, arguments)
 
 
 if __name__ == "__main__":
-    config = tyro.cli(Config, description=__doc__)
-    result = json.dumps(measure(config), indent=1)
-    print(result)
-    if config.out is not None:
-        config.out.write_text(result + "\n")
+    main()

@@ -7,22 +7,38 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_kernels, check_range
+from manifold_tying.optim._base import Group, RiemannianOptimizer, check_kernels, check_range, is_polar
+from manifold_tying.optim._finite import NonFinite
 
 SecondMoment = Literal["element", "row", "matrix"]
+# Where the host does not wait for the device, every so many steps it does, to look whether the products still suffice.
+EXACT_EVERY = 100
+# A fixed number of products costs 22 of 2p³ more than a look at the data: more than the wait, where p is large.
+WIDEST_AHEAD = 2048
 _AVERAGED_OVER: dict[str, tuple[int, ...]] = {"element": (), "row": (-1,), "matrix": (-2, -1)}
 
 
 class RiemannianAdam(RiemannianOptimizer):
     """Adam for points of manifolds, and bit for bit torch.optim.AdamW for all other parameters.
 
-    On our :class:`~manifold_tying.Stiefel` the moments are those of the Riemannian gradient, kept in the ambient space
-    without transport; the direction m̂ / (√v̂ + eps) is projected to the tangent space, then retracted: six products of
-    2np² operations a step. The gradient has to be projected before the moments see it: its normal part does not vanish
-    at an optimum, and an element-wise division turns some of it into motion (docs/learning-rates.md has the numbers).
-    On any other geoopt manifold
-    it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
+    On our :class:`~manifold_tying.Stiefel` with the polar retraction, a step of X (n x p) along gradient G is
+
+        R = G - X sym(XᵀG),  m and v: Adam's moments of R,  Y = X - lr m̂ / (√v̂ + eps),  X⁺ = Y (YᵀY)^(-1/2),
+
+    four products of 2np² operations, of which YᵀY takes 5/8, and torch's fused Adam kernel, in place and a block of rows at a
+    time. The gradient has to be projected before the moments see it: its normal part does not vanish at an optimum, and the
+    element-wise division turns some of it into motion (docs/learning-rates.md has the numbers); the direction need not be,
+    since X⁺ is the nearest point to Y. With the other retractions the direction is projected, too. On any other geoopt
+    manifold it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and
+    Ganea 2019).
+
+    On one GPU with ``fused=True`` a step never waits for the device (points by polar retraction with second_moment="element",
+    and at most 2048 columns: wider ones are faster with the wait). Then a gradient with NaN or Inf masks the update on the
+    device and is reported at one of the next steps, and each hundredth step looks whether the fixed number of products still
+    suffices. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation;
+    compiled steps do not look for NaN and project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
@@ -31,12 +47,15 @@ class RiemannianAdam(RiemannianOptimizer):
         weight_decay: decoupled, for ordinary parameters only: it never acts on a point.
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). The latter
             two make the trajectory independent of the basis of the columns.
-        retract_every: measure the Gram matrix of a Stiefel point every so many steps, and in between predict it from the
-            previous point's, which is cheaper and carries that point's rounding along. Polar retraction only.
+        retract_every: project the gradient of every so many-th step only, which saves two products of four in the others.
+            The point is retracted at every step all the same. Polar retraction only. Costs accuracy: docs/learning-rates.md.
         maximize: ascend.
         foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
         nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step.
     """
+
+    _first_moment = "exp_avg"
+    _ahead_on = ("cuda",)
 
     def __init__(
         self,
@@ -94,56 +113,122 @@ class RiemannianAdam(RiemannianOptimizer):
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         states = [self.state[p] for p in params]
-        adamw(
+        self._adamw(
+            group,
             params,
             [p.grad for p in params if p.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            [],
             [state["step"] for state in states],
-            foreach=group["foreach"],
             fused=group["fused"],
+            weight_decay=group["weight_decay"],
+            found_inf=self._finite.found_inf,
+        )
+
+    @staticmethod
+    def _adamw(
+        group: Group,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        *,
+        fused: bool | None,
+        weight_decay: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """torch.optim.AdamW's own update."""
+        lr = group["lr"]
+        if fused and isinstance(lr, Tensor) and lr.device.type == "cpu":
+            lr = lr.item()
+        adamw(
+            params,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            foreach=None if fused else group["foreach"],
+            fused=fused,
             has_complex=any(p.is_complex() for p in params),
+            found_inf=found_inf,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            lr=lr,
+            weight_decay=weight_decay,
             eps=group["eps"],
             maximize=group["maximize"],
         )
 
-    def _riemannian_update(
+    def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
+        """The usual case in place, a block of rows at a time, with torch's fused kernel for what is element-wise."""
+        kernel = batch[0].device.type in ("cpu", "cuda") and all(p.is_contiguous() for p in batch)
+        usual = is_polar(manifold) and group["second_moment"] == "element"
+        if not (usual and kernel) or torch.compiler.is_compiling():
+            super()._update_batch(group, manifold, batch, projects)
+            return
+        # The projection in whatever float32 precision is set, since it decides a direction and not the point.
+        with torch.autocast(batch[0].device.type, enabled=False):
+            self._update_in_place(group, batch, projects)
+
+    def _update_in_place(self, group: Group, batch: list[Tensor], projects: bool) -> None:
+        alone = len(batch) == 1
+        gradients = [p.grad.contiguous() for p in batch if p.grad is not None]
+        X, G = (batch[0], gradients[0]) if alone else (torch.stack(batch), torch.stack(gradients))
+        states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
+        minus_normal = linalg.symmetric(X.mT @ G).neg_() if projects else None
+        blocks = linalg.row_blocks(X)
+        buffer = torch.empty_like(X[..., blocks[0], :])
+        for rows in blocks:
+            part, gradient = X[..., rows, :], G[..., rows, :]
+            if minus_normal is not None:
+                out = buffer[..., : part.shape[-2], :]
+                gradient = torch.matmul(part, minus_normal, out=out).add_(gradient)
+            self._adamw(
+                group,
+                [part] if alone else list(part),
+                [gradient] if alone else list(gradient),
+                [state["exp_avg"][..., rows, :] for state in states],
+                [state["exp_avg_sq"][..., rows, :] for state in states],
+                # the kernel counts for itself, once per block
+                [torch.full((), float(state["step"]) - 1, device=X.device) for state in states],
+                fused=True,
+                weight_decay=0.0,
+                found_inf=found_inf,
+            )
+        ahead = found_inf is not None and int(states[0]["step"]) % EXACT_EVERY != 0
+        linalg.reorthonormalize_(X, fixed=ahead, keep=found_inf)
+        if not alone:
+            torch._foreach_copy_(batch, list(X))
+
+    def _direction(
         self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        step = int(state["step"])
-        if isinstance(manifold, Stiefel):
-            gradients = manifold.proju(points, gradients)
-            square = _mean_square(gradients, group["second_moment"])
-            direction = adam_direction(gradients, square, state, step, group["betas"], group["eps"])
-            return manifold.move(points, -group["lr"] * direction, measure=step % group["retract_every"] == 0)
-        gradients = manifold.egrad2rgrad(points, gradients)
-        square = manifold.component_inner(points, gradients)
-        direction = adam_direction(gradients, square, state, step, group["betas"], group["eps"])
-        moved, transported = manifold.retr_transp(points, -group["lr"] * direction, state["exp_avg"])
-        state["exp_avg"].copy_(transported)
-        return moved
+        """m̂ / (√v̂ + eps) after updating the moments m = ``exp_avg`` and v = ``exp_avg_sq``."""
+        (beta1, beta2), step = group["betas"], state["step"]
+        ours = isinstance(manifold, Stiefel)
+        square = (
+            _mean_square(gradients, group["second_moment"]) if ours else manifold.component_inner(points, gradients)
+        )
+        state["exp_avg"].lerp_(gradients, 1 - beta1)
+        state["exp_avg_sq"].lerp_(square, 1 - beta2)
+        denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        return (state["exp_avg"] / (1 - beta1**step)).div_(denominator)
 
-
-def adam_direction(
-    gradient: Tensor,
-    square: Tensor,
-    state: dict[str, Tensor],
-    step: int,
-    betas: tuple[float, float],
-    eps: float,
-) -> Tensor:
-    """m̂ / (√v̂ + eps) after updating the moments m = ``exp_avg`` and v = ``exp_avg_sq`` in place; ``square`` is g²."""
-    beta1, beta2 = betas
-    state["exp_avg"].lerp_(gradient, 1 - beta1)
-    state["exp_avg_sq"].lerp_(square, 1 - beta2)
-    denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(eps)
-    return (state["exp_avg"] / (1 - beta1**step)).div_(denominator)
+    def _runs_ahead(self, params: list[Tensor]) -> bool:
+        usual = all(
+            group["fused"]
+            and (group["second_moment"] == "element" or not any(p in self._manifolds for p in group["params"]))
+            for group in self.param_groups
+        )
+        return (
+            usual
+            and len({p.device for p in params}) == 1
+            and params[0].device.type in self._ahead_on
+            and all(is_polar(manifold) and p.shape[-1] <= WIDEST_AHEAD for p, manifold in self._manifolds.items())
+        )
 
 
 def _mean_square(x: Tensor, second_moment: str) -> Tensor:

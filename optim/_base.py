@@ -1,18 +1,19 @@
-"""What the Riemannian optimizers share: finding manifolds, checking gradients, batching equal shapes."""
+"""What the Riemannian optimizers share: finding manifolds, batching equal shapes, moving points."""
 
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import geoopt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
+from manifold_tying.optim._finite import FiniteCheck, NonFinite
 
-NonFinite = Literal["raise", "skip"]
 Group = dict[str, Any]
 
 
@@ -23,12 +24,14 @@ class RiemannianOptimizer(Optimizer):
     ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
     """
 
+    _first_moment: str  # its key in a point's state
+
     def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._names: dict[Tensor, str] = {}
-        self._nonfinite = nonfinite
+        self._finite = FiniteCheck(nonfinite)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -64,7 +67,7 @@ class RiemannianOptimizer(Optimizer):
             ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
             if not ok:
                 raise ValueError(f"{label} is not on {manifold}: {reason}. Project it with manifold.projx first")
-        if group["retract_every"] != 1 and not (isinstance(manifold, Stiefel) and manifold.retraction == "polar"):
+        if group["retract_every"] != 1 and not is_polar(manifold):
             raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
         self._manifolds[p] = manifold
 
@@ -79,12 +82,17 @@ class RiemannianOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if self._gradients_usable():
+            if torch.compiler.is_compiling() or self._gradients_usable():
                 for group in self.param_groups:
                     params = [p for p in group["params"] if p.grad is not None]
                     self._euclidean_step(group, [p for p in params if p not in self._manifolds])
                     self._manifold_step(group, [p for p in params if p in self._manifolds])
         return loss
+
+    def _gradients_usable(self) -> bool:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in params if p.grad is not None]
+        return self._finite.passes([self._names[p] for p in params], gradients, self._runs_ahead(params))
 
     def _manifold_step(self, group: Group, params: list[Tensor]) -> None:
         batches: dict[Any, list[Tensor]] = defaultdict(list)
@@ -93,48 +101,44 @@ class RiemannianOptimizer(Optimizer):
             if not state:
                 self._initialize(p, state, group)
             state["step"] += 1
-            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device, state["step"].item()].append(p)
-        for batch in batches.values():
-            self._update_batch(group, batch)
+            every = group["retract_every"]
+            # a compiled step projects always: the graph cannot depend on a count
+            projects = every == 1 or torch.compiler.is_compiling() or int(state["step"]) % every == 1
+            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device, projects].append(p)
+        for (*_, projects), batch in batches.items():
+            self._update_batch(group, self._manifolds[batch[0]], batch, projects)
 
-    def _update_batch(self, group: Group, batch: list[Tensor]) -> None:
-        """One update of parameters of the same shape on the same manifold, as one stack."""
-        points, gradients = _stack(batch), _stack([p.grad for p in batch if p.grad is not None])
+    def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
+        """One update of points of the same shape on the same manifold, as one stack."""
+        points, gradients = stack(batch), stack([p.grad for p in batch if p.grad is not None])
         states = [self.state[p] for p in batch]
         keys = [key for key in states[0] if key != "step"]
-        stacked = {key: _stack([state[key] for state in states]) for key in keys}
-        stacked["step"] = states[0]["step"]
+        stacked = {key: stack([state[key] for state in states]) for key in keys}
+        steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype)
+        stacked["step"] = steps.view(-1, *[1] * (points.ndim - 1))
         if group["maximize"]:
             gradients = -gradients
-        moved = self._riemannian_update(group, self._manifolds[batch[0]], points, gradients, stacked)
+        if projects:
+            gradients = manifold.egrad2rgrad(points, gradients)
+        step = group["lr"] * self._direction(group, manifold, points, gradients, stacked)
+        if is_polar(manifold):
+            moved = linalg.reorthonormalize_(points - step, fixed=torch.compiler.is_compiling())
+        elif isinstance(manifold, Stiefel):
+            moved = manifold.move(points, -step)
+        else:
+            moved, transported = manifold.retr_transp(points, -step, stacked[self._first_moment])
+            stacked[self._first_moment].copy_(transported)
         for i, p in enumerate(batch):
             p.copy_(moved[i])
             for key in keys if len(batch) > 1 else ():
                 states[i][key].copy_(stacked[key][i])
-
-    def _gradients_usable(self) -> bool:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in params if p.grad is not None]
-        for p, gradient in zip(params, gradients, strict=True):
-            if gradient.is_sparse:
-                raise ValueError(f"parameter {self._names[p]} has a sparse gradient; use dense ones (sparse=False)")
-        # One number to look at: a sum of norms is finite unless an entry is not, or a square overflowed.
-        if not gradients or torch.nn.utils.get_total_norm(gradients).isfinite():
-            return True
-        bad = [self._names[p] for p, g in zip(params, gradients, strict=True) if not torch.isfinite(g).all()]
-        if bad and self._nonfinite == "raise":
-            raise ValueError(
-                f"the gradient of parameter {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''} holds NaN or Inf; nothing "
-                "was changed. Lower the learning rate, clip gradients, or pass nonfinite='skip' to leave such steps out"
-            )
-        return not bad
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
             "_names": self._names,
-            "_nonfinite": self._nonfinite,
+            "_finite": FiniteCheck(self._finite.nonfinite),
         }
 
     @abstractmethod
@@ -150,15 +154,24 @@ class RiemannianOptimizer(Optimizer):
         """Update ordinary parameters as torch.optim does."""
 
     @abstractmethod
-    def _riemannian_update(
+    def _direction(
         self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        """New points; updates the tensors of ``state`` in place. All have a leading batch dimension."""
+        """What a step of length lr subtracts; updates ``state``, all with a leading batch dimension, in place."""
+
+    def _runs_ahead(self, params: list[Tensor]) -> bool:
+        """Whether the whole step can run on the device without the host waiting for it."""
+        return False
 
 
 def same_motion(manifold: geoopt.Manifold) -> Any:
     """A key that is equal for manifolds whose points move alike; of a foreign one only the object itself can tell."""
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
+
+
+def is_polar(manifold: geoopt.Manifold) -> bool:
+    """Whether points move by the polar retraction of our Stiefel, for which a direction need not be tangent."""
+    return type(manifold) is Stiefel and manifold.retraction == "polar"
 
 
 def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
@@ -177,6 +190,6 @@ def check_range(group: Group, **minimum: float) -> None:
         raise ValueError(f"expected retract_every to be a whole number >= 1, got {every!r}")
 
 
-def _stack(tensors: Iterable[Tensor]) -> Tensor:
+def stack(tensors: Iterable[Tensor]) -> Tensor:
     tensors = list(tensors)
     return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)

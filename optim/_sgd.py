@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim._base import Group, NonFinite, RiemannianOptimizer, check_kernels, check_range
+from manifold_tying.optim._base import Group, RiemannianOptimizer, check_kernels, check_range
+from manifold_tying.optim._finite import NonFinite
 
 
 class RiemannianSGD(RiemannianOptimizer):
     """Gradient descent with momentum for points of manifolds, and bit for bit torch.optim.SGD for all other parameters.
 
-    On our :class:`~manifold_tying.Stiefel` the momentum lives in the ambient space and the direction is projected to the
-    tangent space; on any other geoopt manifold it is kept in the tangent space and transported, as geoopt does.
+    The momentum is that of the Riemannian gradient. On our :class:`~manifold_tying.Stiefel` it lives in the ambient space,
+    without transport; on any other geoopt manifold it is transported, as geoopt does.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
@@ -54,6 +54,8 @@ class RiemannianSGD(RiemannianOptimizer):
         }
         super().__init__(params, defaults, nonfinite)
 
+    _first_moment = "momentum_buffer"
+
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, momentum=0, weight_decay=0)
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
@@ -84,19 +86,11 @@ class RiemannianSGD(RiemannianOptimizer):
             for p, buffer in zip(params, buffers, strict=True):
                 self.state[p]["momentum_buffer"] = buffer
 
-    def _riemannian_update(
+    def _direction(
         self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        step, momentum = int(state["step"]), group["momentum"]
-        ours = isinstance(manifold, Stiefel)
-        direction = gradients if ours else manifold.egrad2rgrad(points, gradients)
-        buffer = state["momentum_buffer"]
+        buffer, momentum = state["momentum_buffer"], group["momentum"]
         # As in torch.optim.SGD, the first gradient enters the buffer undamped, and without momentum all do.
-        damped = momentum != 0 and step > 1
-        buffer.mul_(momentum).add_(direction, alpha=1 - (group["dampening"] if damped else 0))
-        direction = direction + momentum * buffer if group["nesterov"] else buffer
-        if isinstance(manifold, Stiefel):
-            return manifold.move(points, -group["lr"] * direction, measure=step % group["retract_every"] == 0)
-        moved, transported = manifold.retr_transp(points, -group["lr"] * direction, buffer)
-        buffer.copy_(transported)
-        return moved
+        damped = (state["step"] > 1).to(gradients.dtype) * group["dampening"] if momentum != 0 else 0.0
+        buffer.mul_(momentum).add_((1 - damped) * gradients)
+        return gradients + momentum * buffer if group["nesterov"] else buffer

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying import linalg
+from manifold_tying.linalg import _polar
+from manifold_tying.linalg._cayley import _inverse
 from manifold_tying.linalg._orthonormalize import _cholesky_qr
 
 METHODS = get_args(linalg.Orthonormalization)
@@ -133,7 +135,7 @@ def test_rank_deficient_matrices_have_orthonormal_factors(kind: str, dtype: torc
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("condition", [1.0, 10.0, 40.0, 1e2, 1e3, 1e5, 1e7])
-@pytest.mark.parametrize("shape", [(6, 6), (500, 48), (3, 40, 7)])
+@pytest.mark.parametrize("shape", [(6, 6), (500, 48), (3, 40, 7), (80, 80), (300, 72)])
 def test_defect_in_float32(method: Any, condition: float, shape: tuple[int, ...]) -> None:
     Y = conditioned(shape, condition, seed=1).float()
     assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 1e-6
@@ -153,6 +155,101 @@ def test_one_gram_product_alone_would_miss_the_bound() -> None:
     Y = conditioned((500, 48), 40.0).float()
     once = torch.linalg.solve_triangular(torch.linalg.cholesky(Y.mT @ Y).mT, Y, upper=True, left=False)
     assert linalg.defect(once) > 1e-6
+
+
+# ---- polar by products
+
+
+@pytest.fixture
+def products_for_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_polar, "_FEW_COLUMNS", 0)
+
+
+def by_products(Y: Tensor) -> bool:
+    return _polar._polar_products(Y, linalg.gram(Y)) is not None
+
+
+@pytest.mark.parametrize("shape", [(80, 80), (200, 72), (2, 3, 70, 66)])
+@pytest.mark.parametrize("condition", [1.0, 1.01, 1.3, 2.0])
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_polar_by_products_is_scipys(shape: tuple[int, ...], condition: float, scale: float) -> None:
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 4e-15)):
+        Y = (conditioned(shape, condition) * scale).to(dtype)
+        assert by_products(Y)
+        U, H = linalg.polar(Y)
+        expected_U, expected_H = scipy_polar(Y)
+        np.testing.assert_allclose(U.numpy(), expected_U, rtol=0, atol=bound)
+        np.testing.assert_allclose(H.numpy() / scale, expected_H / scale, rtol=0, atol=2 * bound)
+        assert linalg.defect(U).max() <= bound / 2
+        assert torch.equal(H, H.mT) and U.is_contiguous() and H.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
+def test_products_leave_what_they_cannot_do_to_eigenvalues(shape: tuple[int, ...]) -> None:
+    far = conditioned(shape, 40.0)
+    outlier = conditioned(shape, 1.0)
+    outlier[:, 0] *= 3
+    deficient = conditioned(shape, 1.0)
+    deficient[:, 0] = deficient[:, 1]
+    for Y in (far, outlier, deficient, torch.zeros(shape), torch.full(shape, math.nan)):
+        assert not by_products(Y)
+    one_of_a_batch = torch.stack([conditioned(shape, 1.1), outlier])
+    assert not by_products(one_of_a_batch)
+    for Y in (far, outlier, one_of_a_batch):
+        np.testing.assert_allclose(linalg.polar(Y)[0].numpy(), scipy_polar(Y)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("products_for_few_columns")
+@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (5, 1), (2, 2, 4, 2), (2, 3, 3)])
+def test_gradient_of_polar_by_products(shape: tuple[int, ...]) -> None:
+    Y = conditioned(shape, 1.5).requires_grad_()
+    assert by_products(Y.detach())
+    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[0], Y)
+    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[1], Y)
+    assert torch.autograd.gradcheck(linalg.polar, Y)
+
+
+@pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
+def test_float32_gradient_by_products_is_that_through_an_svd_in_float64(shape: tuple[int, ...]) -> None:
+    Y = conditioned(shape, 2.0)
+    weights = torch.randn(shape, dtype=torch.float64), torch.randn(shape[1], shape[1], dtype=torch.float64)
+
+    def gradient(factors: Callable[[Tensor], tuple[Tensor, Tensor]], Y: Tensor) -> Tensor:
+        leaf = Y.clone().requires_grad_()
+        return torch.autograd.grad(factors(leaf), leaf, [w.to(Y.dtype) for w in weights])[0].double()
+
+    def by_svd(Y: Tensor) -> tuple[Tensor, Tensor]:
+        U, h, Vh = torch.linalg.svd(Y, full_matrices=False)
+        return U @ Vh, (Vh.mT * h) @ Vh
+
+    expected = gradient(by_svd, Y)
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-11)):
+        assert by_products(Y.to(dtype))
+        assert (gradient(linalg.polar, Y.to(dtype)) - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
+def test_gradient_by_products_is_linear_down_to_nothing_and_passes_nan_on(shape: tuple[int, ...]) -> None:
+    Y, weights = conditioned(shape, 1.5).float().requires_grad_(), torch.randn(shape)
+
+    def gradient(size: float) -> Tensor:
+        return torch.autograd.grad((linalg.polar(Y)[0] * (size * weights)).sum(), Y)[0]
+
+    for size in (1e-30, 1e25):
+        torch.testing.assert_close(gradient(size) / size, gradient(1.0), rtol=1e-4, atol=1e-5)
+    assert torch.equal(gradient(0.0), torch.zeros(shape))
+    for bad in (math.nan, math.inf):  # a gradient scaler looks for these
+        assert not gradient(bad).isfinite().any()
+
+
+def test_solve_skew_is_scipys_sylvester_equation() -> None:
+    H = torch.stack([spd_matrix(30, condition) for condition in (1.0, 3.0, 30.0)])
+    C = torch.stack([torch.zeros(30, 30, dtype=torch.float64), skew_of_norm(30, 1e-6), skew_of_norm(30, 1.0)])
+    X = _polar._solve_skew(H, C)
+    for x, h, c in zip(X, H, C, strict=True):
+        expected = scipy.linalg.solve_sylvester(h.numpy(), h.numpy(), c.numpy())
+        np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-13 * np.abs(expected).max())
+    assert torch.equal(X, -X.mT)
 
 
 # ---- gradients
@@ -225,7 +322,13 @@ def test_gradient_is_finite_where_the_matrix_is_singular() -> None:
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     Y = conditioned((5, 3)).requires_grad_()
-    for f in (lambda Y: linalg.polar(Y)[0], lambda Y: linalg.orthonormalize(Y, "qr")):
+    for f in (
+        lambda Y: linalg.polar(Y)[0],
+        lambda Y: linalg.orthonormalize(Y, "qr"),
+        lambda Y: linalg.cayley_at(torch.eye(5, 3, dtype=torch.float64), Y),
+        lambda Y: linalg.cayley_at(torch.eye(5, dtype=torch.float64), Y @ Y.mT)[:, :3],
+        lambda Y: linalg.cayley_neumann(Y @ Y.mT)[:, :3],
+    ):
         weights = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
         (gradient,) = torch.autograd.grad((f(Y) * weights).sum(), Y, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -389,6 +492,84 @@ def test_even_terms_are_closer_than_one_more() -> None:
 def test_gradient_of_cayley_maps(f: Callable[[Tensor], Tensor]) -> None:
     v = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: f(linalg.skew(v / 10, 4)), v)
+
+
+def test_gradient_of_two_terms_is_the_skew_part() -> None:
+    A = torch.stack([skew_of_norm(6, 0.5), skew_of_norm(6, 2.0, seed=1)]).requires_grad_()
+    weights = torch.randn(2, 6, 6, dtype=torch.float64)
+    eye = torch.eye(6, dtype=torch.float64)
+    (full,) = torch.autograd.grad(((eye + A) @ (eye + A + A @ A) * weights).sum(), A)
+    (ours,) = torch.autograd.grad((linalg.cayley_neumann(A) * weights).sum(), A)
+    torch.testing.assert_close(ours, (full - full.mT) / 2, rtol=0, atol=1e-12)
+    assert (full - ours).norm() > 0.1 * ours.norm()  # along other directions A would not stay skew
+
+
+# ---- Cayley around a base
+
+
+def dense_cayley_at(base: Tensor, Y: Tensor, terms: int | None) -> Tensor:
+    """The map by its n x n matrix, for autograd to differentiate."""
+    n, p = base.shape[-2:]
+    if n == p:
+        A = Y.tril(-1) - Y.tril(-1).mT
+    else:
+        S = base.mT @ Y
+        Z = Y - base @ S
+        A = (Z @ base.mT - base @ Z.mT + base @ ((S - S.mT) / 2) @ base.mT) / 2
+    eye = torch.eye(n, dtype=Y.dtype)
+    if terms is None:
+        C = torch.linalg.solve(eye - A, eye + A)
+    else:
+        C = (eye + A) @ sum((torch.linalg.matrix_power(A, i) for i in range(1, terms + 1)), start=eye)
+    return base @ C if n == p else C @ base
+
+
+@pytest.mark.parametrize("terms", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (4, 1), (2, 3, 4, 4), (2, 6, 2)])
+def test_cayley_at_is_the_dense_formula(shape: tuple[int, ...], terms: int | None) -> None:
+    base, Y = orthonormal(*shape), 0.5 * torch.randn(shape, dtype=torch.float64)
+    X = linalg.cayley_at(base, Y, terms)
+    assert X.is_contiguous()
+    torch.testing.assert_close(X, dense_cayley_at(base, Y, terms), rtol=0, atol=1e-12)
+    assert terms is not None or linalg.defect(X).max() < 1e-14
+    torch.testing.assert_close(linalg.cayley_at(base, torch.zeros_like(Y), terms), base, rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda Y: linalg.cayley_at(base, Y, terms), Y.requires_grad_())
+
+
+@pytest.mark.parametrize("terms", [None, 2])
+@pytest.mark.parametrize("shape", [(300, 300), (301, 301), (400, 150)])
+def test_large_cayley_at_and_its_gradient(shape: tuple[int, int], terms: int | None) -> None:
+    torch.manual_seed(0)
+    base, weights = orthonormal(*shape), torch.randn(shape, dtype=torch.float64)
+    Y = torch.randn(shape, dtype=torch.float64) / 50  # ‖A‖ is about 0.7
+
+    def both(f: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaf = Y.to(dtype).requires_grad_()
+        X = f(base.to(dtype), leaf, terms)
+        return X.detach().double(), torch.autograd.grad(X, leaf, weights.to(dtype))[0].double()
+
+    X, gradient = both(dense_cayley_at, torch.float64)
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-14)):
+        got, got_gradient = both(linalg.cayley_at, dtype)
+        assert (got - X).norm() <= bound * X.norm()
+        assert (got_gradient - gradient).norm() <= bound * gradient.norm()
+
+
+@pytest.mark.parametrize("norm", [0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("b", [129, 300])
+def test_inverse_by_halves_is_numpys(b: int, norm: float) -> None:
+    K = torch.eye(b, dtype=torch.float64) - skew_of_norm(b, norm)
+    expected = np.linalg.inv(K.numpy())
+    size = np.linalg.norm(expected)
+    # eps times the condition, or times its square, which is the worst without pivoting
+    assert np.linalg.norm(_inverse(K).numpy() - expected) <= (1e-15 * norm**2 + 1e-14) * size
+    assert np.linalg.norm(_inverse(K.float()).numpy() - expected) <= (1e-6 * norm + 1e-6) * size
+    assert np.linalg.norm(_inverse(K.expand(2, b, b))[1].numpy() - expected) <= (1e-15 * norm**2 + 1e-14) * size
+
+
+def test_inverse_by_halves_needs_its_positive_definite_symmetric_part() -> None:
+    K = torch.eye(200, dtype=torch.float64).roll(100, 0)  # a permutation whose leading block is 0
+    assert not torch.allclose(_inverse(K) @ K, torch.eye(200, dtype=torch.float64))
 
 
 # ---- skew

@@ -374,13 +374,19 @@ def test_a_bfloat16_layer_in_a_bfloat16_model_stays_on_the_manifold(constraint: 
 # ---- compilation
 
 
-@pytest.mark.parametrize("kind", ["stiefel", "cayley", "cayley-neumann", "spd"])
-def test_forward_compiles_to_one_graph(kind: str) -> None:
+# torch's own, where it traces an autograd.Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["stiefel", "polar", "qr", "cayley", "cayley-neumann", "spd"])
+@pytest.mark.parametrize("shape", [(5, 5), (9, 5), (140, 140)])
+def test_forward_compiles_to_one_graph(kind: str, shape: tuple[int, int]) -> None:
     torch._dynamo.reset()
-    module = square(kind)
-    perturb(module)
+    if kind == "spd" and shape != (5, 5):
+        return
+    layer: Any = nn.Linear(*shape)
+    module: Any = spd(layer, "weight") if kind == "spd" else CONSTRAINTS[kind](layer, "weight")
+    perturb(module, size=0.5 / shape[0])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 5)
+    x = torch.randn(3, shape[0])
     for _ in range(2):
         module.zero_grad()
         expected = module(x)
@@ -393,7 +399,7 @@ def test_forward_compiles_to_one_graph(kind: str) -> None:
         result.square().sum().backward()
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(stored(module).grad, by_hand, rtol=1e-5, atol=1e-5)
-        perturb(module)  # and the compiled layer sees the change
+        perturb(module, size=0.5 / shape[0])  # and the compiled layer sees the change
 
 
 # ---- symmetric positive definite weights

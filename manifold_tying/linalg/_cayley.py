@@ -1,9 +1,12 @@
 """Skew matrices and their Cayley maps."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from manifold_tying.linalg._basics import check_square, full_precision, identity_like, working_dtype
+from manifold_tying.linalg._basics import check_square, full_precision, gram, identity_like, working_dtype
 
 
 def cayley(A: Tensor) -> Tensor:
@@ -20,7 +23,8 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
     """R = (I + A) Σ_{i=0..terms} Aⁱ, the Cayley map with its inverse replaced by a truncated Neumann series.
 
     R = C (I - A^(terms+1)) with C the Cayley map, so ‖RᵀR - I‖ is about ‖A‖^(2 terms + 2) for an even number of terms and
-    2‖A‖^(terms + 1) for an odd one: prefer even. Costs ``terms`` products. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
+    2‖A‖^(terms + 1) for an odd one: prefer even. Costs ``terms`` products, and as many again in the backward of two terms,
+    whose gradient is closed form, once differentiable and skew, as A is. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
     """
     dtype = working_dtype(A.dtype)
     check_square(A)
@@ -28,11 +32,133 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
         raise ValueError(f"expected terms to be a whole number >= 1, got {terms!r}")
     with full_precision(A.device):
         W = A.to(dtype)
+        if terms == 2:
+            return _CayleyNeumann2.apply(W).to(A.dtype)
         eye = identity_like(W)
         S = eye + W
         for _ in range(terms - 1):
             S = eye + W @ S
         return (S + W @ S).to(A.dtype)
+
+
+class _CayleyNeumann2(torch.autograd.Function):
+    """R = I + 2A + 2A² + A³ for skew A."""
+
+    @staticmethod
+    def forward(ctx: Any, A: Tensor) -> Tensor:
+        ctx.save_for_backward(A)
+        A2 = A @ A
+        return (A @ A2).add_(A + A2, alpha=2).add_(identity_like(A))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R: Tensor) -> Tensor:
+        # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
+        # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
+        (A,) = ctx.saved_tensors
+        with full_precision(A.device):
+            transposed = grad_R.mT.contiguous()
+            twice_K = grad_R - transposed
+            P = A @ twice_K
+            twice_Z = A @ torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2)
+            return twice_K.add_(twice_Z, alpha=0.5).sub_(twice_Z.mT, alpha=0.5)
+
+
+def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
+    """The Cayley map around a base with orthonormal columns: B for Y = 0, orthonormal columns for every Y, (..., n, p).
+
+    Square: X = B (I - A)⁻¹(I + A) with A = tril(Y, -1) - tril(Y, -1)ᵀ. Tall: X = (I - A)⁻¹(I + A) B with
+    A = (Z Bᵀ - B Zᵀ + B K Bᵀ)/2, K the skew part of BᵀY and Z = Y - B BᵀY, which is the curve of the Cayley retraction
+    along the tangent part of Y. There A maps B a + Z b to B (K a - ZᵀZ b)/2 + Z a/2, so all but five products are p x p, and
+    X = B (2M - I) + Z M with M = (I + ZᵀZ/4 - K/2)⁻¹.
+
+    ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Once differentiable
+    with respect to Y; base is a constant. Both at least float32.
+    """
+    with full_precision(base.device):
+        if base.shape[-1] == base.shape[-2]:
+            if terms is None:
+                return _SquareCayley.apply(base, Y)
+            return base @ cayley_neumann(_skew_of_lower(Y), terms)
+        if terms is None:
+            return _TallCayley.apply(base, Y)
+        S = base.mT @ Y
+        Z = Y - base @ S
+        K, T = (S - S.mT) / 2, gram(Z)
+        eye = identity_like(S)
+        # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
+        a, b = K / 2, eye / 2
+        of_base, of_Z = eye + 2 * a, 2 * b
+        for last in range(1, terms + 1):
+            a, b = (K @ a - T @ b) / 2, a / 2
+            weight = 1 if last == terms else 2
+            of_base, of_Z = of_base + weight * a, of_Z + weight * b
+        return base @ of_base + Z @ of_Z
+
+
+class _SquareCayley(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
+        eye = identity_like(Y)
+        M = _inverse(eye - _skew_of_lower(Y))
+        X = base @ (2 * M - eye)  # (I - A)⁻¹(I + A) = 2M - I
+        ctx.save_for_backward(base, M, X)
+        return X
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
+        # dX = 2 B M dA M, so Ā = 2 (BM)ᵀ X̄ Mᵀ, and 2 BM = X + B.
+        base, M, X = ctx.saved_tensors
+        with full_precision(M.device):
+            grad_A = ((X + base).mT @ grad_X) @ M.mT
+            return None, (grad_A - grad_A.mT.contiguous()).tril(-1)
+
+
+class _TallCayley(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
+        S = base.mT @ Y
+        Z = Y - base @ S
+        eye = identity_like(S)
+        M = _inverse(eye + gram(Z) / 4 - (S - S.mT) / 4)
+        ctx.save_for_backward(base, Z, M)
+        return base @ (2 * M - eye) + Z @ M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
+        # N is the gradient with respect to M⁻¹. BᵀZ = 0 saves a product: BᵀZ̄ = BᵀX̄ Mᵀ.
+        base, Z, M = ctx.saved_tensors
+        with full_precision(M.device):
+            from_base = base.mT @ grad_X
+            N = -(M.mT @ (2 * from_base + Z.mT @ grad_X) @ M.mT)
+            grad_Z = grad_X @ M.mT + Z @ ((N + N.mT) / 4)
+            return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
+
+
+def _inverse(K: Tensor) -> Tensor:
+    """K⁻¹ of K (..., b, b) with a positive definite symmetric part, by halves: products instead of most of an LU.
+
+    Leading blocks and their Schur complements inherit that symmetric part, so no pivoting between blocks is needed; rounding
+    grows with (‖K - Kᵀ‖/2)² over the smallest eigenvalue of the symmetric part at worst (Golub and Van Loan 1979).
+    """
+    b = K.shape[-1]
+    if b <= 128:
+        return torch.linalg.inv_ex(K)[0]
+    half = b // 2
+    M11 = _inverse(K[..., :half, :half])
+    right, left = M11 @ K[..., :half, half:], K[..., half:, :half] @ M11
+    M22 = _inverse(K[..., half:, half:] - K[..., half:, :half] @ right)
+    M21 = -(M22 @ left)
+    top = torch.cat([M11 - right @ M21, -(right @ M22)], -1)
+    return torch.cat([top, torch.cat([M21, M22], -1)], -2)
+
+
+def _skew_of_lower(Y: Tensor) -> Tensor:
+    """tril(Y, -1) - tril(Y, -1)ᵀ; a copied transpose is subtracted in half the time of a strided one."""
+    lower = Y.tril(-1)
+    return lower - lower.mT.contiguous()
 
 
 def skew(vector: Tensor, b: int) -> Tensor:

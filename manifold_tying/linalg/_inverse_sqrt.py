@@ -3,38 +3,134 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import check_finite, full_precision, gram, identity_like, symmetric, working_dtype
+from manifold_tying.linalg._basics import (
+    check_finite,
+    full_precision,
+    gram,
+    identity_like,
+    row_blocks,
+    symmetric,
+    working_dtype,
+)
 from manifold_tying.linalg._polar import polar
+
+# Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ, and the |x| up to which the twelve of them leave less than 1e-7 and 1e-16.
+_SERIES = [1.0]
+for _k in range(1, 12):
+    _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
+_RADIUS = {torch.float32: 0.3, torch.float64: 0.05}
+# Enough for conditions up to about 10, where the number of steps cannot depend on the data.
+_FIXED_STEPS = 9
+# Rounding grows with the condition, and each step takes a factor of 9/4 of it: past these an eigendecomposition does better.
+_MOST_STEPS = {torch.float32: 11, torch.float64: 40}
 
 
 def inverse_sqrt(G: Tensor) -> Tensor:
-    """G^(-1/2) of symmetric positive definite G (..., p, p) by products alone, for G of condition up to about 1e6.
+    """G^(-1/2) of symmetric positive definite G (..., p, p) for G of condition up to about 1e6.
 
-    Coupled Newton-Schulz iteration on G/c with c >= the largest eigenvalue, then one step of refinement in float64, since
-    float32 alone leaves a residual of some 2e-6. Falls back to a float64 eigendecomposition where that does not converge,
-    and in float32 for conditions above about 1e4, where a refinement would do harm.
+    Near a multiple of the identity, where retractions are, a series: five products. Further out coupled Newton-Schulz steps
+    of three, and a float64 eigendecomposition where those do not converge, in float32 from conditions of some 100 on.
+    """
+    c, E, E2, bound = _spread(G)
+    if bound.amax() < _RADIUS[G.dtype]:
+        return symmetric(_series(E, E2)) * c.rsqrt()
+    P, left = _newton_schulz(G, c * (1 + bound), _MOST_STEPS[G.dtype], 1e-4 if G.dtype == torch.float32 else 1e-8)
+    return P if left <= 1e-3 else _inverse_sqrt_eigh(G)
+
+
+def inverse_sqrt_fixed(G: Tensor) -> Tensor:
+    """G^(-1/2) by a fixed number of Newton-Schulz steps, with no branch on the data: for compiled code and for GPUs.
+
+    Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
+    G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
+    """
+    c, _, _, bound = _spread(G)
+    return _newton_schulz(G, c * (1 + bound), _FIXED_STEPS)[0]
+
+
+def reorthonormalize(Y: Tensor) -> Tensor:
+    """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
+
+    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. Not differentiable; falls back to
+    :func:`polar` where float32 cannot resolve YᵀY.
+    """
+    return reorthonormalize_(Y.to(working_dtype(Y.dtype), copy=True)).to(Y.dtype)
+
+
+def reorthonormalize_(Y: Tensor, *, fixed: bool = False, keep: Tensor | None = None) -> Tensor:
+    """:func:`reorthonormalize` in place, a block of rows at a time; Y float32 or float64.
+
+    Args:
+        fixed: by :func:`inverse_sqrt_fixed`, without looking at a number on the host and without a fallback.
+        keep: with ``fixed``, a scalar on Y's device that leaves Y as it is unless it is 0.
+    """
+    with full_precision(Y.device):
+        G = gram(Y)
+        if fixed:
+            P = inverse_sqrt_fixed(G)
+            return multiply_rows_(Y, P if keep is None else torch.where(keep == 0, P, identity_like(P)))
+        largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
+        if not largest < 1e3:
+            return Y.copy_(polar(Y)[0])
+        P = inverse_sqrt(G)
+        amplification = largest * torch.linalg.matrix_norm(P, ord=float("inf")).amax() ** 2
+        if not amplification < 1e4:
+            return Y.copy_(polar(Y)[0])
+        multiply_rows_(Y, P)
+        if amplification > 8:  # the rounding of G grows with its condition on the way to G^(-1/2)
+            multiply_rows_(Y, 1.5 * identity_like(G) - 0.5 * gram(Y))
+        return Y
+
+
+def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
+    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), holding one block of rows beside it."""
+    blocks = row_blocks(Y)
+    buffer = Y.new_empty(*Y.shape[:-2], blocks[0].stop, Y.shape[-1])
+    for rows in blocks:
+        part = Y[..., rows, :]
+        part.copy_(torch.matmul(part, P, out=buffer[..., : part.shape[-2], :]))
+    return Y
+
+
+def _spread(G: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """c, E, E² and a bound on the spectral norm of E, where G = c (I + E) and E has trace 0; the first and last (..., 1, 1).
+
+    The bound ‖E²‖_F^(1/2) is within a factor of p^(1/4), which it would be only for a multiple of an orthogonal matrix.
+    """
+    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
+    E = G / c - identity_like(G)
+    E2 = E @ E
+    return c, E, E2, torch.linalg.matrix_norm(E2)[..., None, None].sqrt()
+
+
+def _series(E: Tensor, E2: Tensor) -> Tensor:
+    """Σ c_k Eᵏ, k < 12, as a polynomial in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
+    E3 = E2 @ E
+    eye = identity_like(E)
+    result = torch.zeros_like(E)
+    for k in (9, 6, 3, 0):
+        a, b, c = _SERIES[k : k + 3]
+        result = (result @ E3 if k < 9 else result) + a * eye + b * E + c * E2
+    return result
+
+
+def _newton_schulz(G: Tensor, c: Tensor, steps: int, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
+    """G^(-1/2) by the coupled iteration on G/c, c >= ‖G‖_2, and its last correction's norm; stops at the tolerance.
+
+    P -> (G/c)^(-1/2) and Y -> (G/c)^(1/2) are kept as Q = P - I and F = Y - I, which keeps the rounding of the identity out:
+    it leaves 1e-7 to 3e-7 in float32 where the plain form leaves 2e-6.
     """
     eye = identity_like(G)
-    # min(infinity norm, Frobenius norm) bounds the spectral norm, so all eigenvalues of G/c are in (0, 1].
-    c = torch.minimum(G.abs().sum(-1).amax(-1), torch.linalg.matrix_norm(G))[..., None, None].clamp_min(1e-30)
-    Y, P = G / c, eye.expand_as(G)
-    tolerance = 1e-4 if G.dtype == torch.float32 else 1e-6  # the refinement squares what is left
-    for _ in range(40):
-        R = eye - P @ Y
-        if not (size := torch.linalg.matrix_norm(R).amax()) > tolerance:  # also leaves when it is NaN
-            break
-        Q = eye + R / 2
-        Y, P = Y @ Q, Q @ P
-    if not size <= tolerance:
-        return _inverse_sqrt_eigh(G)
-    wide = symmetric(P.double()) / c.double().sqrt()
-    for _ in range(1 if G.dtype == torch.float32 else 2):
-        error = identity_like(wide) - wide @ G.double() @ wide
-        # A refinement step multiplies the part of the error that does not commute with G by √cond(G)/4.
-        if not torch.linalg.matrix_norm(error).amax() < 1e-3:
-            return _inverse_sqrt_eigh(G)
-        wide = wide + wide @ error / 2
-    return symmetric(wide).to(G.dtype)
+    F, Q = G / c - eye, torch.zeros_like(G)
+    size = torch.zeros_like(c)
+    for _ in range(steps):
+        half_residual = (F + Q + Q @ F) / -2
+        F = F + half_residual + F @ half_residual
+        Q = Q + half_residual + half_residual @ Q
+        # Convergence is quadratic: a correction of the tolerance leaves its square.
+        if tolerance and not (size := torch.linalg.matrix_norm(half_residual).amax()) > tolerance:
+            break  # also when it is NaN
+    return symmetric(eye + Q) * c.rsqrt(), size
 
 
 def _inverse_sqrt_eigh(G: Tensor) -> Tensor:
@@ -42,21 +138,3 @@ def _inverse_sqrt_eigh(G: Tensor) -> Tensor:
     eigenvalues, V = torch.linalg.eigh(G.double())
     floor = eigenvalues[..., -1:] * 1e-15
     return ((V * eigenvalues.clamp_min(floor).rsqrt()[..., None, :]) @ V.mT).to(G.dtype)
-
-
-def reorthonormalize(Y: Tensor) -> Tensor:
-    """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) whose singular values are at least about 1.
-
-    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. Not differentiable; falls back to
-    :func:`polar` after steps so large that float32 cannot resolve YᵀY.
-    """
-    with full_precision(Y.device):
-        W = Y.to(working_dtype(Y.dtype))
-        G = gram(W)
-        largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
-        if not largest < 1e3:
-            return polar(W)[0].to(Y.dtype)
-        X = W @ inverse_sqrt(G)
-        if largest > 4:  # rounding of G^(-1/2) grows with the condition of G
-            X = X @ (1.5 * identity_like(G) - 0.5 * gram(X))
-        return X.to(Y.dtype)

@@ -16,26 +16,61 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     """Orthonormal columns that span the columns of Y (..., n, p), n >= p.
 
     "polar" is the nearest such matrix; "qr" is the Q of Householder QR with R's diagonal > 0; "cholesky-qr" is the same Q by
-    two Cholesky factorizations of Gram matrices, falling back to Householder where those break down (condition about 1e3 in
+    Cholesky factorizations of one or two Gram matrices, with Householder where those break down (condition about 1e3 in
     float32). All are differentiable once in closed form.
     """
     check_tall(Y)
     if method not in get_args(Orthonormalization):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(get_args(Orthonormalization))}")
+    W = Y.to(working_dtype(Y.dtype))
+    return (_opaque if torch.compiler.is_compiling() else _orthonormalize)(W, method).to(Y.dtype)
+
+
+def _orthonormalize(Y: Tensor, method: str) -> Tensor:
     if method == "polar":
         return polar(Y)[0]
     with full_precision(Y.device):
-        return _QR.apply(Y.to(working_dtype(Y.dtype)), method == "cholesky-qr").to(Y.dtype)
+        return _QR.apply(Y, method == "cholesky-qr")
+
+
+# What is done depends on the data, which a compiled graph cannot follow: there it is one operation that is not looked into.
+@torch.library.custom_op("manifold_tying::orthonormalize", mutates_args=())
+def _opaque(Y: Tensor, method: str) -> Tensor:
+    return _orthonormalize(Y, method)
+
+
+@torch.library.custom_op("manifold_tying::orthonormalize_backward", mutates_args=())
+def _opaque_backward(Y: Tensor, grad: Tensor, method: str) -> Tensor:
+    with torch.enable_grad():
+        Y = Y.detach().requires_grad_()
+        X = _orthonormalize(Y, method)
+    return torch.autograd.grad(X, Y, grad)[0].contiguous()
+
+
+def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.method = inputs[1]
+
+
+_opaque.register_fake(lambda Y, method: Y.new_empty(Y.shape))
+_opaque_backward.register_fake(lambda Y, grad, method: Y.new_empty(Y.shape))
+_opaque.register_autograd(
+    lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.method), None),
+    setup_context=_save_for_opaque_backward,
+)
 
 
 def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Q, R by Cholesky-QR twice, or None where Y is too ill-conditioned for it."""
+    """Q, R by Cholesky-QR, twice where once leaves a defect, or None where Y is too ill-conditioned for it."""
     L, info = torch.linalg.cholesky_ex(gram(Y))
     if info.any() or not torch.isfinite(L).all():
         return None
     Q = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
     G = gram(Q)
-    if not torch.linalg.matrix_norm(G - identity_like(G)).amax() < 0.1:
+    off = torch.linalg.matrix_norm(G - identity_like(G)).amax()
+    if off <= 6 * torch.finfo(Y.dtype).eps * Y.shape[-1] ** 0.5:
+        return Q, L.mT
+    if not off < 0.1:
         return None
     L2 = torch.linalg.cholesky(G)
     return torch.linalg.solve_triangular(L2.mT, Q, upper=True, left=False), (L @ L2).mT
@@ -50,7 +85,8 @@ class _QR(torch.autograd.Function):
             Q, R = torch.linalg.qr(Y)
             sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Y.dtype)
             factors = Q * sign[..., None, :], R * sign[..., :, None]
-        Q, R = (factor.contiguous() for factor in factors)
+        Q, R = factors
+        Q = Q.contiguous()
         ctx.save_for_backward(Q, R)
         return Q
 

@@ -75,27 +75,9 @@ class Stiefel(geoopt.Manifold):
             shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1
             return (linalg.polar(moved)[0] if shrinks else linalg.reorthonormalize(moved)).to(x.dtype)
 
-    def move(self, x: Tensor, v: Tensor, *, measure: bool = True) -> Tensor:
-        """``retr(x, proju(x, v))`` for any ambient v, in four products of 2np² operations for the polar retraction.
-
-        ``measure=False`` predicts the Gram matrix of the new point from XᵀV and VᵀV as if XᵀX were I, where the default
-        measures it: the defect that x has is then carried along instead of corrected, and nothing n x p is formed in
-        between. Only for the polar retraction; steps with ‖VᵀV‖ of 1 or more are measured all the same, since they would
-        magnify that defect.
-        """
-        if self.retraction != "polar":
-            return self.retr(x, self.proju(x, v))
-        with linalg.full_precision(x.device):
-            A = x.mT @ v
-            S = linalg.symmetric(A)
-            eye = linalg.identity_like(S)
-            if measure:
-                return linalg.reorthonormalize(x @ (eye - S) + v)
-            UtU = linalg.symmetric(linalg.gram(v) - S @ A - A.mT @ S + S @ S)
-            if not torch.linalg.matrix_norm(UtU, ord=float("inf")).amax() < 1:
-                return linalg.reorthonormalize(x @ (eye - S) + v)
-            P = linalg.inverse_sqrt(eye + UtU)
-            return x @ ((eye - S) @ P) + v @ P
+    def move(self, x: Tensor, v: Tensor) -> Tensor:
+        """``retr(x, proju(x, v))`` for any ambient v."""
+        return self.retr(x, self.proju(x, v))
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """Geodesic of the Euclidean metric: [X U] exp([[A, -UᵀU], [I, A]]) [I; 0] exp(-A), A = XᵀU (Edelman et al. 1998)."""

@@ -10,7 +10,6 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.manifolds._stiefel import cayley_step
 from manifold_tying.parametrizations._layout import Layout
 
 OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
@@ -103,15 +102,7 @@ class CayleyFactor(Constraint):
         self.register_buffer("base", base)
 
     def forward(self, stored: Tensor) -> Tensor:
-        base = self.base
-        with linalg.full_precision(base.device):
-            if base.shape[-1] < base.shape[-2]:
-                u = stored - base @ linalg.symmetric(base.mT @ stored)
-                X = cayley_step(base, u, self.terms)
-            else:
-                lower = stored.tril(-1)
-                A = lower - lower.mT
-                X = base @ (linalg.cayley(A) if self.terms is None else linalg.cayley_neumann(A, self.terms))
+        X = linalg.cayley_at(self.base, stored, self.terms)
         return self.layout.to_weight(X).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Parts that the tokens are worked off in. One part's logits are held in float32 and worked on in place, in lower precision
-# with two copies beside them: in both cases less than a tenth of all logits in the dtype of the products.
-CHUNKS = 24
-CHUNKS_LOW_PRECISION = 96
+# Parts that the tokens are worked off in, as few as keep the memory below a tenth of all logits in the dtype of the products:
+# a product of few rows is slow. One part's logits are held in float32 and worked on in place, in lower precision with one
+# copy beside them.
+CHUNKS = 12
+CHUNKS_LOW_PRECISION = 36
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -54,9 +55,14 @@ def _loss_and_gradients(
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
     rows = max(1, -(-len(h) // (CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION)))
+    buffer = torch.empty(min(rows, len(h)), len(W), dtype=wide, device=h.device)
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        x = (h[part] @ W.mT).to(wide)
+        x = buffer[: len(h[part])]
+        if dtype == wide:
+            torch.mm(h[part], W.mT, out=x)
+        else:
+            x.copy_(h[part] @ W.mT)
         picked = x.gather(1, index[part])
         largest = x.amax(1, keepdim=True)
         total = x.sub_(largest).exp_().sum(1, keepdim=True)
@@ -73,6 +79,7 @@ def _loss_and_gradients(
                 grad_table.addmm_(p.mT, h[part])
             else:
                 grad_table += p.mT @ h[part]
+        del p  # before the next part's product needs the memory
     return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
 
 

@@ -12,6 +12,7 @@ from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, stiefel
 from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
 Memory = Literal["frozen", "trainable"]
@@ -118,14 +119,25 @@ class PIT(TokenInterface):
             return L @ L.mT
 
     def embed(self, ids: Tensor) -> Tensor:
-        """z T⁻¹ for the rows z of Z at ids (...), by two triangular solves: (..., d)."""
+        """z T⁻¹ for the rows z of Z at ids (...), by two triangular solves: (..., d).
+
+        Each distinct token is solved for once. On GPUs and in compiled code, which are not to wait for their number, that is
+        every looked-up row, or the whole vocabulary where it is smaller.
+        """
         check_ids(ids)
+        flat = ids.flatten()
         with linalg.full_precision(ids.device):
-            rows = F.embedding(ids.flatten(), self.memory)
-            e = divide_by_transform(rows, self.cholesky_factor)
+            Z, L = self.memory, self.cholesky_factor
+            if not (ids.is_cuda or torch.compiler.is_compiling()):
+                rows, flat = flat.unique(return_inverse=True)
+                e = F.embedding(flat, divide_by_transform(F.embedding(rows, Z), L))
+            elif len(flat) > self.vocab_size:
+                e = F.embedding(flat, divide_by_transform(Z, L))
+            else:
+                e = divide_by_transform(F.embedding(flat, Z), L)
             if self.bridge is not None:
                 e = e @ self.bridge
-        return e.unflatten(0, ids.shape).to(self._like.dtype) if ids.ndim else e[0].to(self._like.dtype)
+        return e.reshape(*ids.shape, self.hidden_size).to(self._like.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(h T) Zᵀ, (..., V)."""
@@ -150,14 +162,13 @@ class PIT(TokenInterface):
         return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
 
     def _readout(self, hidden: Tensor) -> Tensor:
-        """h T in float32, in the dtype of h: one d x d product and one by T, or by L and Lᵀ where h has few rows."""
+        """h T in float32, in the dtype of h."""
         with linalg.full_precision(hidden.device):
             L = self.cholesky_factor
-            h = hidden.to(L.dtype)
+            h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
                 h = h @ self.bridge
-            few = h.numel() < h.shape[-1] ** 2
-            return ((h @ L) @ L.mT if few else h @ (L @ L.mT)).to(hidden.dtype)
+            return multiply_by_transform(h, L).reshape(hidden.shape).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PIT":
         """Device moves as usual, .double() projects Z again; .half() and .bfloat16() reach ``_like`` alone."""
@@ -179,12 +190,6 @@ class PIT(TokenInterface):
         stored = next(p for name, p in self.named_parameters() if "memory" in name)
         kind = "trainable" if stored.requires_grad else "frozen"
         return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
-
-
-def divide_by_transform(rows: Tensor, L: Tensor) -> Tensor:
-    """rows T⁻¹ with T = L Lᵀ by two triangular solves: (n, d)."""
-    half = torch.linalg.solve_triangular(L.mT, rows, upper=True, left=False)
-    return torch.linalg.solve_triangular(L, half, upper=False, left=False)
 
 
 def _decompose(weight: Tensor) -> tuple[Tensor, Tensor]:

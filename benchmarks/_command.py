@@ -1,0 +1,179 @@
+"""What every benchmark's command has in common: its options, its result and how that is shown."""
+
+import gc
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._harness import Row, Unavailable, measure_row, significant
+from benchmarks._memory import peak_of_step
+from manifold_tying.training._config import check_device
+from manifold_tying.training._machine import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a measurement."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    rounds: int = 20
+    """Rounds that count."""
+    warmup: int = 3
+    """Rounds before them."""
+    rows: str = ""
+    """Measure only the rows whose label contains this."""
+    quick: bool = False
+    """Tiny sizes, to see that everything runs."""
+    out: Path | None = None
+    """JSON file to write; it grows row by row."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.warmup < 0:
+            raise ValueError(f"expected rounds >= 1 and warmup >= 0, got {self.rounds} and {self.warmup}")
+        check_device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+
+def run(
+    benchmark: str,
+    title: str,
+    rows: Iterable[Row],
+    options: Options,
+    arguments: Sequence[str] | None,
+    memory: bool = False,
+) -> None:
+    """Measure the rows asked for, print each as a table, write the result; ``memory`` adds the peak of a step.
+
+    ``rows`` is used up one by one, so that what a row holds is gone before the next one is built.
+    """
+    device = torch.device(options.device)
+    words = ["python", "-m", f"benchmarks.{benchmark}", *(sys.argv[1:] if arguments is None else arguments)]
+    result: dict[str, Any] = {
+        "benchmark": benchmark,
+        "title": title,
+        "command": shlex.join(words),
+        "commit": commit(),
+        "machine": {**machine(device), "peers": {name: _version(name) for name in PEERS}},
+        "rows": [],
+    }
+    labels = []
+    for row in rows:
+        labels.append(row.label)
+        if options.rows not in row.label:
+            continue
+        measured = measure_row(row, options.rounds, options.warmup, device_clock(device))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next row needs it, and so do processes that measure memory
+        if memory:
+            _add_memory(benchmark, options, row, measured)
+        result["rows"].append(measured)
+        _print(measured)
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not result["rows"]:
+        raise ValueError(f"no row contains {options.rows!r}; there are: {'; '.join(labels)}")
+
+
+def _add_memory(benchmark: str, options: Options, row: Row, measured: dict[str, Any]) -> None:
+    """The peak of a step of every contender that ran more than once."""
+    if row.memory_unit is not None:
+        measured["memory_unit"] = row.memory_unit[0]
+    for name, values in measured["contenders"].items():
+        if "unavailable" in values or "note" in values:  # a note: too slow to be run again
+            continue
+        try:
+            values["memory_bytes"] = peak_of_step(benchmark, options, row.label, name)
+        except (Unavailable, torch.OutOfMemoryError) as error:
+            values["note"] = f"peak memory not measured: {error}"
+            continue
+        if row.memory_unit is not None:
+            values["memory_share"] = significant(values["memory_bytes"] / row.memory_unit[1])
+
+
+def device_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, when the device has done everything that was asked of it so far."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return now
+
+
+def commit() -> str | None:
+    """The checked-out commit, with "-dirty" where a Python file differs from it; None outside of a git checkout."""
+    try:
+        found = _git("rev-parse", "--short=10", "HEAD")
+        changed = _git("status", "--porcelain", "--", "*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found + ("-dirty" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _print(measured: dict[str, Any]) -> None:
+    """A row as a table, then what is to be said of single contenders."""
+    contenders, shown = measured["contenders"], columns(measured)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(title=measured["row"], title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    for heading in shown:
+        table.add_column(heading, justify="right", min_width=6)
+    for name in contenders:
+        table.add_row(name, *(cells.get(name, "") for cells in shown.values()))
+    console.print(table)
+    for name, values in contenders.items():
+        note = values.get("unavailable") or values.get("note")
+        if note:
+            console.print(f"{name}: {note}", markup=False, highlight=False)
+
+
+def columns(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Heading: contender: cell, for everything measured of a row."""
+    contenders = measured["contenders"]
+    memory = f"extra memory / {measured.get('memory_unit')}"
+    shown = {
+        "ms": {name: number(v["milliseconds"]) for name, v in contenders.items() if "milliseconds" in v},
+        f"× {measured['reference']}": {
+            name: f"{v['ratio']:.2f}" for name, v in contenders.items() if v.get("ratio") is not None
+        },
+        "extra MB": {name: f"{v['memory_bytes'] / 1e6:,.1f}" for name, v in contenders.items() if "memory_bytes" in v},
+        memory: {name: f"{v['memory_share']:.3g}" for name, v in contenders.items() if "memory_share" in v},
+        **{measure: {name: number(value) for name, value in of.items()} for measure, of in measured["extra"].items()},
+    }
+    return {heading: cells for heading, cells in shown.items() if cells}
+
+
+def number(value: float) -> str:
+    """Digits that can be read: 12,345, 5.7123 or 1.04e-07."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}" if abs(value) >= 1 else f"{value:.3g}"

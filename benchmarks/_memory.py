@@ -1,0 +1,55 @@
+"""Peak memory of one step, in a process of its own."""
+
+import ctypes
+import importlib
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from manifold_tying.training._machine import peak_memory, reset_peak_memory
+
+
+def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
+    """Bytes that a step of the contender holds at most beyond what is there before it, measured at its second step.
+
+    ``benchmarks.NAME.rows(options)`` is asked again in the fresh process, which builds that one contender alone: what
+    others left behind in an allocator would otherwise hide what it takes. The second step, because the first one makes
+    an optimizer's state and the libraries' workspaces, which stay.
+    """
+    # A server that has imported everything and computed nothing: each process forked from it is as good as new, without
+    # the seconds that importing takes. (Every optimizer imports torch._dynamo when it is built.) CUDA does not work in a
+    # forked process if anything has as much as asked for it before.
+    context: BaseContext = multiprocessing.get_context("spawn" if options.device == "cuda" else "forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "benchmarks._command"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_measure, benchmark, options, row, contender).result()
+
+
+def _measure(benchmark: str, options: Any, row: str, contender: str) -> int:
+    rows = importlib.import_module(f"benchmarks.{benchmark}").rows(options)
+    (found,) = (c for r in rows if r.label == row for c in r.contenders if c.name == contender)
+    step = found.build()
+    device = torch.device(options.device)
+    for _ in range(found.steps):
+        step()
+    _give_back(device)
+    reset_peak_memory(device)
+    before = peak_memory(device)
+    for _ in range(found.steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return peak_memory(device) - before
+
+
+def _give_back(device: torch.device) -> None:
+    """Return freed memory, so that taking it again is seen."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks of up to 32 MB
+    if trim is not None:
+        trim(0)

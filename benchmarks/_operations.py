@@ -1,0 +1,24 @@
+"""Operation counts of docs/scaling.md (a product of (a, b) and (b, c) is 2abc), as functions of the sizes."""
+
+
+def floor(V: int, d: int) -> float:
+    """Four products of X (V, d) with a square or a tall matrix."""
+    return 8.0 * V * d**2
+
+
+def riemannian_step(V: int, d: int, retract_every: int = 1) -> float:
+    """XᵀG and X S at each ``retract_every``-th step; YᵀY, of which 5/8 is computed, Y P and the series for P at each."""
+    tall = 2 / retract_every + 5 / 8 + 1
+    return 2.0 * V * d**2 * tall + 10.0 * d**3
+
+
+def loss(V: int, d: int, N: int, frozen: bool = False) -> float:
+    """Logits and the gradients of hidden states and, unless frozen, of the table."""
+    return (4.0 if frozen else 6.0) * N * V * d
+
+
+def transform(d: int, N: int, n: int, frozen: bool = False) -> float:
+    """What PIT adds to that for N tokens, n distinct ones: T = L Lᵀ and h T, z T⁻¹, and their gradients."""
+    readout = 6.0 * N * d**2 + 4.0 * d**3
+    lookup = (4.0 if frozen else 6.0) * n * d**2 + 4.0 * d**3
+    return readout + lookup

@@ -1,0 +1,96 @@
+"""The page of results: every file in benchmarks/results as a section of docs/benchmarks.md.
+
+python -m benchmarks.page            # writes it
+python -m benchmarks.page --check    # exits with 1 where the page differs from the results
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks._command import ROOT, columns
+
+HEADER = """# Benchmarks
+
+Written by `python -m benchmarks.page` from [benchmarks/results](../benchmarks/results); do not edit. Each section names the
+command that measured it; `python -m benchmarks.NAME --help` says what is timed.
+
+Contenders of a row take turns round by round in one process. Times are medians over rounds; the column × NAME is the median
+over rounds of a contender's time over that of NAME in the same round. Extra memory is the peak during a step above the level
+before it, each in a process of its own.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where results are and where the page goes."""
+
+    results: Path = ROOT / "benchmarks/results"
+    page: Path = ROOT / "docs/benchmarks.md"
+    check: bool = False
+    """Write nothing; exit with 1 where the page differs."""
+
+
+def render(results: Path) -> str:
+    """The page, the same for the same files."""
+    sections = []
+    for path in sorted(results.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if is_result(result):
+            sections.append(_section(path.name, result))
+    return "\n".join([HEADER, *(sections or ["No results yet.\n"])])
+
+
+def is_result(data: Any) -> bool:
+    """Whether a file is a benchmark's: the folder holds summaries of ablations too, and times of one step without rows."""
+    return isinstance(data, dict) and "benchmark" in data and "rows" in data
+
+
+def _section(name: str, result: dict[str, Any]) -> str:
+    machine = dict(result["machine"])
+    peers = ", ".join(f"{peer} {version}" for peer, version in machine.pop("peers").items() if version)
+    machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
+    head = [
+        f"## {result['title']}, {machine['device']}",
+        "",
+        f"`{result['command']}` at commit {result['commit']}, [{name}](../benchmarks/results/{name}).",
+        f"Machine: {machine_text}. Peers: {peers}.",
+        "",
+    ]
+    return "\n".join([*head, *(line for row in result["rows"] for line in _row(row))])
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    """A row of the result: a heading, its table, and notes on single contenders."""
+    shown = columns(row)
+    lines = [f"### {row['row']}", "", _line(["contender", *shown]), _line(["---", *("---:" for _ in shown)])]
+    notes = []
+    for name, values in row["contenders"].items():
+        note = values.get("unavailable") or values.get("note")
+        if note:
+            notes.append(f"- {name}: {note}")
+        if "unavailable" not in values:
+            lines.append(_line([name, *(cells.get(name, "") for cells in shown.values())]))
+    return [*lines, "", *notes, *([""] if notes else [])]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    page = render(options.results)
+    if not options.check:
+        options.page.write_text(page, encoding="utf-8")
+    elif not options.page.exists() or options.page.read_text(encoding="utf-8") != page:
+        sys.exit(f"{options.page} differs from the results; run python -m benchmarks.page")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Time and extra memory of one optimizer step of an orthonormal matrix X (V x d), from a given gradient.
+
+    python -m benchmarks.riemannian_step --rows "V=32000 d=512" --rounds 20
+
+The reference is `floor`: four products of 2Vd² operations, which the Riemannian gradient and one retraction from it take
+at the least, and torch.optim.Adam on a free parameter of the same shape; both as PyTorch has them. Parametrizations are
+timed as a forward of the weight, a backward to the stored tensor and a step of torch.optim.Adam.
+
+Every step is as long: optimizers that divide by one number per matrix instead of one per entry get √(Vd) times the rate.
+The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is what a second step holds
+at most beyond parameter, gradients and optimizer state, each in a process of its own.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import geoopt
+import torch
+import tyro
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from benchmarks._command import Options, run
+from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, significant
+from benchmarks._limits import LIMIT, refuse_low_precision
+from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
+from manifold_tying.optim import RiemannianAdam
+
+TITLE = "One optimizer step of an orthonormal matrix"
+SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (64, 256, 64))
+QUICK_SIZES = ((96, 8), (4, 16, 4))
+GRADIENTS = 4  # different ones, taken in turn
+
+
+@dataclass
+class Optimizing:
+    """Steps of the optimizers, each given its share of the next gradient."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        split = len(self.parameters) > 1
+        shares = [gradient.unbind() if split else (gradient,) for gradient in self.gradients]
+        self.turns = itertools.cycle(shares)
+
+    def __call__(self) -> None:
+        for parameter, gradient in zip(self.parameters, next(self.turns), strict=True):
+            parameter.grad = gradient
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def defect(self) -> float:
+        return max(float(mt.linalg.defect(parameter.detach()).max()) for parameter in self.parameters)
+
+
+class Problem:
+    """A point and gradients of one shape, made when the first contender asks for them."""
+
+    def __init__(self, shape: tuple[int, ...], options: Options) -> None:
+        self.shape = shape
+        self.dtype = options.torch_dtype
+        self.device = torch.device(options.device)
+        self.rate = 0.1 / shape[-2] ** 0.5  # a tenth of a typical entry of X
+        self.matrix_rate = self.rate * (shape[-2] * shape[-1]) ** 0.5
+
+    @cached_property
+    def point(self) -> Tensor:
+        return mt.linalg.orthonormalize(self._normal(0)).to(self.dtype)
+
+    @cached_property
+    def gradients(self) -> list[Tensor]:
+        return [self._normal(1 + k).to(self.dtype) for k in range(GRADIENTS)]
+
+    def _normal(self, seed: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(self.shape, device=self.device, generator=generator)
+
+    def floor(self, fused: Literal[True] | None = None) -> Step:
+        X, (n, p) = self.point, self.shape[-2:]
+        parameter = nn.Parameter(X.clone())
+        optimizer = torch.optim.Adam([parameter], lr=self.rate, fused=fused)
+        small, large = X.new_empty(*self.shape[:-2], p, p), X.new_empty(*self.shape[:-2], n, p)
+        turns = itertools.cycle(self.gradients)
+
+        def step() -> None:
+            gradient = next(turns)
+            for _ in range(2):
+                torch.matmul(X.mT, gradient, out=small)
+                torch.matmul(X, small, out=large)
+            parameter.grad = gradient
+            optimizer.step()
+
+        return step
+
+    def ours(self, retract_every: int = 1) -> Step:
+        points = [self._on_stiefel(self.point)]
+        return Optimizing([RiemannianAdam(points, self.rate, retract_every=retract_every)], points, self.gradients)
+
+    def ours_many(self, loop: bool) -> Step:
+        """Each matrix of the batch a parameter; with one optimizer for all of them, or one for each."""
+        points = [self._on_stiefel(X) for X in self.point]
+        owned = [[X] for X in points] if loop else [points]
+        return Optimizing([RiemannianAdam(own, self.rate) for own in owned], points, self.gradients)
+
+    def _on_stiefel(self, X: Tensor) -> Tensor:
+        if self.dtype == torch.bfloat16:
+            raise Unavailable("keeps points in float32 or wider")
+        return geoopt.ManifoldParameter(X.clone(), manifold=mt.Stiefel())
+
+    def geoopt(self) -> Step:
+        refuse_low_precision(self.dtype)
+        X = geoopt.ManifoldParameter(self.point.clone(), manifold=geoopt.EuclideanStiefel())
+        return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], self.gradients)
+
+    def pogo(self) -> Step:
+        """With vector Adam, as its README has it; rows=False for orthonormal columns, which it wants in a batch."""
+        pogo, base = load("pogo", "pogo-torch"), load("pogo.base", "pogo-torch")
+        batch = [tensor.reshape(-1, *self.shape[-2:]) for tensor in (self.point, *self.gradients)]
+        X = nn.Parameter(batch[0].clone())
+        return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], batch[1:])
+
+    def through(self, parametrized: Callable[[Tensor], nn.Module]) -> Step:
+        """Adam on the tensor that is stored behind the weight."""
+        module = parametrized(self.point)
+        optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
+        turns = itertools.cycle(self.gradients)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight: Any = module.weight
+            weight.backward(next(turns))
+            optimizer.step()
+
+        return step
+
+    def defects(self, steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
+        points = {name: step for name, step in steps.items() if isinstance(step, Optimizing)}
+        return {"defect": {name: significant(step.defect()) for name, step in points.items()}}
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """A row for each size."""
+    return (_row(Problem(shape, options)) for shape in (QUICK_SIZES if options.quick else SIZES))
+
+
+def _row(problem: Problem) -> Row:
+    *batch, n, p = problem.shape
+    contenders = [
+        Contender("floor", problem.floor),
+        Contender("floor (fused Adam)", lambda: problem.floor(True)),
+        Contender("ours", problem.ours),
+        Contender("ours, retract_every=8", lambda: problem.ours(8), steps=8),  # one of the eight projects its gradient
+    ]
+    if batch:
+        contenders += [
+            Contender(f"ours, {batch[0]} parameters", lambda: problem.ours_many(False)),
+            Contender("ours, Python loop", lambda: problem.ours_many(True)),
+        ]
+    contenders += [
+        Contender("geoopt", problem.geoopt, limit=LIMIT),
+        Contender("torch orthogonal", lambda: problem.through(torch_orthogonal), limit=LIMIT),
+        Contender("geotorch", lambda: problem.through(geotorch_orthogonal), limit=LIMIT),
+        Contender("POGO", problem.pogo, limit=LIMIT),
+    ]
+    label = f"{batch[0]} x ({n} x {p})" if batch else f"V={n} d={p}"
+    return Row(label, "floor", contenders, problem.defects)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    run("riemannian_step", TITLE, rows(options), options, arguments, memory=True)
+
+
+if __name__ == "__main__":
+    main()

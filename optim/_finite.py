@@ -1,0 +1,60 @@
+"""Gradients that hold NaN or Inf: found before a step on a CPU, and without waiting for the device on a GPU."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NonFinite = Literal["raise", "skip"]
+
+
+class FiniteCheck:
+    """Decides whether a step may use its gradients.
+
+    At once: the host looks at one number. Deferred: nothing waits; ``found_inf`` (1. where a gradient of this step is not
+    finite, else 0.) masks the update on the device, and the host reads it when it has arrived, at one of the next steps.
+    """
+
+    def __init__(self, nonfinite: NonFinite) -> None:
+        self.nonfinite = nonfinite
+        self.found_inf: Tensor | None = None
+        self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
+
+    def passes(self, names: list[str], gradients: list[Tensor], deferred: bool) -> bool:
+        """Whether to run the update; ValueError that names the parameters where it is to raise."""
+        self._read()
+        self.found_inf = None
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient.is_sparse:
+                raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
+        if not gradients:
+            return True
+        if deferred:
+            bad = ~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite()
+            self.found_inf = bad.any().float()
+            event = torch.cuda.Event() if bad.is_cuda else None
+            self._unread.append((bad.to("cpu", non_blocking=True), names, event))
+            if event is not None:
+                event.record()
+            return True
+        # One number to look at: a sum of norms is finite unless an entry is not, or a square overflowed.
+        if torch.nn.utils.get_total_norm(gradients).isfinite():
+            return True
+        bad_names = [name for name, g in zip(names, gradients, strict=True) if not torch.isfinite(g).all()]
+        if bad_names and self.nonfinite == "raise":
+            raise ValueError(_message("the", bad_names))
+        return not bad_names
+
+    def _read(self) -> None:
+        while self._unread and (self._unread[0][2] is None or self._unread[0][2].query()):
+            bad, names, _ = self._unread.pop(0)
+            if self.nonfinite == "raise" and bad.any():
+                bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
+                raise ValueError(_message("at an earlier step the", bad_names))
+
+
+def _message(when: str, names: list[str]) -> str:
+    return (
+        f"{when} gradient of parameter {', '.join(names[:5])}{', ...' if len(names) > 5 else ''} holds NaN or Inf; nothing was "
+        "changed by it. Lower the learning rate, clip gradients, or pass nonfinite='skip' to leave such steps out"
+    )

@@ -1,0 +1,312 @@
+"""The benchmarks: how they measure, that each one runs, and that the page shows what was measured."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._command import ROOT, Options
+from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, measure_row
+from benchmarks._limits import refuse_large, refuse_slow, refuse_square
+from benchmarks._memory import peak_of_step
+from benchmarks.page import main as page
+from benchmarks.page import render
+
+PEER_MODULES = ("geotorch", "pogo", "pogo.base", "transformers", "liger_kernel.transformers")
+
+
+class Clock:
+    """Time passes only where a contender says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def contender(self, name: str, *costs: float, **options: Any) -> Contender:
+        """A contender whose steps take so long, one after the other."""
+        left: Iterator[float] = iter(costs)
+
+        def step() -> None:
+            self.seconds += next(left)
+
+        return Contender(name, lambda: step, **options)
+
+
+def refused() -> Step:
+    raise Unavailable("needs a bigger boat")
+
+
+def test_ratio_is_the_median_of_paired_ratios() -> None:
+    clock = Clock()
+    # ratios 2, 3, 1: their median is 2, while the ratio of the medians would be 1
+    contenders = [clock.contender("a", 9, 1, 10, 2), clock.contender("b", 1, 2, 30, 2)]
+    measured = measure_row(Row("row", "a", contenders), rounds=3, warmup=1, clock=clock)
+    assert measured["contenders"] == {
+        "a": {"milliseconds": 2000, "ratio": 1, "rounds": 3},
+        "b": {"milliseconds": 2000, "ratio": 2, "rounds": 3},
+    }
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    contenders = [Contender(name, lambda name=name: lambda: order.append(name)) for name in "abc"]  # type: ignore[misc]
+    ticks = iter(range(100))
+    measure_row(Row("row", "a", contenders), rounds=2, warmup=1, clock=lambda: float(next(ticks)))
+    assert "".join(order) == "abcabcabc"
+
+
+def test_time_of_several_steps_is_per_step() -> None:
+    clock = Clock()
+    contenders = [clock.contender("a", 1, 1), clock.contender("b", 1, 2, 3, 6, 4, 2, steps=3)]
+    measured = measure_row(Row("row", "a", contenders), rounds=2, warmup=0, clock=clock)
+    assert measured["contenders"]["b"] == {"milliseconds": 3000, "ratio": 3, "rounds": 2}
+
+
+def test_a_slow_contender_is_measured_once() -> None:
+    clock = Clock()
+    contenders = [clock.contender("a", 1, 2, 3, 4), clock.contender("slow", 30, limit=20)]
+    measured = measure_row(Row("row", "a", contenders), rounds=3, warmup=1, clock=clock)["contenders"]["slow"]
+    assert (measured["milliseconds"], measured["ratio"], measured["rounds"]) == (30000, 10, 1)
+    assert "timed once" in measured["note"]
+
+
+def test_an_absent_contender_has_its_reason() -> None:
+    clock = Clock()
+    contenders = [clock.contender("a", 1), Contender("b", refused)]
+    measured = measure_row(Row("row", "a", contenders), rounds=1, warmup=0, clock=clock)
+    assert measured["contenders"]["b"] == {"unavailable": "needs a bigger boat"}
+
+
+def test_without_the_reference_there_are_no_ratios() -> None:
+    clock = Clock()
+    contenders = [Contender("a", refused), clock.contender("b", 1)]
+    measured = measure_row(Row("row", "a", contenders), rounds=1, warmup=0, clock=clock)
+    assert measured["contenders"]["b"] == {"milliseconds": 1000, "ratio": None, "rounds": 1}
+    with pytest.raises(ValueError, match="no contender 'c'"):
+        measure_row(Row("row", "c", contenders), rounds=1, warmup=0, clock=clock)
+
+
+def test_out_of_memory_is_a_reason_and_any_other_failure_is_raised() -> None:
+    def step_failing_with(error: Exception) -> Contender:
+        def step() -> None:
+            raise error
+
+        return Contender("b", lambda: step)
+
+    clock = Clock()
+    full = Row("row", "a", [clock.contender("a", 1, 1), step_failing_with(torch.OutOfMemoryError("..."))])
+    measured = measure_row(full, rounds=2, warmup=0, clock=clock)
+    assert measured["contenders"]["b"] == {"unavailable": "out of memory on this device"}
+    wrong = Row("row", "a", [clock.contender("a", 1, 1), step_failing_with(RuntimeError("wrong shape"))])
+    with pytest.raises(RuntimeError, match="wrong shape"):
+        measure_row(wrong, rounds=2, warmup=0, clock=clock)
+
+
+def test_extra_measures_see_steps_and_times() -> None:
+    clock = Clock()
+
+    def extra(steps: Any, milliseconds: Any) -> Extra:
+        return {"twice": {name: 2 * milliseconds[name] for name in steps}}
+
+    row = Row("row", "a", [clock.contender("a", 1), Contender("b", refused)], extra)
+    assert measure_row(row, rounds=1, warmup=0, clock=clock)["extra"] == {"twice": {"a": 2000}}
+
+
+def test_limits_refuse_what_is_too_large_or_too_slow() -> None:
+    refuse_square(torch.empty(22000, 1, device="meta"))
+    with pytest.raises(Unavailable, match=r"4\.1 GB for each matrix of 32000 x 32000"):
+        refuse_square(torch.empty(32000, 1, device="meta"))
+    refuse_slow(1e9, torch.empty(1))
+    with pytest.raises(Unavailable, match="a step"):
+        refuse_slow(1e20, torch.empty(1))
+    refuse_large(1e3, torch.device("cpu"), "a trifle")
+    with pytest.raises(Unavailable, match=r"1000000\.0 GB for a mountain"):
+        refuse_large(1e15, torch.device("cpu"), "a mountain")
+
+
+def test_peak_memory_sees_full_logits() -> None:
+    """The logits, their log-softmax and their gradient in one case, parts of them in the other."""
+    V, d, N = 4096, 256, 1024
+    names = ("transpose, F.cross_entropy on full logits", "transpose")
+    full, chunked = (peak_of_step("interface", Options(), f"V={V} d={d} N={N}", name) for name in names)
+    assert 2 * N * V * 4 < full < 8 * N * V * 4
+    assert 0 < chunked < N * V * 4
+
+
+def measured_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result, after a look at its form."""
+    result = json.loads(path.read_text())
+    assert set(result) == {"benchmark", "title", "command", "commit", "machine", "rows"}
+    assert result["command"].startswith(f"python -m benchmarks.{result['benchmark']} --quick")
+    for row in result["rows"]:
+        assert row["reference"] in row["contenders"]
+        for name, values in row["contenders"].items():
+            if "unavailable" in values:
+                assert values["unavailable"] and "milliseconds" not in values, name
+            else:
+                assert values["milliseconds"] > 0, name
+        for of in row["extra"].values():
+            assert set(of) <= set(row["contenders"])
+    return result["rows"]
+
+
+def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    import_module(f"benchmarks.{name}").main(
+        ["--quick", "--rounds", "2", "--warmup", "1", "--out", str(out), *arguments]
+    )
+    return measured_rows(out)
+
+
+def test_riemannian_step_runs(tmp_path: Path) -> None:
+    (row,) = run("riemannian_step", tmp_path / "result.json", "--rows", "4 x")
+    for name in ("floor", "floor (fused Adam)", "ours", "ours, retract_every=8", "geoopt", "torch orthogonal"):
+        assert row["contenders"][name]["memory_bytes"] >= 0
+    defects = row["extra"]["defect"]
+    assert all(defect < 1e-6 for name, defect in defects.items() if name.startswith("ours"))
+    # the same steps, however the matrices are handed over
+    assert defects["ours, 4 parameters"] == pytest.approx(defects["ours, Python loop"], rel=0.3)
+
+
+def test_compared_steps_are_as_long() -> None:
+    """However an optimizer scales its direction; POGO's carries a factor of 1/2 beside that."""
+    from benchmarks.riemannian_step import Optimizing, Problem
+
+    problem = Problem((96, 8), Options())
+    lengths = {}
+    for name, step in {"ours": problem.ours(), "geoopt": problem.geoopt()}.items():
+        assert isinstance(step, Optimizing)
+        before = step.parameters[0].detach().clone()
+        step()
+        lengths[name] = float((step.parameters[0].detach() - before).norm())
+    assert lengths["ours"] == pytest.approx(0.1 * 8**0.5, rel=0.1)
+    assert lengths["geoopt"] == pytest.approx(lengths["ours"], rel=0.1)
+
+
+def test_maps_run(tmp_path: Path) -> None:
+    for row in run("maps", tmp_path / "result.json"):
+        assert all(defect < 1e-5 for defect in row["extra"]["defect"].values())
+        assert len(row["extra"]["gradient error"]) == 4
+        assert all(error < 1e-5 for error in row["extra"]["gradient error"].values())
+
+
+def test_interfaces_run(tmp_path: Path) -> None:
+    (row,) = run("interface", tmp_path / "result.json")
+    losses = row["extra"]["loss"]
+    tied = [loss for name, loss in losses.items() if name.startswith("transpose")]
+    assert len(tied) >= 3 and max(tied) - min(tied) < 1e-4
+    assert all(error < 1e-5 for error in row["extra"]["gradient error"].values())
+    assert row["memory_unit"] == "logits"
+    if not torch.cuda.is_available():
+        assert row["contenders"]["transpose, Liger"] == {"unavailable": "needs CUDA"}
+
+
+def test_training_step_runs(tmp_path: Path) -> None:
+    (row,) = run("training_step", tmp_path / "result.json", "--preset", "pit-0.3b", "--sequence-length", "16")
+    assert set(row["contenders"]) == {"transpose", "untied", "pit-frozen", "pit-trainable", "transformers"}
+    for name, values in row["contenders"].items():
+        assert row["extra"]["tokens/s"][name] == pytest.approx(32 / values["milliseconds"] * 1000, rel=1e-2)
+
+
+def test_compared_models_have_the_same_shape() -> None:
+    from benchmarks.training_step import StepOptions, Training, rows
+
+    (row,) = rows(StepOptions(quick=True, preset="pit-0.3b", sequence_length=16))
+    built = {contender.name: contender.build() for contender in row.contenders}
+    counts = {
+        name: sum(p.numel() for p in step.model.parameters())
+        for name, step in built.items()
+        if isinstance(step, Training)
+    }
+    assert counts["transpose"] == counts["transformers"] == counts["untied"] - 300 * 16
+
+
+@pytest.mark.parametrize("name", ["riemannian_step", "maps", "training_step"])
+def test_peers_that_are_not_installed_have_a_reason(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in PEER_MODULES:
+        monkeypatch.setitem(sys.modules, module, None)
+    only = {"riemannian_step": ["--rows", "96"], "maps": ["--rows", "48"], "training_step": []}[name]
+    (row,) = run(name, tmp_path / "result.json", *only)
+    reasons = {name: values.get("unavailable") for name, values in row["contenders"].items()}
+    expected = {
+        "riemannian_step": {"geotorch": "geotorch", "POGO": "pogo-torch"},
+        "maps": {"geotorch": "geotorch"},
+        "training_step": {"transformers": "transformers"},
+    }[name]
+    assert {n: reason for n, reason in reasons.items() if reason} == {
+        n: f"not installed: pip install {package}" for n, package in expected.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["riemannian_step", "maps", "interface", "training_step"])
+def test_bfloat16_has_numbers_or_reasons(name: str) -> None:
+    module = import_module(f"benchmarks.{name}")
+    kind = getattr(module, "StepOptions", Options)
+    row = next(iter(module.rows(kind(quick=True, dtype="bfloat16"))))
+    ticks = iter(range(1000))
+    measured = measure_row(row, rounds=1, warmup=0, clock=lambda: float(next(ticks)))
+    assert all("unavailable" in v or "milliseconds" in v for v in measured["contenders"].values())
+    assert any("milliseconds" in v for v in measured["contenders"].values())
+
+
+def test_an_unknown_row_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no row contains 'V=7'; there are: 24 x 24; 48 x 8"):
+        import_module("benchmarks.maps").main(["--quick", "--rows", "V=7"])
+
+
+def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    shutil.copy(ROOT / "benchmarks/results/ablation-nano-cpu.json", results)  # of another form
+    empty = render(results)
+    result = {
+        "benchmark": "maps",
+        "title": "Maps",
+        "command": "python -m benchmarks.maps --rounds 7",
+        "commit": "0123456789",
+        "machine": {"device": "cpu", "torch": "2.13.0", "peers": {"geoopt": "0.5.1", "geotorch": None}},
+        "rows": [
+            {
+                "row": "8 x 8",
+                "reference": "a",
+                "contenders": {
+                    "a": {"milliseconds": 1.5, "ratio": 1.0, "rounds": 7, "memory_bytes": 2500000},
+                    "b": {"milliseconds": 12345.0, "ratio": None, "rounds": 1, "note": "timed once"},
+                    "c": {"unavailable": "needs CUDA"},
+                },
+                "extra": {"defect": {"a": 1.2e-7}},
+            }
+        ],
+    }
+    (results / "maps-cpu.json").write_text(json.dumps(result))
+    text = render(results)
+    assert text == render(results) != empty
+    for expected in (
+        "`python -m benchmarks.maps --rounds 7` at commit 0123456789",
+        "| contender | ms | × a | extra MB | defect |",
+        "| a | 1.5 | 1.00 | 2.5 | 1.2e-07 |",
+        "| b | 12,345 |  |  |  |",
+        "- b: timed once\n- c: needs CUDA\n",
+        "Peers: geoopt 0.5.1.",
+    ):
+        assert expected in text
+    where = ["--results", str(results), "--page", str(tmp_path / "page.md")]
+    with pytest.raises(SystemExit, match="differs"):
+        page([*where, "--check"])
+    page(where)
+    page([*where, "--check"])
+    result["commit"] = "9876543210"
+    (results / "maps-cpu.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit, match="differs"):
+        page([*where, "--check"])
+
+
+def test_the_page_in_docs_is_that_of_the_results() -> None:
+    page(["--check"])
