@@ -97,7 +97,7 @@ class RiemannianAdam(RiemannianOptimizer):
             raise ValueError(f"unknown second_moment {group['second_moment']!r}; choose one of {choices}")
 
     def _initialize(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.zeros((), device=p.device)
         state["exp_avg"] = torch.zeros_like(p)
         manifold = self._manifolds[p]
         if isinstance(manifold, Stiefel):
@@ -109,7 +109,7 @@ class RiemannianAdam(RiemannianOptimizer):
         for p in params:
             state = self.state[p]
             if not state:
-                state["step"] = torch.zeros((), device=p.device) if group["fused"] else torch.tensor(0.0)
+                state["step"] = torch.zeros((), device=p.device if group["fused"] else "cpu")
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         states = [self.state[p] for p in params]
@@ -192,13 +192,13 @@ class RiemannianAdam(RiemannianOptimizer):
                 [gradient] if alone else list(gradient),
                 [state["exp_avg"][..., rows, :] for state in states],
                 [state["exp_avg_sq"][..., rows, :] for state in states],
-                # the kernel counts for itself, once per block
-                [torch.full((), float(state["step"]) - 1, device=X.device) for state in states],
+                # the kernel adds 1, unless it is masked: for all blocks at the last one
+                [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states],
                 fused=True,
                 weight_decay=0.0,
                 found_inf=found_inf,
             )
-        ahead = found_inf is not None and int(states[0]["step"]) % EXACT_EVERY != 0
+        ahead = found_inf is not None and group["steps_taken"] % EXACT_EVERY != 0
         linalg.reorthonormalize_(X, fixed=ahead, keep=found_inf)
         if not alone:
             torch._foreach_copy_(batch, list(X))

@@ -84,6 +84,8 @@ class RiemannianOptimizer(Optimizer):
         with torch.no_grad():
             if torch.compiler.is_compiling() or self._gradients_usable():
                 for group in self.param_groups:
+                    if not torch.compiler.is_compiling():  # a graph cannot depend on a count
+                        group["steps_taken"] = group.get("steps_taken", 0) + 1
                     params = [p for p in group["params"] if p.grad is not None]
                     self._euclidean_step(group, [p for p in params if p not in self._manifolds])
                     self._manifold_step(group, [p for p in params if p in self._manifolds])
@@ -95,23 +97,22 @@ class RiemannianOptimizer(Optimizer):
         return self._finite.passes([self._names[p] for p in params], gradients, self._runs_ahead(params))
 
     def _manifold_step(self, group: Group, params: list[Tensor]) -> None:
+        every = group["retract_every"]
+        projects = every == 1 or torch.compiler.is_compiling() or group["steps_taken"] % every == 1
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for p in params:
-            state = self.state[p]
-            if not state:
-                self._initialize(p, state, group)
-            state["step"] += 1
-            every = group["retract_every"]
-            # a compiled step projects always: the graph cannot depend on a count
-            projects = every == 1 or torch.compiler.is_compiling() or int(state["step"]) % every == 1
-            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device, projects].append(p)
-        for (*_, projects), batch in batches.items():
+            if not self.state[p]:
+                self._initialize(p, self.state[p], group)
+            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device].append(p)
+        for batch in batches.values():
             self._update_batch(group, self._manifolds[batch[0]], batch, projects)
 
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
         """One update of points of the same shape on the same manifold, as one stack."""
         points, gradients = stack(batch), stack([p.grad for p in batch if p.grad is not None])
         states = [self.state[p] for p in batch]
+        for state in states:
+            state["step"] += 1
         keys = [key for key in states[0] if key != "step"]
         stacked = {key: stack([state[key] for state in states]) for key in keys}
         steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype)
@@ -122,7 +123,7 @@ class RiemannianOptimizer(Optimizer):
             gradients = manifold.egrad2rgrad(points, gradients)
         step = group["lr"] * self._direction(group, manifold, points, gradients, stacked)
         if is_polar(manifold):
-            moved = linalg.reorthonormalize_(points - step, fixed=torch.compiler.is_compiling())
+            moved = linalg.reorthonormalize_(points - step)
         elif isinstance(manifold, Stiefel):
             moved = manifold.move(points, -step)
         else:

@@ -61,12 +61,13 @@ def reorthonormalize_(Y: Tensor, *, fixed: bool = False, keep: Tensor | None = N
     """:func:`reorthonormalize` in place, a block of rows at a time; Y float32 or float64.
 
     Args:
-        fixed: by :func:`inverse_sqrt_fixed`, without looking at a number on the host and without a fallback.
+        fixed: by :func:`inverse_sqrt_fixed`, without looking at a number on the host and without a fallback; so in compiled
+            code always.
         keep: with ``fixed``, a scalar on Y's device that leaves Y as it is unless it is 0.
     """
     with full_precision(Y.device):
         G = gram(Y)
-        if fixed:
+        if fixed or torch.compiler.is_compiling():
             P = inverse_sqrt_fixed(G)
             return multiply_rows_(Y, P if keep is None else torch.where(keep == 0, P, identity_like(P)))
         largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()

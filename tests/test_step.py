@@ -1,0 +1,676 @@
+"""What a step is made of: Gram matrices, G^(-1/2), points moved in place, no wait for the device."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from test_loss import peak_bytes
+from test_optim import drive, named, point, polar_np, same, seeded, snapshot, tangent
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from manifold_tying import PIT, linalg
+from manifold_tying.linalg import _basics, _inverse_sqrt
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, _adam, param_groups
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def with_condition(condition: float, *shape: int, scale: float = 1.0) -> Tensor:
+    """A float64 matrix (..., n, p) whose Gram matrix has this condition, eigenvalues spread evenly in the logarithm."""
+    *batch, n, p = shape
+    U = torch.linalg.qr(torch.randn(*batch, n, p, dtype=torch.float64))[0]
+    V = torch.linalg.qr(torch.randn(*batch, p, p, dtype=torch.float64))[0]
+    return scale * (U * torch.logspace(0, -np.log10(condition) / 2, p, dtype=torch.float64)) @ V.mT
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 256 rows, the fewest there are."""
+    monkeypatch.setattr(_basics, "_BLOCK_ENTRIES", 1)
+
+
+# The Gram matrix
+
+
+@pytest.mark.parametrize("p", [5, 127, 128, 131, 256, 257, 515])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
+    Y = {
+        "contiguous": lambda: torch.randn(p + 60, p, dtype=torch.float64),
+        "transposed": lambda: torch.randn(p, p + 60, dtype=torch.float64).T,
+        "sliced": lambda: torch.randn(p + 60, 2 * p + 1, dtype=torch.float64)[:, 1::2],
+    }[layout]()
+    for dtype in DTYPES:
+        G = linalg.gram(Y.to(dtype))
+        rounded = Y.to(dtype).double().numpy().copy()
+        expected, eps = rounded.T @ rounded, torch.finfo(dtype).eps
+        assert G.shape == (p, p) and G.dtype == dtype
+        np.testing.assert_allclose(G.double().numpy(), expected, rtol=0, atol=16 * eps * expected.max())
+        # One half of the products is the other's transpose; inside the blocks on the diagonal there is the product's rounding.
+        half = p // 2
+        assert p < 128 or torch.equal(G[:half, half:], G[half:, :half].mT)
+        assert (G - G.mT).abs().max() <= 16 * eps * expected.max()
+
+
+def test_gram_of_wide_matrices_takes_five_eighths_of_the_operations_or_less() -> None:
+    def operations(p: int) -> float:
+        """In units of np²."""
+        with Watch("mm") as watch:
+            linalg.gram(torch.randn(300, p))
+        return sum(A.shape[0] * A.shape[1] * B.shape[1] for A, B in (call[:2] for call in watch.calls)) / (300 * p * p)
+
+    assert operations(128) == 3 / 4 and operations(256) == 5 / 8 and operations(512) <= 5 / 8
+    assert operations(64) == 1  # negative control: this counts a whole product
+
+
+def test_gradient_of_a_wide_gram_matrix() -> None:
+    Y, weights = torch.randn(140, 131, dtype=torch.float64), torch.randn(131, 131, dtype=torch.float64)
+    leaf = Y.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((linalg.gram(leaf) * weights).sum(), leaf)
+    expected = Y.numpy() @ (weights + weights.T).numpy()
+    np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=1e-11)
+    D = torch.randn_like(Y)  # and by a difference, exact for a quadratic
+    plus, minus = ((linalg.gram(Y + sign * D) * weights).sum() for sign in (1, -1))
+    torch.testing.assert_close((gradient * D).sum(), (plus - minus) / 2)
+
+
+# G^(-1/2)
+
+
+def exact_roots(G: Tensor) -> tuple[Tensor, Tensor]:
+    """G^(1/2) and G^(-1/2) by numpy's eigendecomposition in float64."""
+    h, V = np.linalg.eigh(G.double().numpy())
+    return tuple(torch.from_numpy((V * h[..., None, :] ** power) @ np.swapaxes(V, -1, -2)) for power in (0.5, -0.5))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that :func:`inverse_sqrt` goes, in order."""
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        real = getattr(_inverse_sqrt, name)
+
+        def spy(*args: Any) -> Any:
+            calls.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(_inverse_sqrt, name, spy)
+
+    for name in ("_series", "_newton_schulz", "_inverse_sqrt_eigh"):
+        record(name)
+    return calls
+
+
+WAYS: dict[tuple[float, torch.dtype], list[str]] = {
+    (1.0, torch.float32): ["_series"],
+    (1.05, torch.float32): ["_series"],
+    (1.002, torch.float64): ["_series"],
+    (3.0, torch.float32): ["_newton_schulz"],
+    (30.0, torch.float32): ["_newton_schulz"],
+    (1.5, torch.float64): ["_newton_schulz"],
+    (1e6, torch.float64): ["_newton_schulz"],
+    (1e4, torch.float32): ["_newton_schulz", "_inverse_sqrt_eigh"],
+    (1e6, torch.float32): ["_newton_schulz", "_inverse_sqrt_eigh"],
+}
+
+
+@pytest.mark.parametrize(("condition", "dtype"), WAYS)
+@pytest.mark.parametrize("shape", [(30, 8), (70, 48), (2, 3, 20, 5)])
+def test_every_way_to_the_inverse_root_is_numpys(
+    condition: float, dtype: torch.dtype, shape: tuple[int, ...], taken: list[str]
+) -> None:
+    Y = with_condition(condition, *shape, scale=1.7).to(dtype)
+    G = Y.mT @ Y
+    P = linalg.inverse_sqrt(G)
+    expected = exact_roots(G)[1]
+    assert taken == WAYS[condition, dtype]
+    assert P.dtype == dtype and P.shape == G.shape
+    error = torch.linalg.matrix_norm(P.double() - expected) / torch.linalg.matrix_norm(expected)
+    assert error.max() <= torch.finfo(dtype).eps * (8 + condition)  # the condition of the problem is G's
+
+
+def test_the_series_is_wrong_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+    Y = with_condition(5.0, 30, 8)
+    expected = exact_roots(Y.mT @ Y)[1]
+    assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() < 1e-13
+    monkeypatch.setitem(_inverse_sqrt._RADIUS, torch.float64, 10.0)
+    assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() > 1e-3
+    assert taken == ["_newton_schulz", "_series"]
+
+
+def one_apart(condition: float, p: int, low: bool) -> Tensor:
+    """All eigenvalues of the Gram matrix alike but one, the smallest or the largest."""
+    h = torch.ones(p, dtype=torch.float64)
+    h[0] = condition ** (-0.5 if low else 0.5)
+    return with_condition(1.0, p + 20, p) * h
+
+
+@pytest.mark.parametrize("condition", [1.0, 1.01, 1.3, 3.0, 10.0])
+@pytest.mark.parametrize("p", [1, 6, 48, 130])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(condition: float, p: int, scale: float) -> None:
+    for Y in (with_condition(condition, p + 20, p), one_apart(condition, p, True), one_apart(condition, p, False)):
+        Y = Y * scale
+        expected = torch.from_numpy(polar_np(Y.numpy()))
+        for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+            X = Y.to(dtype)
+            assert linalg.reorthonormalize_(X, fixed=True) is X
+            assert linalg.defect(X) <= bound
+            torch.testing.assert_close(X.double(), expected, rtol=0, atol=2 * bound)
+
+
+@pytest.mark.parametrize("condition", [1.0, 10.0, 30.0, 300.0, 1e4, 1e6])
+@pytest.mark.parametrize("shape", [(30, 8), (70, 48), (2, 3, 20, 5)])
+def test_beyond_it_falls_short_and_never_over(condition: float, shape: tuple[int, ...]) -> None:
+    """Eigenvalues of G^(1/2) P between 0 and 1: such a step shortens directions and reverses none."""
+    Y = with_condition(condition, *shape)
+    G = Y.mT @ Y
+    product = exact_roots(G)[0] @ _inverse_sqrt.inverse_sqrt_fixed(G)
+    rounding = 1e-15 * condition
+    assert (product - product.mT).abs().max() <= 1e-13 + rounding
+    h = torch.linalg.eigvalsh(linalg.symmetric(product))
+    assert h.min() > 0 and h.max() <= 1 + 1e-14 + rounding
+    assert h.min() < 0.9 if condition >= 1e4 else h.min() > 0.5  # and short it does fall
+
+
+# What the host looks at
+
+
+class Watch(TorchDispatchMode):
+    """The arguments of every call of the named operations."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.names:
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
+
+
+@pytest.mark.parametrize("shape", [(300, 4), (300, 40), (200, 140), (3, 30, 20)])
+def test_with_fixed_steps_the_host_looks_at_no_number(shape: tuple[int, ...]) -> None:
+    for condition in (1.0, 3.0, 1e4):
+        Y = with_condition(condition, *shape).float()
+        with Watch(*LOOKS) as watch:
+            linalg.reorthonormalize_(Y.clone(), fixed=True)
+            linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(0.0))
+            linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(1.0))
+        assert not watch.calls
+        with Watch(*LOOKS) as watch:  # negative control
+            linalg.reorthonormalize_(Y.clone())
+        assert watch.calls
+
+
+# In place, a block of rows at a time
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("n", [255, 256, 257, 512, 700])
+@pytest.mark.parametrize("condition", [1.1, 8.0, 200.0])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
+    assert len(linalg.row_blocks(torch.zeros(n, 20))) == -(-n // 256)
+    Y = with_condition(min(condition, 8.0) if fixed else condition, n, 20)
+    expected = polar_np(Y.numpy())
+    for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
+        X = Y.to(dtype, copy=True)
+        where = X.data_ptr()
+        assert linalg.reorthonormalize_(X, fixed=fixed) is X and X.data_ptr() == where
+        np.testing.assert_allclose(X.double().numpy(), expected, rtol=0, atol=bound)
+        before = Y.to(dtype, copy=True)
+        torch.testing.assert_close(linalg.reorthonormalize(before), X, rtol=0, atol=2 * bound)
+        assert torch.equal(before, Y.to(dtype))  # the one that returns a new tensor leaves its argument
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shape", [(700, 20), (700, 131), (2, 30, 6)])
+def test_keep_leaves_every_bit(shape: tuple[int, ...]) -> None:
+    for dtype in DTYPES:
+        Y = with_condition(5.0, *shape).to(dtype)
+        Y[..., 0, 0] = -0.0
+        kept = linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(1.0))
+        assert torch.equal(kept, Y)
+        moved = linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(0.0))
+        assert torch.equal(moved, linalg.reorthonormalize_(Y.clone(), fixed=True)) and not torch.equal(moved, Y)
+
+
+# Adam's step in place
+
+
+def adam_np(
+    X: np.ndarray,
+    gradients: list[np.ndarray],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    every: int,
+    row: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Riemannian Adam on one matrix in float64: the point and both moments after all the gradients."""
+    m = v = np.zeros(1)
+    b1, b2 = betas
+    for t, G in enumerate(gradients, start=1):
+        R = tangent(X, G) if every == 1 or t % every == 1 else G
+        square = np.mean(R**2, axis=1, keepdims=True) if row else R**2
+        m, v = b1 * m + (1 - b1) * R, b2 * v + (1 - b2) * square
+        X = scipy.linalg.polar(X - lr * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))[0]
+    return X, m, v
+
+
+def batched_point(*shape: int) -> Any:
+    p: Any = nn.Parameter(torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].contiguous())
+    p.manifold = point(4, 2).manifold  # type: ignore[attr-defined]
+    return p
+
+
+POINTS: dict[str, Callable[[], list[Any]]] = {
+    "three blocks": lambda: [batched_point(700, 6)],
+    "whole blocks": lambda: [batched_point(512, 6)],
+    "stack": lambda: [batched_point(30, 6) for _ in range(3)],
+    "tall stack": lambda: [batched_point(600, 4) for _ in range(2)],
+    "batch": lambda: [batched_point(5, 12, 4)],
+    "batches": lambda: [batched_point(2, 3, 12, 4) for _ in range(2)],
+    "mixed": lambda: [batched_point(300, 5), batched_point(20, 5), batched_point(20, 5)],
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "maximize": {"maximize": True},
+    "retract_every": {"retract_every": 3},
+    "both": {"retract_every": 3, "maximize": True},
+}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("second_moment", ["element", "row"])
+def test_adam_in_place_is_the_formula(
+    points: str, options: str, second_moment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place: list[int] = []
+    real = RiemannianAdam._update_in_place
+
+    def spy(self: Any, group: Any, batch: list[Tensor], projects: bool) -> None:
+        in_place.append(len(batch))
+        real(self, group, batch, projects)
+
+    monkeypatch.setattr(RiemannianAdam, "_update_in_place", spy)
+    params, chosen, steps = POINTS[points](), OPTIONS[options], 5
+    start = [p.detach().clone() for p in params]
+    how: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
+    optimizer = RiemannianAdam(params, second_moment=second_moment, weight_decay=0.3, **how, **chosen)
+    drive(optimizer, params, steps, seeded)
+    assert bool(in_place) == (second_moment == "element")
+    sign = -1.0 if chosen.get("maximize") else 1.0
+    for i, p in enumerate(params):
+        n, d = p.shape[-2:]
+        gradients = [sign * seeded(t, i, p).view(-1, n, d).numpy() for t in range(steps)]
+        state = optimizer.state[p]
+        results = [
+            adam_np(
+                X, [G[k] for G in gradients], every=chosen.get("retract_every", 1), row=second_moment == "row", **how
+            )
+            for k, X in enumerate(start[i].view(-1, n, d).numpy())
+        ]
+        for ours, expected in zip(
+            (p.detach(), state["exp_avg"], state["exp_avg_sq"]), zip(*results, strict=True), strict=True
+        ):
+            # five steps of float64 rounding; the fused kernel takes the bias corrections' powers in double as numpy does
+            np.testing.assert_allclose(
+                ours.reshape(-1, *ours.shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=1e-11
+            )
+        assert state["step"] == steps
+
+
+def test_the_formula_sees_each_option() -> None:
+    """Negative control of the test above: each option moves the result by far more than its tolerance."""
+    X, gradients = (
+        point(30, 4, dtype=torch.float64).detach().numpy(),
+        [seeded(t, 0, torch.zeros(30, 4)).numpy() for t in range(5)],
+    )
+    how: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "every": 1, "row": False}
+    plain = adam_np(X, gradients, **how)[0]
+    for changed in ({"every": 3}, {"row": True}, {"eps": 1e-3}, {"betas": (0.8, 0.91)}):
+        assert np.abs(adam_np(X, gradients, **{**how, **changed})[0] - plain).max() > 1e-6
+
+
+def test_a_point_that_is_not_contiguous_moves_alike() -> None:
+    ours: Any = nn.Parameter(batched_point(30, 4).detach().T.contiguous().T)
+    theirs: Any = nn.Parameter(ours.detach().contiguous())
+    ours.manifold = theirs.manifold = point(4, 2).manifold  # type: ignore[attr-defined]
+    assert not ours.is_contiguous() and theirs.is_contiguous()
+    for p in (ours, theirs):
+        drive(RiemannianAdam([p], lr=0.05), [p], 4, lambda *at: seeded(*at).T.contiguous().T)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("retract_every", [1, 2])
+def test_a_blocked_step_holds_no_second_table(retract_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_basics, "_BLOCK_ENTRIES", 2**14)
+    V, d = 50_000, 16
+    table = V * d * 4
+    peaks = {}
+    for second_moment in ("element", "row"):
+        X = point(V, d)
+        optimizer = RiemannianAdam([X], lr=0.01, second_moment=second_moment, retract_every=retract_every)
+        drive(optimizer, [X], 1, seeded)  # which allocates the moments
+        X.grad = seeded(1, 0, X)
+        peaks[second_moment] = [peak_bytes(optimizer.step), peak_bytes(optimizer.step)]  # with and without projection
+    assert all(0 < peak < table / 2 for peak in peaks["element"])
+    assert all(peak > table for peak in peaks["row"])  # negative control
+
+
+# Gradients that are not finite, found without waiting
+
+
+@pytest.fixture
+def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU plays a device that the host runs ahead of; what it copies has then arrived at once."""
+    monkeypatch.setattr(RiemannianAdam, "_ahead_on", ("cpu",))
+
+
+def with_bad(where: int, bad: float) -> Callable[[int, int, Tensor], Tensor]:
+    def gradient(step: int, i: int, p: Tensor) -> Tensor:
+        g = seeded(step, i, p)
+        if i == where:
+            g.view(-1)[1] = bad
+        return g
+
+    return gradient
+
+
+def tables_and_moments(optimizer: Any, params: list[Any]) -> list[Tensor]:
+    moments = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq")]
+    return [t.detach().clone() for t in [*params, *moments]]
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("warm", [1, 3])
+def test_a_bad_gradient_is_masked_then_reported(bad: float, where: int, warm: int) -> None:
+    optimizer, params = named(RiemannianAdam, fused=True)
+    drive(optimizer, params, warm, seeded)
+    before = tables_and_moments(optimizer, params)
+    drive(optimizer, params, 1, with_bad(where, bad), start=warm)  # nothing is raised yet
+    assert same(tables_and_moments(optimizer, params), before)
+    whole = snapshot(optimizer, params)
+    name = ("bias", "first.weight", "second.weight")[where]
+    with pytest.raises(ValueError, match=f"at an earlier step the gradient of parameter {name} holds NaN or Inf"):
+        drive(optimizer, params, 1, seeded, start=warm)
+    assert same(snapshot(optimizer, params), whole)
+    drive(optimizer, params, 2, seeded, start=warm)  # and training goes on
+    for p, b in zip(params, before, strict=False):
+        assert p.isfinite().all() and not torch.equal(p, b)
+    assert all(linalg.defect(p.detach()) <= 1e-6 for p in params[1:])
+
+
+@pytest.mark.usefixtures("deferred")
+def test_without_a_mask_the_same_gradient_would_ruin_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    optimizer, params = named(RiemannianAdam, fused=True)
+    drive(optimizer, params, 1, seeded)
+    real = optimizer._finite.passes
+
+    def unmasked(*args: Any) -> bool:
+        passed = real(*args)
+        optimizer._finite.found_inf = torch.tensor(0.0)
+        return passed
+
+    monkeypatch.setattr(optimizer._finite, "passes", unmasked)
+    drive(optimizer, params, 1, with_bad(1, float("nan")))
+    assert params[1].isnan().all()
+
+
+@pytest.mark.usefixtures("deferred")
+def test_skip_never_raises_and_skips_all_the_same() -> None:
+    optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
+    drive(optimizer, params, 2, seeded)
+    before = tables_and_moments(optimizer, params)
+    for where in (0, 1, 2):
+        drive(optimizer, params, 1, with_bad(where, float("nan")))
+        assert same(tables_and_moments(optimizer, params), before)
+    drive(optimizer, params, 1, seeded)
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=False))
+
+
+@pytest.mark.usefixtures("deferred")
+def test_a_bad_first_gradient_leaves_the_start_as_it_was() -> None:
+    optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
+    before = [p.detach().clone() for p in params]
+    drive(optimizer, params, 1, with_bad(1, float("nan")))
+    assert same([p.detach() for p in params], before)
+    assert all(not moment.any() for moment in tables_and_moments(optimizer, params)[3:])
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize("which", ["ordinary", "points"])
+def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is left out on the device is the same as one that the host leaves out, bias corrections included."""
+    results = []
+    for ahead in (("cpu",), ()):
+        monkeypatch.setattr(RiemannianAdam, "_ahead_on", ahead)
+        torch.manual_seed(0)
+        optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
+        drive(optimizer, params, 2, with_bad(1, float("nan")))
+        drive(optimizer, params, 3, seeded)
+        chosen = params[:1] if which == "ordinary" else params[1:]
+        results.append([p.detach() for p in chosen] + [optimizer.state[p]["step"] for p in chosen])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts what the host reads of tensors that come from the given ones, which stand for those on the device.
+
+    Whatever an operation makes or writes of one of them counts as one of them. What had been copied to the host before the
+    mode began does not, so that flags of earlier steps may be read.
+    """
+
+    def __init__(self, device: list[Tensor]) -> None:
+        super().__init__()
+        self.reads = 0
+        self.kept = list(device)  # so that no address is used again
+        self.device = {t.untyped_storage().data_ptr() for t in device}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(t.untyped_storage().data_ptr() in self.device for t in given):
+            self.reads += func.overloadpacket.__name__ in LOOKS
+            arguments = zip(func._schema.arguments, args, strict=False)
+            written = [
+                a for declared, a in arguments if declared.alias_info is not None and declared.alias_info.is_write
+            ]
+            touched = [t for t in tree_leaves((result, written)) if isinstance(t, Tensor)]
+            self.kept += touched
+            self.device |= {t.untyped_storage().data_ptr() for t in touched}
+        return result
+
+
+def reads_of_a_step(optimizer: Any, params: list[Any], step: int) -> int:
+    for i, p in enumerate(params):
+        p.grad = seeded(step, i, p)
+    device = [*params, *(p.grad for p in params)]
+    for p, state in optimizer.state.items():
+        # a point's counter lives on the host, that of an ordinary parameter of a fused group on the device
+        device += [v for key, v in state.items() if not (key == "step" and p in optimizer._manifolds)]
+    with DeviceReads(device) as watch:
+        optimizer.step()
+    return watch.reads
+
+
+@pytest.mark.usefixtures("deferred", "small_blocks")
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("retract_every", [1, 2])
+def test_a_step_that_runs_ahead_reads_nothing(
+    nonfinite: Any, retract_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> list[Any]:
+        return [nn.Parameter(torch.randn(3)), point(600, 5), point(20, 3), point(20, 3)]
+
+    params = model()
+    options: Any = {"nonfinite": nonfinite, "retract_every": retract_every}
+    optimizer = RiemannianAdam(params, lr=0.01, fused=True, **options)
+    assert [reads_of_a_step(optimizer, params, step) for step in range(4)] == [0] * 4
+    monkeypatch.setattr(
+        _adam, "EXACT_EVERY", 3
+    )  # every so many-th step looks; a point's count here goes on to 5, 6 and 7
+    assert [bool(reads_of_a_step(optimizer, params, step)) for step in (4, 5, 6)] == [False, True, False]
+    # Negative controls: what makes the host wait is seen.
+    params = model()
+    assert reads_of_a_step(RiemannianAdam(params, lr=0.01, **options), params, 0)
+    monkeypatch.setattr(RiemannianAdam, "_ahead_on", ())
+    assert reads_of_a_step(RiemannianAdam(params, lr=0.01, fused=True, **options), params, 0)
+
+
+CANNOT_RUN_AHEAD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "second moment by row": (lambda: [point(8, 3)], {"second_moment": "row", "fused": True}),
+    "not fused": (lambda: [point(8, 3)], {}),
+    "another retraction": (lambda: [point(8, 3, "qr")], {"fused": True}),
+    "too wide": (lambda: [point(20, 9)], {"fused": True}),
+}
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize("case", CANNOT_RUN_AHEAD)
+def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_adam, "WIDEST_AHEAD", 8)
+    make, options = CANNOT_RUN_AHEAD[case]
+    params = make()
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match="the gradient of parameter 0"):
+        drive(RiemannianAdam(params, lr=0.01, **options), params, 1, with_bad(0, float("nan")))
+    assert torch.equal(params[0], before)
+
+
+@pytest.fixture
+def errors_on_sync() -> Iterator[Callable[[str], None]]:
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_ten_fused_steps_never_wait_for_the_gpu(errors_on_sync: Callable[[str], None]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.interface = PIT(500, 32, memory="trainable")
+            self.linear = nn.Linear(32, 32)
+
+    model = Model().cuda()
+    ids, targets = (torch.randint(500, (4, 16), device="cuda") for _ in range(2))
+
+    def backward(optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model.interface.loss(model.linear(model.interface.embed(ids)), targets).backward()
+
+    def guarded(optimizer: Any) -> None:
+        errors_on_sync("error")
+        try:
+            optimizer.step()
+        finally:
+            errors_on_sync("default")
+
+    optimizer = RiemannianAdam(param_groups(model), lr=1e-2, fused=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(10):
+        backward(optimizer)
+        guarded(optimizer)
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert linalg.defect(model.interface.memory.detach()) <= 1e-6
+    # A bad gradient: masked, then reported once it has arrived.
+    torch.cuda.synchronize()
+    backward(optimizer)
+    assert model.linear.weight.grad is not None
+    model.linear.weight.grad[0, 0] = float("nan")
+    before = [p.detach().clone() for p in model.parameters()]
+    guarded(optimizer)
+    torch.cuda.synchronize()
+    assert same([p.detach() for p in model.parameters()], before)
+    backward(optimizer)
+    with pytest.raises(ValueError, match=r"linear\.weight"):
+        guarded(optimizer)
+    # Negative control: a step that looks at its gradients at once is seen.
+    waiting = RiemannianAdam(param_groups(model), lr=1e-2)
+    backward(waiting)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        guarded(waiting)
+
+
+# Compiled steps
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "element": lambda params, **options: RiemannianAdam(params, **options),
+    "row": lambda params, **options: RiemannianAdam(params, second_moment="row", **options),
+    "momentum": lambda params, **options: RiemannianSGD(params, momentum=0.9, **options),
+}
+
+
+def run_steps(
+    make: Callable[..., Any], compiled: bool, *, steps: int = 6, tensor_lr: bool = True, **options: Any
+) -> tuple[list[Tensor], int]:
+    """Parameters after steps with as many learning rates, and how many graphs were compiled on the way."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    params = [point(12, 4), nn.Parameter(torch.randn(5, 3)), point(12, 4)]
+    graphs = 0
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    optimizer = make(params, lr=torch.tensor(0.02) if tensor_lr else 0.02, **options)
+    step = torch.compile(optimizer.step, fullgraph=True, backend=backend) if compiled else optimizer.step
+    for t in range(steps):
+        for i, p in enumerate(params):
+            p.grad = seeded(t, i, p)
+        for group in optimizer.param_groups:
+            if tensor_lr:
+                group["lr"].fill_(0.02 / (t + 1))
+            else:
+                group["lr"] = 0.02 / (t + 1)
+        step()
+    return [p.detach() for p in params], graphs
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_compiled_step_is_the_eager_one_whatever_the_learning_rate(name: str) -> None:
+    eager, none = run_steps(MAKERS[name], compiled=False)
+    ours, graphs = run_steps(MAKERS[name], compiled=True)
+    assert none == 0 and 1 <= graphs <= 2  # the first step makes the state
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert all(linalg.defect(ours[i]) <= 1e-6 for i in (0, 2))
+
+
+def test_a_learning_rate_in_the_graph_is_counted() -> None:
+    """Negative control: a number that is compiled in makes a graph for each of its values."""
+    with torch._dynamo.config.patch(specialize_float=True):
+        assert run_steps(MAKERS["momentum"], compiled=True, steps=3, tensor_lr=False)[1] == 3
+
+
+def test_a_compiled_step_projects_always() -> None:
+    make = MAKERS["element"]
+    ours, graphs = run_steps(make, compiled=True, retract_every=2)
+    always, now_and_then = (run_steps(make, compiled=False, retract_every=every)[0] for every in (1, 2))
+    assert graphs <= 2
+    for i, (a, b) in enumerate(zip(ours, always, strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        if i != 1:  # negative control: it would be seen
+            assert (a - now_and_then[i]).abs().max() > 1e-4
