@@ -51,20 +51,20 @@ def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
         expected, eps = rounded.T @ rounded, torch.finfo(dtype).eps
         assert G.shape == (p, p) and G.dtype == dtype
         np.testing.assert_allclose(G.double().numpy(), expected, rtol=0, atol=16 * eps * expected.max())
-        # One half of the products is the other's transpose; inside the blocks on the diagonal there is the product's rounding.
-        half = p // 2
-        assert p < 128 or torch.equal(G[:half, half:], G[half:, :half].mT)
+        # What is above the panels is copied; inside the blocks on the diagonal there is the product's rounding.
+        width = -(-p // 4)
+        assert p < 128 or torch.equal(G[:width, width:], G[width:, :width].mT)
         assert (G - G.mT).abs().max() <= 16 * eps * expected.max()
 
 
-def test_gram_of_wide_matrices_takes_five_eighths_of_the_operations_or_less() -> None:
+def test_gram_of_wide_matrices_takes_five_eighths_of_the_operations() -> None:
     def operations(p: int) -> float:
         """In units of np²."""
         with Watch("mm") as watch:
             linalg.gram(torch.randn(300, p))
         return sum(A.shape[0] * A.shape[1] * B.shape[1] for A, B in (call[:2] for call in watch.calls)) / (300 * p * p)
 
-    assert operations(128) == 3 / 4 and operations(256) == 5 / 8 and operations(512) <= 5 / 8
+    assert operations(128) == operations(512) == 5 / 8
     assert operations(64) == 1  # negative control: this counts a whole product
 
 
@@ -110,7 +110,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 WAYS: dict[tuple[float, torch.dtype], list[str]] = {
     (1.0, torch.float32): ["_series"],
     (1.05, torch.float32): ["_series"],
+    (1.2, torch.float32): ["_series"],
     (1.002, torch.float64): ["_series"],
+    (1.02, torch.float64): ["_series"],
     (3.0, torch.float32): ["_newton_schulz"],
     (30.0, torch.float32): ["_newton_schulz"],
     (1.5, torch.float64): ["_newton_schulz"],
@@ -139,7 +141,7 @@ def test_the_series_is_wrong_where_it_is_not_used(monkeypatch: pytest.MonkeyPatc
     Y = with_condition(5.0, 30, 8)
     expected = exact_roots(Y.mT @ Y)[1]
     assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() < 1e-13
-    monkeypatch.setitem(_inverse_sqrt._RADIUS, torch.float64, 10.0)
+    monkeypatch.setitem(_inverse_sqrt._TERMS, torch.float64, {10.0: 12})
     assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() > 1e-3
     assert taken == ["_newton_schulz", "_series"]
 

@@ -60,10 +60,14 @@ def gram(Y: Tensor) -> Tensor:
         return (wide.mT @ wide).to(Y.dtype)
     if Y.ndim > 2 or p < 128 or Y.is_cuda:
         return Y.mT @ Y
-    # Half of it is enough, since it is symmetric. Blocks of 64 to 127 columns on the diagonal: 5/8 for p = 256, 17/32 for 1024.
-    left, right = Y[:, : p // 2], Y[:, p // 2 :]
-    first, last, cross = gram(left), gram(right), right.mT @ left
-    return torch.cat([torch.cat([first, cross.mT], 1), torch.cat([cross, last], 1)])
+    # The lower half is enough, since it is symmetric: 5/8 of the operations in four panels of columns. (Eight measured slower.)
+    width = -(-p // 4)
+    G = Y.new_empty(p, p)
+    for start in range(0, p, width):
+        panel = Y[:, start:].mT @ Y[:, start : start + width]
+        G[start:, start : start + width] = panel
+        G[start : start + width, start + width :] = panel[width:].mT
+    return G
 
 
 def symmetric(A: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from manifold_tying.linalg._basics import (
 )
 from manifold_tying.linalg._polar import polar
 
-# Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ, and the |x| up to which the twelve of them leave less than 1e-7 and 1e-16.
+# Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]
 for _k in range(1, 12):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
-_RADIUS = {torch.float32: 0.3, torch.float64: 0.05}
+# |x|: terms that leave less than 1e-7 up to there, or 1e-16.
+_TERMS = {torch.float32: {0.08: 6, 0.2: 9, 0.3: 12}, torch.float64: {0.0025: 6, 0.018: 9, 0.05: 12}}
 # Enough for conditions up to about 10, where the number of steps cannot depend on the data.
 _FIXED_STEPS = 9
 # Rounding grows with the condition, and each step takes a factor of 9/4 of it: past these an eigendecomposition does better.
@@ -28,12 +29,15 @@ _MOST_STEPS = {torch.float32: 11, torch.float64: 40}
 def inverse_sqrt(G: Tensor) -> Tensor:
     """G^(-1/2) of symmetric positive definite G (..., p, p) for G of condition up to about 1e6.
 
-    Near a multiple of the identity, where retractions are, a series: five products. Further out coupled Newton-Schulz steps
-    of three, and a float64 eigendecomposition where those do not converge, in float32 from conditions of some 100 on.
+    Near a multiple of the identity, where retractions are, a series: three to five products. Further out coupled
+    Newton-Schulz steps of three, and a float64 eigendecomposition where those do not converge, in float32 from conditions
+    of some 100 on.
     """
     c, E, E2, bound = _spread(G)
-    if bound.amax() < _RADIUS[G.dtype]:
-        return symmetric(_series(E, E2)) * c.rsqrt()
+    largest = bound.amax().item()
+    for radius, terms in _TERMS[G.dtype].items():
+        if largest < radius:
+            return symmetric(_series(E, E2, terms)) * c.rsqrt()
     P, left = _newton_schulz(G, c * (1 + bound), _MOST_STEPS[G.dtype], 1e-4 if G.dtype == torch.float32 else 1e-8)
     return P if left <= 1e-3 else _inverse_sqrt_eigh(G)
 
@@ -104,14 +108,15 @@ def _spread(G: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return c, E, E2, torch.linalg.matrix_norm(E2)[..., None, None].sqrt()
 
 
-def _series(E: Tensor, E2: Tensor) -> Tensor:
-    """Σ c_k Eᵏ, k < 12, as a polynomial in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
-    E3 = E2 @ E
-    eye = identity_like(E)
-    result = torch.zeros_like(E)
-    for k in (9, 6, 3, 0):
+def _series(E: Tensor, E2: Tensor, terms: int) -> Tensor:
+    """Σ c_k Eᵏ, k < terms, as a polynomial in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
+    E3, eye = E2 @ E, identity_like(E)
+    result: Tensor | None = None
+    for k in range(terms - 3, -1, -3):
         a, b, c = _SERIES[k : k + 3]
-        result = (result @ E3 if k < 9 else result) + a * eye + b * E + c * E2
+        coefficient = torch.add(a * eye, E, alpha=b).add_(E2, alpha=c)
+        result = coefficient if result is None else coefficient + result @ E3
+    assert result is not None
     return result
 
 
