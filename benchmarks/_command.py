@@ -40,7 +40,7 @@ class Options:
     quick: bool = False
     """Tiny sizes, to see that everything runs."""
     out: Path | None = None
-    """JSON file to write; it grows row by row."""
+    """JSON file to write, row by row; rows that are in it already and not measured again stay."""
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.warmup < 0:
@@ -66,15 +66,15 @@ def run(
     """
     device = torch.device(options.device)
     words = ["python", "-m", f"benchmarks.{benchmark}", *(sys.argv[1:] if arguments is None else arguments)]
+    origin = {"command": shlex.join(words), "commit": commit()}
     result: dict[str, Any] = {
         "benchmark": benchmark,
         "title": title,
-        "command": shlex.join(words),
-        "commit": commit(),
         "machine": {**machine(device), "peers": {name: _version(name) for name in PEERS}},
         "rows": [],
     }
-    labels = []
+    known = _known_rows(options.out, result)
+    labels, measured_any = [], False
     for row in rows:
         labels.append(row.label)
         if options.rows not in row.label:
@@ -85,12 +85,25 @@ def run(
             torch.cuda.empty_cache()  # the next row needs it, and so do processes that measure memory
         if memory:
             _add_memory(benchmark, options, row, measured)
-        result["rows"].append(measured)
+        known[row.label] = {**measured, **origin}
+        measured_any = True
         _print(measured)
         if options.out is not None:
+            result["rows"] = list(known.values())
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    if not result["rows"]:
+    if not measured_any:
         raise ValueError(f"no row contains {options.rows!r}; there are: {'; '.join(labels)}")
+
+
+def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Label: row, of the file to be written; ValueError where it was measured by something else or somewhere else."""
+    if out is None or not out.exists():
+        return {}
+    before = json.loads(out.read_text(encoding="utf-8"))
+    for key in ("benchmark", "machine"):
+        if before.get(key) != result[key]:
+            raise ValueError(f"{out} has another {key}, {before.get(key)}; expected {result[key]}. Choose another --out")
+    return {row["row"]: row for row in before["rows"]}
 
 
 def _add_memory(benchmark: str, options: Options, row: Row, measured: dict[str, Any]) -> None:

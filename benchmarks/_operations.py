@@ -7,9 +7,8 @@ def floor(V: int, d: int) -> float:
 
 
 def riemannian_step(V: int, d: int, retract_every: int = 1) -> float:
-    """XᵀG and X S at each ``retract_every``-th step; YᵀY, of which 5/8 is computed, Y P and the series for P at each."""
-    tall = 2 / retract_every + 5 / 8 + 1
-    return 2.0 * V * d**2 * tall + 10.0 * d**3
+    """XᵀG and X S at each ``retract_every``-th step; YᵀY, of which 5/8 is computed, Y P and four products for P at each."""
+    return 2.0 * V * d**2 * (2 / retract_every + 5 / 8 + 1) + 8.0 * d**3
 
 
 def loss(V: int, d: int, N: int, frozen: bool = False) -> float:

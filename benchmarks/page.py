@@ -58,8 +58,7 @@ def _section(name: str, result: dict[str, Any]) -> str:
     head = [
         f"## {result['title']}, {machine['device']}",
         "",
-        f"`{result['command']}` at commit {result['commit']}, [{name}](../benchmarks/results/{name}).",
-        f"Machine: {machine_text}. Peers: {peers}.",
+        f"[{name}](../benchmarks/results/{name}). Machine: {machine_text}. Peers: {peers}.",
         "",
     ]
     return "\n".join([*head, *(line for row in result["rows"] for line in _row(row))])
@@ -68,7 +67,9 @@ def _section(name: str, result: dict[str, Any]) -> str:
 def _row(row: dict[str, Any]) -> list[str]:
     """A row of the result: a heading, its table, and notes on single contenders."""
     shown = columns(row)
-    lines = [f"### {row['row']}", "", _line(["contender", *shown]), _line(["---", *("---:" for _ in shown)])]
+    origin = f"`{row['command']}` at commit {row['commit']}"
+    table = [_line(["contender", *shown]), _line(["---", *("---:" for _ in shown)])]
+    lines = [f"### {row['row']}", "", origin, "", *table]
     notes = []
     for name, values in row["contenders"].items():
         note = values.get("unavailable") or values.get("note")

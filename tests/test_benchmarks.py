@@ -144,9 +144,9 @@ def test_peak_memory_sees_full_logits() -> None:
 def measured_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a result, after a look at its form."""
     result = json.loads(path.read_text())
-    assert set(result) == {"benchmark", "title", "command", "commit", "machine", "rows"}
-    assert result["command"].startswith(f"python -m benchmarks.{result['benchmark']} --quick")
+    assert set(result) == {"benchmark", "title", "machine", "rows"}
     for row in result["rows"]:
+        assert row["command"].startswith(f"python -m benchmarks.{result['benchmark']} --quick") and "commit" in row
         assert row["reference"] in row["contenders"]
         for name, values in row["contenders"].items():
             if "unavailable" in values:
@@ -256,6 +256,21 @@ def test_bfloat16_has_numbers_or_reasons(name: str) -> None:
     assert any("milliseconds" in v for v in measured["contenders"].values())
 
 
+def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    first = run("maps", out, "--rows", "24 x")[0]
+    labels = ["24 x 24", "48 x 8"]
+    assert [row["row"] for row in run("maps", out, "--rows", "48 x")] == labels
+    assert measured_rows(out)[0] == first
+    assert [row["row"] for row in run("maps", out)] == labels and measured_rows(out)[0] != first
+    elsewhere = json.loads(out.read_text())
+    elsewhere["machine"]["processor"] = "abacus"
+    out.write_text(json.dumps(elsewhere))
+    with pytest.raises(ValueError, match="abacus"):
+        run("maps", out)
+    assert json.loads(out.read_text()) == elsewhere
+
+
 def test_an_unknown_row_is_an_error() -> None:
     with pytest.raises(ValueError, match="no row contains 'V=7'; there are: 24 x 24; 48 x 8"):
         import_module("benchmarks.maps").main(["--quick", "--rows", "V=7"])
@@ -269,12 +284,12 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     result = {
         "benchmark": "maps",
         "title": "Maps",
-        "command": "python -m benchmarks.maps --rounds 7",
-        "commit": "0123456789",
         "machine": {"device": "cpu", "torch": "2.13.0", "peers": {"geoopt": "0.5.1", "geotorch": None}},
         "rows": [
             {
                 "row": "8 x 8",
+                "command": "python -m benchmarks.maps --rounds 7",
+                "commit": "0123456789",
                 "reference": "a",
                 "contenders": {
                     "a": {"milliseconds": 1.5, "ratio": 1.0, "rounds": 7, "memory_bytes": 2500000},
@@ -302,7 +317,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         page([*where, "--check"])
     page(where)
     page([*where, "--check"])
-    result["commit"] = "9876543210"
+    result["rows"][0]["commit"] = "9876543210"  # type: ignore[index]
     (results / "maps-cpu.json").write_text(json.dumps(result))
     with pytest.raises(SystemExit, match="differs"):
         page([*where, "--check"])

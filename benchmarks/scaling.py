@@ -1,0 +1,73 @@
+"""The operation counts of docs/scaling.md against the measured times, as a Markdown table.
+
+    python -m benchmarks.scaling
+
+Reads results of riemannian_step and interface. Counted is the ratio of operations, measured that of times, in both cases to
+the reference beside it: the same work on products of the same shapes, so that the rate of the machine drops out.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks import _operations as count
+from benchmarks._command import ROOT
+from benchmarks._command import Options as MeasureOptions
+from benchmarks.interface import Problem
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which results to read."""
+
+    step: Path = ROOT / "benchmarks/results/riemannian-step-cpu.json"
+    interface: Path = ROOT / "benchmarks/results/interface-cpu.json"
+
+
+def table(step: list[dict[str, Any]], interface: list[dict[str, Any]]) -> str:
+    """Rows of the results to lines of the table."""
+    lines = ["| what | size | against | counted | measured |", "|---|---|---|---:|---:|"]
+    for row in step:
+        if not row["row"].startswith("V="):
+            continue
+        V, d = sizes(row)
+        floor = "floor (fused Adam)"
+        for name, every in (("ours", 1), ("ours, retract_every=8", 8)):
+            counted = count.riemannian_step(V, d, every) / count.floor(V, d)
+            lines.append(_line("step, " + name, row, floor, counted, _ratio(row, name, floor)))
+    for row in interface:
+        V, d, N = sizes(row)
+        distinct = len(Problem(V, d, N, MeasureOptions()).ids.unique())
+        for name in ("pit-frozen", "pit-trainable"):
+            frozen = name == "pit-frozen"
+            operations = count.loss(V, d, N, frozen) + count.transform(d, N, distinct, frozen)
+            counted = operations / count.loss(V, d, N)
+            lines.append(_line(name, row, "transpose", counted, _ratio(row, name, "transpose")))
+    return "\n".join(lines)
+
+
+def sizes(row: dict[str, Any]) -> list[int]:
+    """The numbers in a row's label."""
+    return [int(number) for number in re.findall(r"=(\d+)", row["row"])]
+
+
+def _ratio(row: dict[str, Any], name: str, reference: str) -> float:
+    contenders = row["contenders"]
+    return contenders[name]["milliseconds"] / contenders[reference]["milliseconds"]
+
+
+def _line(what: str, row: dict[str, Any], reference: str, counted: float, measured: float) -> str:
+    return f"| {what} | {row['row']} | {reference} | {counted:.2f} | {measured:.2f} |"
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    print(table(*(json.loads(path.read_text())["rows"] for path in (options.step, options.interface))))
+
+
+if __name__ == "__main__":
+    main()
