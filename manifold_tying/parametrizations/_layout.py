@@ -52,4 +52,6 @@ class Layout:
 
     def to_weight(self, matrix: Tensor) -> Tensor:
         """Tall matrices to the weight."""
+        if matrix.shape == self.shape and not self._wide:
+            return matrix  # not a view: gradients of one are not summed in place
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
