@@ -1,0 +1,364 @@
+"""Diagnostics of orthogonal factors and spectra against numpy, scipy and sampling."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import pdist
+from scipy.stats import entropy, ortho_group
+
+from manifold_tying.diagnostics import (
+    Phases,
+    _spectrum,
+    hyperspherical_energy,
+    orthogonality_error,
+    phases,
+    singular_values,
+    spectral_summary,
+    svd_entropy,
+    trace_probe,
+    update_counts,
+    vector_probe,
+)
+
+CASES = settings(max_examples=20, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 10**6)
+
+
+def rotation(m: int, seed: int) -> np.ndarray:
+    return ortho_group.rvs(m, random_state=seed)
+
+
+@CASES
+@given(m=st.integers(2, 20), seed=SEEDS, batch=st.sampled_from([(), (3,), (2, 1)]), one=st.booleans())
+def test_vector_probe_is_the_cosine(m: int, seed: int, batch: tuple[int, ...], one: bool) -> None:
+    rng = np.random.default_rng(seed)
+    R, v = rng.normal(size=(*batch, m, m)), rng.normal(size=(m,) if one else (*batch, m))
+    image = np.einsum("...ij,...j->...i", R, v)
+    expected = (v * image).sum(-1) / np.linalg.norm(v, axis=-1) / np.linalg.norm(image, axis=-1)
+    found = vector_probe(torch.from_numpy(R), torch.from_numpy(v))
+    assert found.shape == batch and found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-13)
+    # The angle, also where R is a little too long; vᵀRv alone would grow with it.
+    np.testing.assert_allclose(vector_probe(1.1 * torch.from_numpy(R), torch.from_numpy(v)).numpy(), found, atol=1e-13)
+
+
+def test_vector_probe_draws_the_same_vector_each_time() -> None:
+    R = torch.from_numpy(rotation(50, 0))
+    state = torch.get_rng_state()
+    first = vector_probe(R)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert vector_probe(R) == first == vector_probe(torch.stack([R, R]))[1]
+    assert vector_probe(R, generator=torch.Generator().manual_seed(0)) == first
+    assert vector_probe(R, generator=torch.Generator().manual_seed(1)) != first
+    identity = torch.eye(50, dtype=torch.bfloat16, requires_grad=True)
+    assert vector_probe(identity) == pytest.approx(1, abs=1e-14) and not vector_probe(identity).requires_grad
+    assert vector_probe(-identity) == pytest.approx(-1, abs=1e-14)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_trace_probe_is_what_sampling_finds(orthogonal: bool) -> None:
+    """And the paper's printed equation (13) is not: its last sign makes the spread too large."""
+    m, samples = 12, 100_000
+    R = np.random.default_rng(3).normal(size=(m, m)) / 4 + np.eye(m)
+    if orthogonal:  # Cayley's, by angles as in training: tr R / m is 0.6
+        Q = (R - R.T) / 2
+        R = np.asarray(np.linalg.solve(np.eye(m) - Q, np.eye(m) + Q), np.float64)
+    v = np.random.default_rng(4).normal(size=(samples, m))
+    v /= np.linalg.norm(v, axis=1, keepdims=True)
+    values = ((v @ R) * v).sum(1)
+    mean, std = trace_probe(torch.from_numpy(R))
+    assert mean.item() == pytest.approx(np.trace(R) / m, abs=1e-14)
+    assert mean.item() == pytest.approx(values.mean(), abs=4 * values.std() / samples**0.5)
+    assert std.item() == pytest.approx(values.std(), rel=0.015)
+    if orthogonal:
+        trace, square = np.trace(R), np.trace(R @ R)
+        by_hand, printed = ((m + square + sign * 2 * trace**2 / m) / (m * (m + 2)) for sign in (-1, 1))
+        assert std.item() == pytest.approx(by_hand**0.5, rel=1e-12)
+        assert printed**0.5 > 1.1 * values.std()
+
+
+def test_trace_probe_where_it_is_known() -> None:
+    turn = torch.tensor([[math.cos(0.3), -math.sin(0.3)], [math.sin(0.3), math.cos(0.3)]], dtype=torch.float64)
+    mirror = torch.diag(torch.tensor([1.0, -1.0]))  # v at angle t: cos 2t, whose mean square is 1/2
+    mean, std = trace_probe(torch.stack([torch.eye(2).double(), turn, mirror.double()]))
+    np.testing.assert_allclose(mean.numpy(), [1, math.cos(0.3), 0], atol=1e-15)
+    np.testing.assert_allclose(std.numpy(), [0, 0, 0.5**0.5], atol=1e-15)
+    # Near the identity the plain difference of (10) would have lost its digits; S - I is -angle²/2 on one plane of eight.
+    near = torch.eye(8, dtype=torch.float64)
+    near[0, 0] = near[1, 1] = math.cos(1e-3)
+    near[1, 0], near[0, 1] = math.sin(1e-3), -math.sin(1e-3)
+    expected = 5e-7 * (2 / 80) ** 0.5 * (2 * 0.75**2 + 6 * 0.25**2) ** 0.5
+    assert trace_probe(near).std.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_probe_is_near_the_trace_in_many_dimensions() -> None:
+    R = torch.from_numpy(rotation(300, 0))
+    mean, std = trace_probe(R)
+    assert abs(vector_probe(R) - mean) < 4 * std < 0.3
+
+
+@CASES
+@given(m=st.integers(1, 20), batch=st.sampled_from([(), (3,), (2, 1)]), seed=SEEDS)
+def test_orthogonality_error_is_the_formula(m: int, batch: tuple[int, ...], seed: int) -> None:
+    R = np.random.default_rng(seed).normal(size=(*batch, m, m))
+    expected = np.linalg.norm(R @ np.swapaxes(R, -1, -2) - np.eye(m), axis=(-2, -1)) / np.linalg.norm(np.eye(m))
+    np.testing.assert_allclose(orthogonality_error(torch.from_numpy(R)).numpy(), expected, rtol=1e-11)
+
+
+def test_orthogonality_error_sees_rounding_and_scale() -> None:
+    R = torch.from_numpy(rotation(40, 0))
+    assert orthogonality_error(R) < 1e-14
+    assert 1e-9 < orthogonality_error(R.float()) < 1e-6
+    assert orthogonality_error(1.001 * R).item() == pytest.approx(1.001**2 - 1)
+
+
+def curve(learning_rate: Any) -> tuple[list[int], list[float], list[float]]:
+    """0.62 + 0.38 exp(-step/100), and from step 500 on a ripple of 0.01 in proportion to the learning rate."""
+    steps = [10 * k for k in range(201)]
+    rates = [learning_rate(step) for step in steps]
+    ripple = [0.01 * (0, 1, 0, -1)[k % 4] * rates[k] * (k >= 50) for k in range(201)]
+    return steps, [0.62 + 0.38 * math.exp(-s / 100) + r for s, r in zip(steps, ripple, strict=True)], rates
+
+
+def decaying(step: int) -> float:
+    return min(1.0, (2000 - step) / 400)
+
+
+def test_phases_of_a_curve_as_in_the_paper() -> None:
+    # 0.38 exp(-s/100) <= 0.025 from s = 272.2; the ripple exceeds 0.0025 until the rate is at a quarter, at step 1900.
+    steps, values, rates = curve(decaying)
+    assert phases(steps, values, rates) == Phases(280, 1900)
+    assert phases(steps, values, rates, tolerance=0.1).stable == 140
+    assert phases(steps, values, rates, settled=0.02).final == 1610  # not before the decay begins
+    # A constant rate ends in no final adjusting, nor does a ripple that goes on; a straight line has no plateau.
+    assert phases(*curve(lambda step: 1.0)) == Phases(280, None)
+    assert phases(steps, curve(lambda step: 1.0)[1], rates) == Phases(280, None)
+    line = [1 - 0.4 * step / 2000 for step in steps]
+    assert phases(steps, line, rates) == Phases(None, None)
+
+
+@CASES
+@given(seed=SEEDS, scale=st.floats(1e-5, 1e3), shift=st.integers(-1000, 1000))
+def test_phases_do_not_depend_on_the_rates_scale_or_where_steps_start(seed: int, scale: float, shift: int) -> None:
+    steps, values, rates = curve(decaying)
+    values = list(np.asarray(values) + np.random.default_rng(seed).uniform(-1e-4, 1e-4, 201))
+    stable, final = phases([step + shift for step in steps], values, [scale * rate for rate in rates])
+    assert (stable, final) == (280 + shift, 1900 + shift)
+
+
+@CASES
+@given(m=st.integers(1, 15), n=st.integers(1, 15), batch=st.sampled_from([(), (3,), (2, 1)]), seed=SEEDS)
+def test_singular_values_are_numpys_and_survive_rotations(m: int, n: int, batch: tuple[int, ...], seed: int) -> None:
+    W = np.random.default_rng(seed).normal(size=(*batch, m, n))
+    found = singular_values(torch.from_numpy(W))
+    assert found.shape == (*batch, min(m, n)) and found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), np.linalg.svd(W, compute_uv=False), atol=1e-12)
+    if m > 1 and n > 1:
+        turned = rotation(m, seed) @ W @ rotation(n, seed + 1)
+        np.testing.assert_allclose(singular_values(torch.from_numpy(turned)).numpy(), found, atol=1e-12)
+
+
+@CASES
+@given(m=st.integers(2, 15), n=st.integers(2, 15), batch=st.sampled_from([(), (3,)]), seed=SEEDS)
+def test_spectral_summary_is_scipys(m: int, n: int, batch: tuple[int, ...], seed: int) -> None:
+    W = np.random.default_rng(seed).normal(size=(*batch, m, n))
+    sigma = np.linalg.svd(W, compute_uv=False)
+    found = spectral_summary(torch.from_numpy(W))
+    expected = (
+        sigma[..., 0],
+        sigma[..., -1],
+        np.linalg.cond(W),
+        entropy(sigma**2, base=min(m, n), axis=-1),
+        np.linalg.norm(W, axis=(-2, -1)) ** 2 / np.linalg.norm(W, ord=2, axis=(-2, -1)) ** 2,
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-9)
+    np.testing.assert_array_equal(svd_entropy(torch.from_numpy(W)), found.entropy)
+    # Of the squares, not of the values, which are more even.
+    assert (found.entropy.numpy() < entropy(sigma, base=min(m, n), axis=-1)).all()
+
+
+def test_entropy_where_it_is_known() -> None:
+    Q = torch.from_numpy(rotation(9, 0))
+    assert svd_entropy(1e-200 * Q[:, :5]).item() == pytest.approx(1, abs=1e-12)
+    assert svd_entropy(torch.outer(Q[0], Q[1])).item() == pytest.approx(0, abs=1e-12)
+    assert svd_entropy(torch.diag(torch.tensor([1.0, 1, 0, 0]))).item() == pytest.approx(0.5, abs=1e-12)
+    assert spectral_summary(torch.diag(torch.tensor([2.0, 0]))).condition == math.inf
+    with pytest.raises(ValueError, match="two singular"):
+        svd_entropy(torch.ones(5, 1))
+    with pytest.raises(ValueError, match="zero"):
+        spectral_summary(torch.stack([torch.eye(3), torch.zeros(3, 3)]))
+
+
+@CASES
+@given(n=st.integers(1, 40), d=st.integers(2, 8), s=st.floats(0.25, 3), entries=st.integers(1, 2000), seed=SEEDS)
+def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, s: float, entries: int, seed: int) -> None:
+    W = np.random.default_rng(seed).normal(size=(2, n, d))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_spectrum, "_BLOCK_ENTRIES", entries)
+        found = hyperspherical_energy(torch.from_numpy(W), s)
+    unit = W / np.linalg.norm(W, axis=-1, keepdims=True)
+    assert found.shape == (2,) and found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), [2 * (pdist(rows) ** -s).sum() for rows in unit], rtol=1e-9)
+
+
+def test_hyperspherical_energy_holds_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    product = torch.matmul
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        sizes.append(product(left, right).numel())
+        return product(left, right)
+
+    monkeypatch.setattr(torch, "matmul", counted)
+    monkeypatch.setattr(_spectrum, "_BLOCK_ENTRIES", 10_000)
+    hyperspherical_energy(torch.randn(1000, 4))
+    assert len(sizes) == 100 and max(sizes) <= 10_000 and sum(sizes) < 0.51 * 1000**2
+
+
+def test_hyperspherical_energy_keeps_under_right_rotations_only() -> None:
+    rng = np.random.default_rng(0)
+    W = torch.from_numpy(rng.normal(size=(20, 6)))
+    R, P = torch.from_numpy(rotation(20, 1)), torch.from_numpy(rotation(6, 2))
+    energy = hyperspherical_energy(W).item()
+    assert hyperspherical_energy(W @ P).item() == pytest.approx(energy, rel=1e-12)
+    lengths = torch.from_numpy(rng.uniform(1e-150, 1e150, size=(20, 1)))
+    assert hyperspherical_energy(lengths * W).item() == pytest.approx(energy, rel=1e-12)
+    assert abs(hyperspherical_energy(R @ W).item() / energy - 1) > 1e-3
+    assert abs(hyperspherical_energy(W + 1).item() / energy - 1) > 1e-2
+
+
+def test_hyperspherical_energy_where_it_is_known() -> None:
+    poles = torch.tensor([[3.0, 0], [-1, 0]])  # two ordered pairs at distance 2
+    assert hyperspherical_energy(poles).item() == pytest.approx(1)
+    simplex = torch.eye(5, dtype=torch.float64) - 0.2  # five points, each two of them sqrt(2 * 5/4) apart
+    assert hyperspherical_energy(simplex, 2.0).item() == pytest.approx(20 / 2.5)
+    close = torch.tensor([[1, 0], [1, 1e-9]], dtype=torch.float64)  # inner products see no difference below 1e-8
+    assert hyperspherical_energy(close).item() == pytest.approx(2e9, rel=1e-6)
+    assert hyperspherical_energy(torch.tensor([[1.0, 2], [2, 4], [0, 1]])) == math.inf
+    assert hyperspherical_energy(torch.ones(1, 3)) == 0
+
+
+@pytest.mark.parametrize("s", [0.0, -1.0, math.inf, math.nan])
+def test_hyperspherical_energy_refuses_exponents(s: float) -> None:
+    with pytest.raises(ValueError, match="exponent"):
+        hyperspherical_energy(torch.ones(2, 2), s)
+
+
+def block_sets(m: int, block: int, rng: np.random.Generator) -> np.ndarray:
+    """The union of all blocks of a permutation: what block SPO turns."""
+    return np.concatenate(rng.permutation(m).reshape(-1, block))
+
+
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_block_spo_updates_each_entry_twice_a_step(block: int) -> None:
+    """The paper's figure 15: 200 of 200."""
+    rng = np.random.default_rng(0)
+    sets = [(torch.from_numpy(block_sets(64, block, rng)), torch.ones(64, dtype=torch.bool)) for _ in range(100)]
+    counts = update_counts(64, 64, iter(sets))
+    assert counts.dtype == torch.int64 and counts.shape == (64, 64) and (counts == 200).all()
+
+
+@pytest.mark.parametrize("fraction", [1 / 8, 1 / 4, 1 / 2])
+def test_full_spo_updates_unevenly(fraction: float) -> None:
+    """The paper's figure 16: a fraction b of 200 in the mean, and not the same for all."""
+    rng = np.random.default_rng(0)
+    size = int(64 * fraction)
+    drawn = [torch.from_numpy(rng.choice(64, size, replace=False)) for _ in range(200)]
+    sets = list(zip(drawn[::2], drawn[1::2], strict=True))
+    counts = update_counts(64, 64, sets)
+    assert counts.double().mean().item() == pytest.approx(200 * fraction)
+    assert counts.max() > counts.min() + 10 and counts.max() < 200
+
+
+@CASES
+@given(m=st.integers(2, 12), n=st.integers(2, 12), masks=st.booleans(), seed=SEEDS)
+def test_update_counts_are_the_entries_that_move(m: int, n: int, masks: bool, seed: int) -> None:
+    """Against a weight that is in fact turned by random rotations of the chosen rows and columns."""
+    rng = np.random.default_rng(seed)
+    W = rng.normal(size=(m, n))
+    expected, sets = np.zeros((m, n), dtype=int), []
+    for t in range(10):
+        pair = []
+        for size, left in ((m, True), (n, False)):
+            chosen = rng.choice(size, rng.integers(2, size + 1), replace=False)
+            factor = np.eye(size)
+            factor[np.ix_(chosen, chosen)] = rotation(len(chosen), seed + t)
+            turned = factor @ W if left else W @ factor
+            expected += turned != W
+            W = turned
+            indices = torch.from_numpy(chosen)
+            mask = torch.zeros(size, dtype=torch.bool).index_fill_(0, indices, True)
+            pair.append(mask if masks else torch.cat([indices, indices[:1]]))  # twice the same is once
+        sets.append((pair[0], pair[1]))
+    np.testing.assert_array_equal(update_counts(m, n, sets).numpy(), expected)
+
+
+def test_update_counts_of_nothing() -> None:
+    none = torch.tensor([], dtype=torch.int64)
+    assert not update_counts(3, 2, []).any()
+    assert update_counts(3, 2, [(none, torch.tensor([1], dtype=torch.int32))]).tolist() == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([3]),
+        torch.tensor([-1]),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor([0.0]),
+        torch.tensor([1, 0, 1], dtype=torch.uint8),
+        torch.zeros(1, 1, dtype=torch.int64),
+    ],
+)
+def test_update_counts_errors(rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"mask \(3,\)"):
+        update_counts(3, 2, [(rows, torch.tensor([0]))])
+
+
+@pytest.mark.parametrize("call", [vector_probe, trace_probe, orthogonality_error])
+def test_rotations_are_square_and_real(call: Any) -> None:
+    with pytest.raises(ValueError, match="square"):
+        call(torch.ones(3, 4))
+    with pytest.raises(ValueError, match="dtype"):
+        call(torch.ones(3, 3, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("v", [torch.ones(4), torch.zeros(3), torch.tensor(1.0)])
+def test_vector_probe_errors(v: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected v"):
+        vector_probe(torch.eye(3), v)
+    with pytest.raises(ValueError, match="both"):
+        vector_probe(torch.eye(3), torch.ones(3), torch.Generator())
+
+
+@pytest.mark.parametrize("call", [singular_values, svd_entropy, spectral_summary, hyperspherical_energy])
+def test_weights_are_finite_matrices(call: Any) -> None:
+    for shape in ((3,), (0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="got"):
+            call(torch.ones(shape))
+    with pytest.raises(ValueError, match="NaN"):
+        call(torch.tensor([[1.0, math.nan], [0, 1]]))
+    with pytest.raises(ValueError, match="dtype"):
+        call(torch.ones(3, 3, dtype=torch.int64))
+
+
+def test_hyperspherical_energy_needs_directions() -> None:
+    with pytest.raises(ValueError, match="not zero"):
+        hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
+
+
+def test_phases_errors() -> None:
+    with pytest.raises(ValueError, match="one length"):
+        phases([1, 2, 3, 4], [1.0] * 4, [1.0] * 5)
+    with pytest.raises(ValueError, match="one length"):
+        phases([1, 2], [1.0] * 2, [1.0] * 2)
+    with pytest.raises(ValueError, match="increasing"):
+        phases([1, 2, 2, 3], [1.0] * 4, [1.0] * 4)
+    with pytest.raises(ValueError, match="NaN"):
+        phases([1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], [1.0] * 4)
