@@ -1,0 +1,90 @@
+"""POET's one clock: merging, forgetting moments, relaxed clipping."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class MergeSchedule:
+    """Merge-then-reinitialize every so many optimizer steps, and what belongs to it. (POET, section 3.2 and appendix E.)
+
+        schedule = MergeSchedule(model, optimizer, every=400)
+        for batch in batches:
+            loss(batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.clip(0.1))
+            optimizer.step()
+            schedule.step()
+
+    At each merge R and P of every equivalence are folded into W0 and start again from the identity with other blocks; the
+    optimizer's state of the skew vectors (moments, step count) is zeroed, since it belongs to the blocks before; and
+    clipping is relaxed for some steps, in which the moments build up again. The clock is in the state dict, the blocks follow
+    from the seed and merge count of each equivalence: a resumed run merges when and as an uninterrupted one does.
+
+    Args:
+        model: with equivalences in it.
+        optimizer: that trains their skew vectors; any that keeps tensors in ``optimizer.state[p]``.
+        every: steps between merges, T_m.
+        relax_steps: for how many steps after a merge :meth:`clip` is relaxed.
+        relaxed: by which factor. (The paper says for how long and not by how much.)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int = 400,
+        *,
+        relax_steps: int = 10,
+        relaxed: float = 10.0,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"expected every to be a whole number of steps >= 1, got {every!r}")
+        if not isinstance(relax_steps, int) or relax_steps < 0 or not relaxed >= 1:
+            raise ValueError(f"expected relax_steps >= 0 and relaxed >= 1, got {relax_steps!r} and {relaxed!r}")
+        self.model = model
+        self.optimizer = optimizer
+        self.every = every
+        self.relax_steps = relax_steps
+        self.relaxed = relaxed
+        self.steps = 0
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        found = list(_equivalences(model))
+        if not found:
+            raise ValueError("the model has no equivalence to merge; call equivalence or equivalence_ on it first")
+        if missing := [path for path, _, stored in found if stored.requires_grad and stored not in trained]:
+            raise ValueError(f"the optimizer does not train {', '.join(missing)}; build it after the equivalences")
+
+    def step(self) -> bool:
+        """Count one optimizer step; merge where it is due. Returns whether it was."""
+        self.steps += 1
+        if self.steps % self.every:
+            return False
+        for path, part, stored in _equivalences(self.model):
+            part.fold(stored, path)
+            for value in self.optimizer.state.get(stored, {}).values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        return True
+
+    def clip(self, norm: float) -> float:
+        """The norm to clip gradients to at the coming step: ``relaxed`` times as much soon after a merge."""
+        since = self.steps % self.every
+        return norm * self.relaxed if self.steps >= self.every and since < self.relax_steps else norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The clock."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the clock."""
+        self.steps = int(state["steps"])
+
+
+def _equivalences(model: nn.Module) -> Iterator[tuple[str, Any, Tensor]]:
+    """(full name, parametrization, stored vector) of whatever can be folded; found as param_groups finds manifolds."""
+    for path, module in model.named_modules():
+        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "fold"):
+            yield path.replace("parametrizations.", ""), module[0], dict(module.named_parameters(recurse=False))["original"]
