@@ -8,7 +8,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._primitive import Blocks, Primitive, outer, rotate, rotated, rotated_rows
+from manifold_tying.parametrizations._primitive import (
+    Blocks,
+    Primitive,
+    inverse,
+    multiply,
+    outer,
+    rotate,
+    rotated,
+    rotated_rows,
+    scatter,
+)
 
 Side = tuple[Blocks, Tensor]
 """The blocks of R or of P, and the order of the dimensions that they rotate."""
@@ -30,17 +40,20 @@ def equivalence_linear(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    base_cast = base.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
         return _WeightCentric.apply(x, base, bias, *R[0], *P[0], R[1], P[1])
-    h = rotate(x, *P)
+    W0 = base.to(x.dtype)
     if len(R[1]) == 0:
-        return F.linear(h, base_cast, bias)
-    if bias is None:
-        return rotate(F.linear(h, base_cast), *R)
+        return F.linear(rotate(x, *P), W0, bias)
     # The product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit; bias - R bias is then 0.
-    return rotate(F.linear(h, base_cast, bias), *R) + (bias - rotate(bias, *R))
+    rest = None if bias is None else bias - rotate(bias, *R)
+    if 0 < len(P[1]) and len(R[1]) == len(base):
+        y = _InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], W0, bias, *R[0], *P[0], R[1], P[1])
+        y = y.view(*x.shape[:-1], len(base))
+    else:
+        y = rotate(F.linear(rotate(x, *P), W0, bias), *R)
+    return y if rest is None else y + rest
 
 
 def prefers_input_centric(tokens: int, R: Primitive, P: Primitive, training: bool = True) -> bool:
@@ -95,6 +108,46 @@ class _Weight(torch.autograd.Function):
         base, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
         grads = _pulled_back(base, ((GR, HR), order_R), ((GP, HP), order_P), grad_W)
         return None, *grads, None, None
+
+
+class _InputCentric(torch.autograd.Function):
+    """((x Pᵀ) W0ᵀ + bias) Rᵀ for x (T, n), where R rotates every row.
+
+    The backward gathers rows of W0 in place of columns of the gradient. (The forward does not: a product with other rows
+    first may round differently, and R = I is to be nn.Linear bit for bit.)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        W0: Tensor,
+        bias: Tensor | None,
+        GR: Tensor,
+        HR: Tensor,
+        GP: Tensor,
+        HP: Tensor,
+        order_R: Tensor,
+        order_P: Tensor,
+    ) -> Tensor:
+        h = rotated(x, (GP, HP), order_P)
+        v = F.linear(h, W0, bias).index_select(-1, order_R)
+        ctx.save_for_backward(x, v, W0, GR, HR, GP, HP, order_R, order_P)
+        return scatter(v, multiply(v, (GR, HR), False), order_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, v, W0, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
+        g = grad.index_select(-1, order_R)
+        grad_GR, grad_HR = outer(g, v, (GR, HR))
+        g = multiply(g, (GR, HR), True)
+        grad_bias = g.sum(0).index_select(0, inverse(order_R)) if ctx.needs_input_grad[2] else None
+        grad_h = g @ W0.index_select(0, order_R)
+        g = grad_h.index_select(-1, order_P)
+        grad_GP, grad_HP = outer(g, x.index_select(-1, order_P), (GP, HP))
+        grad_x = scatter(grad_h, multiply(g, (GP, HP), True), order_P) if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad_bias, grad_GR, grad_HR, grad_GP, grad_HP, None, None
 
 
 class _WeightCentric(torch.autograd.Function):

@@ -129,6 +129,12 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool) -> Tensor:
     if not transposed:
         G, H = G.mT, H.mT
     whole = G.shape[-3] * G.shape[-1]
+    if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        torch.bmm(_split(z, G), G, out=_split(out, G))
+        if H.shape[-1]:
+            out[:, whole:] = z[:, whole:] @ H
+        return out
     w = (_split(z, G) @ G).transpose(-3, -2).flatten(-2)
     return torch.cat([w, z[..., whole:] @ H], -1) if H.shape[-1] else w
 
