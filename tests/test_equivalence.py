@@ -207,6 +207,12 @@ def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(module(x), F.linear(x, module.weight, module.bias), rtol=1e-5, atol=1e-5)
     assert results[0].shape == (*tokens, m)
+    gradients = []
+    for y in results:
+        module.zero_grad()
+        y.square().sum().backward(retain_graph=True)
+        gradients.append((vector.grad, module.bias.grad))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
 def test_the_cheaper_formulation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,7 +612,7 @@ def test_forward_compiles_to_one_graph(scheme: str, tokens: int) -> None:
 
 
 def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
-    def kept(module: nn.Module, tokens: int) -> int:
+    def kept(module: nn.Module, tokens: int, low: bool = False) -> int:
         """Numbers saved for the backward beyond parameters and buffers."""
         sizes = {}
         own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
@@ -616,17 +622,20 @@ def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
                 sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.element_size()
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=low):
             y = module(torch.randn(tokens, 64, requires_grad=True))
         assert y.requires_grad
         return sum(sizes.values())
 
-    for tokens, b in ((8, 4), (2048, 32)):
-        module = equivalence(nn.Linear(64, 64, bias=False), block_size=b)
+    cases = itertools.product(((8, 4), (2048, 32)), ("block", "full"), (False, True))
+    for (tokens, b), scheme, low in cases:
+        module = equivalence(nn.Linear(64, 64, bias=False), scheme=scheme, block_size=b)  # type: ignore[arg-type]
         assert constraint(module).sizes.R.block == b
-        activations = tokens * 64 * 2
-        blocks = 2 * 64 * b
-        assert kept(module, tokens) <= activations + 6 * blocks + 64 * 64 // 4
+        sizes = constraint(module).sizes
+        input_centric = prefers_input_centric(tokens, sizes.R, sizes.P)
+        assert input_centric == (tokens == 8)
+        activations = tokens * 64 * (2 if input_centric else 1)
+        assert kept(module, tokens, low) <= activations + 3 * (2 * 64 * b)
     # a layer that forms its weight in the ordinary way keeps it
     assert kept(orthogonal(nn.Linear(64, 64, bias=False)), 8) > 64 * 64
 

@@ -43,16 +43,15 @@ def equivalence_linear(
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
         return _WeightCentric.apply(x, base, bias, *R[0], *P[0], R[1], P[1])
-    W0 = base.to(x.dtype)
     if len(R[1]) == 0:
-        return F.linear(rotate(x, *P), W0, bias)
+        return _FixedLinear.apply(rotate(x, *P), base, bias)
     # The product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit; bias - R bias is then 0.
     rest = None if bias is None else bias - rotate(bias, *R)
     if 0 < len(P[1]) and len(R[1]) == len(base):
-        y = _InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], W0, bias, *R[0], *P[0], R[1], P[1])
+        y = _InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], base, bias, *R[0], *P[0], R[1], P[1])
         y = y.view(*x.shape[:-1], len(base))
     else:
-        y = rotate(F.linear(rotate(x, *P), W0, bias), *R)
+        y = rotate(_FixedLinear.apply(rotate(x, *P), base, bias), *R)
     return y if rest is None else y + rest
 
 
@@ -110,6 +109,22 @@ class _Weight(torch.autograd.Function):
         return None, *grads, None, None
 
 
+class _FixedLinear(torch.autograd.Function):
+    """x W0ᵀ + bias with W0 cast to x's dtype, which under autocast is not kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(base)
+        return F.linear(x, base.to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (base,) = ctx.saved_tensors
+        grad_x = grad @ base.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+
+
 class _InputCentric(torch.autograd.Function):
     """((x Pᵀ) W0ᵀ + bias) Rᵀ for x (T, n), where R rotates every row.
 
@@ -121,7 +136,7 @@ class _InputCentric(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        W0: Tensor,
+        base: Tensor,
         bias: Tensor | None,
         GR: Tensor,
         HR: Tensor,
@@ -131,19 +146,19 @@ class _InputCentric(torch.autograd.Function):
         order_P: Tensor,
     ) -> Tensor:
         h = rotated(x, (GP, HP), order_P)
-        v = F.linear(h, W0, bias).index_select(-1, order_R)
-        ctx.save_for_backward(x, v, W0, GR, HR, GP, HP, order_R, order_P)
+        v = F.linear(h, base.to(x.dtype), bias).index_select(-1, order_R)
+        ctx.save_for_backward(x, v, base, GR, HR, GP, HP, order_R, order_P)
         return scatter(v, multiply(v, (GR, HR), False), order_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, v, W0, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
+        x, v, base, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
         g = grad.index_select(-1, order_R)
         grad_GR, grad_HR = outer(g, v, (GR, HR))
         g = multiply(g, (GR, HR), True)
         grad_bias = g.sum(0).index_select(0, inverse(order_R)) if ctx.needs_input_grad[2] else None
-        grad_h = g @ W0.index_select(0, order_R)
+        grad_h = g @ base.index_select(0, order_R).to(g.dtype)
         g = grad_h.index_select(-1, order_P)
         grad_GP, grad_HP = outer(g, x.index_select(-1, order_P), (GP, HP))
         grad_x = scatter(grad_h, multiply(g, (GP, HP), True), order_P) if ctx.needs_input_grad[0] else None
