@@ -22,6 +22,7 @@ def merge(module: nn.Module) -> int:
     Returns:
         how many weights were merged.
 
+    >>> from manifold_tying import equivalence
     >>> layer = equivalence(nn.Linear(8, 8))
     >>> merge(layer)
     1
