@@ -102,7 +102,9 @@ def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str,
     before = json.loads(out.read_text(encoding="utf-8"))
     for key in ("benchmark", "machine"):
         if before.get(key) != result[key]:
-            raise ValueError(f"{out} has another {key}, {before.get(key)}; expected {result[key]}. Choose another --out")
+            raise ValueError(
+                f"{out} has another {key}, {before.get(key)}; expected {result[key]}. Choose another --out"
+            )
     return {row["row"]: row for row in before["rows"]}
 
 

@@ -3,6 +3,13 @@
 from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
+from manifold_tying.parametrizations._equivalence import Equivalence as Equivalence
+from manifold_tying.parametrizations._equivalence import equivalence as equivalence
+from manifold_tying.parametrizations._equivalence import equivalences as equivalences
+from manifold_tying.parametrizations._equivalence_model import equivalence_ as equivalence_
+from manifold_tying.parametrizations._equivalence_options import Init as Init
+from manifold_tying.parametrizations._equivalence_options import Scheme as Scheme
+from manifold_tying.parametrizations._merge import merge as merge
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize

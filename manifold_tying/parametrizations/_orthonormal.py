@@ -28,6 +28,10 @@ class Constraint(nn.Module):
         # Empty; there to follow the layer through .to(dtype), as the stored tensor cannot when it is the wider one.
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
+    def following(self) -> list[Tensor]:
+        """The tensors that have the layer's dtype and follow it through .half() and .bfloat16()."""
+        return [self.like]
+
     @abstractmethod
     def forward(self, stored: Tensor) -> Tensor: ...
 
@@ -39,11 +43,15 @@ class WideStorage(parametrize.ParametrizationList):
     """The list that holds the stored tensor: .half() and .bfloat16() reach the weight's dtype and leave the stored float32."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        likes = [part.like for part in self.modules() if isinstance(part, Constraint)]
+        following = [t for part in self.modules() if isinstance(part, Constraint) for t in part.following()]
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if any(tensor is like for like in likes) or not moved.is_floating_point() or moved.dtype.itemsize >= 4:
+            if (
+                any(tensor is other for other in following)
+                or not moved.is_floating_point()
+                or moved.dtype.itemsize >= 4
+            ):
                 return moved
             return tensor.to(moved.device, torch.float32)
 

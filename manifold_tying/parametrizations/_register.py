@@ -43,7 +43,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     True
     """
     manifold = Stiefel(retraction)
-    _register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, manifold))
+    register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, manifold))
     # As in geoopt.ManifoldParameter, so that geoopt's way of finding manifolds, by the parameter, works too.
     setattr(parametrized(module)[name].original, "manifold", manifold)  # noqa: B010 - a tensor declares no such attribute
     return module
@@ -67,9 +67,9 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
     layout = Layout.of(module, name)
     dtype = getattr(module, name).dtype
     if map == "polar" or map == "qr":
-        return _register(module, name, OrthonormalFactor(layout, dtype, map))
+        return register(module, name, OrthonormalFactor(layout, dtype, map))
     base = torch.empty_like(layout.to_matrix(getattr(module, name).detach()))
-    return _register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2))
+    return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2))
 
 
 def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:
@@ -82,7 +82,7 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
     shape = Layout.of(module, name).shape
     if shape[-1] != shape[-2]:
         raise ValueError(f"expected {type(module).__name__}.{name} to be square for T = L Lᵀ, got {tuple(shape)}")
-    return _register(module, name, CholeskySPD(factor, getattr(module, name).dtype))
+    return register(module, name, CholeskySPD(factor, getattr(module, name).dtype))
 
 
 def materialize(module: M) -> M:
@@ -116,7 +116,8 @@ def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList
     return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
 
 
-def _register(module: M, name: str, constraint: Constraint) -> M:
+def register(module: M, name: str, constraint: Constraint) -> M:
+    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the parameter stays and becomes the stored tensor."""
     weight = getattr(module, name)
     given = weight.data
     weight.data = given.to(linalg.working_dtype(given.dtype))

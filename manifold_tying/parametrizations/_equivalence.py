@@ -1,0 +1,176 @@
+"""Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and near the identity. (POET, section 3.)"""
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import linalg
+from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
+from manifold_tying.parametrizations._equivalent_linear import (
+    Side,
+    equivalence_linear,
+    equivalent_weight,
+    prefers_input_centric,
+    transformed,
+)
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._orthonormal import Constraint
+from manifold_tying.parametrizations._register import constraints, parametrized, register
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Equivalence(Constraint):
+    """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I; W0 is ``base``.
+
+    Buffers, all in the state dict: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
+    (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from).
+    """
+
+    base: Tensor
+    out_order: Tensor
+    in_order: Tensor
+    seed: Tensor
+    merges: Tensor
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, sizes: Sizes, terms: int | None, seed: int, like: Tensor):
+        super().__init__(dtype)
+        self.layout = layout
+        self.sizes = sizes
+        self.terms = terms
+        self.register_buffer("base", torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format))
+        self.register_buffer("seed", torch.tensor(seed, device=like.device))
+        self.register_buffer("merges", torch.tensor(0, device=like.device))
+        out_order, in_order = self._draw(seed, 0)
+        self.register_buffer("out_order", out_order.to(like.device))
+        self.register_buffer("in_order", in_order.to(like.device))
+
+    def following(self) -> list[Tensor]:
+        return [self.like, self.base]
+
+    @property
+    def matrix(self) -> Tensor:
+        """W0 as a matrix or a stack of them, (..., m, n): kernels flattened from their second dimension on."""
+        return self.base.flatten(1) if self.layout.flatten else self.base
+
+    def sides(self, stored: Tensor) -> tuple[Side, Side]:
+        """The blocks and orders of R and P."""
+        R, P = self.sizes.R, self.sizes.P
+        of_R, of_P = stored.split([R.size, P.size], -1)
+        return (R.blocks(of_R, self.terms), self.out_order), (P.blocks(of_P, self.terms), self.in_order)
+
+    def forward(self, stored: Tensor) -> Tensor:
+        return equivalent_weight(self.matrix, *self.sides(stored)).view(self.layout.shape).to(self.like.dtype)
+
+    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + bias, by whichever of the two formulations takes fewer operations."""
+        tokens = x.numel() // max(1, x.shape[-1])
+        training = torch.is_grad_enabled() and stored.requires_grad
+        input_centric = prefers_input_centric(tokens, self.sizes.R, self.sizes.P, training)
+        return equivalence_linear(x, self.base, *self.sides(stored), bias, input_centric=input_centric)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The weight becomes the base, R and P the identity."""
+        if weight.shape != self.layout.shape:
+            raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
+        linalg.check_finite(weight)
+        self.base.copy_(weight)
+        size = self.sizes.R.size + self.sizes.P.size
+        return torch.zeros(
+            *self.matrix.shape[:-2], size, dtype=linalg.working_dtype(self.base.dtype), device=weight.device
+        )
+
+    @torch.no_grad()
+    def fold(self, stored: Tensor) -> None:
+        """W0 <- R W0 P, the stored vector <- 0 in place, the orders <- the next ones."""
+        self.base.copy_(transformed(self.matrix, *self.sides(stored)).view(self.layout.shape))
+        stored.zero_()
+        self.merges += 1
+        out_order, in_order = self._draw(int(self.seed), int(self.merges))
+        self.out_order.copy_(out_order)
+        self.in_order.copy_(in_order)
+
+    def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
+        return self.sizes.R.draw_order(seed, count, "out"), self.sizes.P.draw_order(seed, count, "in")
+
+    def extra_repr(self) -> str:
+        R, P = self.sizes.R, self.sizes.P
+        return f"rows={R.covered}/{R.n} by {R.block}, columns={P.covered}/{P.n} by {P.block}, terms={self.terms}"
+
+
+def equivalence(
+    module: M,
+    name: str = "weight",
+    *,
+    scheme: Scheme = "block",
+    block_size: int = 256,
+    fraction: float | None = None,
+    terms: int | None = 2,
+    init: Init = "keep",
+    seed: int | None = None,
+    out_share: float | None = None,
+) -> M:
+    """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
+
+    The singular values of W are those of W0. R and P start as the identity, so with init="keep" the layer computes what it
+    did, bit for bit. The only parameter is a float32 vector of skew entries (float64 under float64), trained by any optimizer
+    and folded into W0 by :func:`merge` every few hundred steps; everything else is buffers. An ``nn.Linear`` never keeps a
+    matrix of W's size for the backward. Shapes as in :func:`stiefel`, but wide matrices are not transposed: R always acts
+    on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer rounds it at every merge, a
+    float32 one under autocast does not.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        scheme: "block", POET-BS: every dimension rotates, in blocks, the last one smaller where b does not divide; "full",
+            POET-FS: one block of random dimensions, the others stay until the next merge.
+        block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
+        fraction: scheme "full" only, in place of block_size: b = fraction m for R and fraction n for P.
+        terms: of the Neumann series for the Cayley map, even numbers are closest; None for the exact map.
+        init: of W0: "keep"; "normalized", Gaussian with rows of norm 1 (POET's own for pretraining); "uniform-spectrum",
+            Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
+        seed: of the orders and of a random init; drawn from torch's generator when None.
+        out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
+            same block size (or fraction) on both sides. (POET, figure 5.)
+
+    >>> layer = equivalence(nn.Linear(64, 32), block_size=16)
+    >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
+    True
+    """
+    check_options(scheme, block_size, fraction, terms, init, seed, out_share)
+    layout = Layout.of(module, name)
+    weight = getattr(module, name)
+    rows = layout.shape[0] if layout.flatten else layout.shape[-2]
+    columns = layout.shape[1:].numel() if layout.flatten else layout.shape[-1]
+    sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    shape = (rows, columns) if layout.flatten else layout.shape
+    start = None if init == "keep" else initial_matrix(shape, init, seed).view(layout.shape)
+    device, dtype = weight.device, weight.dtype
+    register(module, name, Equivalence(layout, dtype, sizes, terms, seed, weight))
+    if start is not None:
+        setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
+    if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        # The class that parametrize made for this one module: copies share it, and materialize drops it.
+        setattr(type(module), "forward", _linear_forward)  # noqa: B010 - mypy: a method is not assigned
+    return module
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """nn.Linear's forward under an equivalence, and nn.Linear's own where the weight has more or other parametrizations."""
+    lists = cast(Any, self).parametrizations
+    parts: Any = lists["weight"] if "weight" in lists else []
+    if len(parts) == 1 and isinstance(parts[0], Equivalence):
+        return parts[0].linear(input, parts.original, self.bias)
+    return nn.Linear.forward(self, input)
+
+
+def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
+    """(full name, constraint, stored vector) of every equivalence at or below module."""
+    found = []
+    for path, owner, name in constraints(module):
+        parts = parametrized(owner)[name]
+        found += [(path, part, parts.original) for part in parts if isinstance(part, Equivalence)]
+    return found

@@ -1,0 +1,89 @@
+"""Orthogonal equivalence on the linear layers of a whole model."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from manifold_tying.parametrizations._equivalence import equivalence
+from manifold_tying.parametrizations._equivalence_options import check_options
+from manifold_tying.parametrizations._primitive import mixed_seed
+
+TOKEN_LAYERS = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
+"""Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
+_TOKEN_PATTERNS = tuple(p for name in TOKEN_LAYERS for p in (name, f"*.{name}", f"{name}.*", f"*.{name}.*"))
+
+
+def equivalence_(
+    model: nn.Module,
+    include: str | Sequence[str] = ("*",),
+    exclude: str | Sequence[str] | None = None,
+    *,
+    verbose: bool = True,
+    **options: Any,
+) -> tuple[list[str], list[str]]:
+    """:func:`equivalence` on the weight of every ``nn.Linear`` of a model that the patterns choose, in place.
+
+    Each layer draws its blocks, and a random init, from the seed and its full name, so that layers differ and every process
+    and every resumed run agrees. Linear layers whose weight is constrained already, or is also another module's (a tied
+    head), are left.
+
+    Args:
+        model: changed in place.
+        include: shell patterns of full names, as in ``model.named_modules()``.
+        exclude: patterns of names to leave; None for heads and token interfaces (:data:`TOKEN_LAYERS`), () for none.
+        verbose: print what was taken and left.
+        options: of :func:`equivalence`.
+
+    Returns:
+        (taken, left): the full names of the linear layers with and without one.
+
+    >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
+    (['0'], ['2'])
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    include = (include,) if isinstance(include, str) else tuple(include)
+    given = () if exclude is None else (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    for pattern in (*include, *given):
+        if not any(fnmatchcase(name, pattern) for name in linears):
+            there = ", ".join(repr(name) for name in linears) or "none"
+            raise ValueError(f"pattern {pattern!r} matches no linear layer; there are: {there}")
+    excluded = _TOKEN_PATTERNS if exclude is None else given
+    taken = [
+        name
+        for name, module in linears.items()
+        if any(fnmatchcase(name, pattern) for pattern in include)
+        and not any(fnmatchcase(name, pattern) for pattern in excluded)
+        and not parametrize.is_parametrized(module, "weight")
+        and _owners(model, module.weight) == 1
+    ]
+    left = [name for name in linears if name not in taken]
+    seed = options.pop("seed", None)
+    _check(seed, options)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    for name in taken:
+        equivalence(linears[name], seed=mixed_seed(seed, name), **options)
+    if verbose:
+        print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
+        print(f"left as they are: {', '.join(left) or 'none'}")
+    return taken, left
+
+
+def _owners(model: nn.Module, weight: Tensor) -> int:
+    """How many tensors of the model's modules this parameter is."""
+    return sum(tensor is weight for module in model.modules() for tensor in module._parameters.values())
+
+
+def _check(seed: int | None, options: dict[str, Any]) -> None:
+    """ValueError for wrong options before any layer is changed."""
+    defaults = {
+        "scheme": "block", "block_size": 256, "fraction": None, "terms": 2, "init": "keep", "out_share": None
+    }  # fmt: skip
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}, seed")
+    check_options(seed=seed, **{**defaults, **options})

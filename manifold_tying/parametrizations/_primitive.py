@@ -1,0 +1,170 @@
+"""One primitive of stochastic primitive optimization: an orthogonal matrix of n dimensions made of small blocks.
+
+R = Ψᵀ Diag(G_1, ..., G_k, G_ragged, I) Ψ with a permutation Ψ and blocks that are Cayley(-Neumann) maps of skew matrices
+(POET, equations 4 and 5). No n x n matrix is formed: gather, small products, scatter.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from manifold_tying import linalg
+
+Blocks = tuple[Tensor, Tensor]
+"""G (..., k, b, b) and the ragged last block (..., r, r), r = 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """Sizes of one side: ``covered`` of ``n`` dimensions rotate, in blocks of ``block`` and a ragged last one."""
+
+    n: int
+    block: int
+    covered: int
+
+    @property
+    def count(self) -> int:
+        """k, the number of whole blocks."""
+        return self.covered // self.block
+
+    @property
+    def ragged(self) -> int:
+        """r, the size of the last, smaller block; 0 where there is none."""
+        return self.covered % self.block
+
+    @property
+    def size(self) -> int:
+        """How many numbers the skew matrices have: b(b-1)/2 each."""
+        return self.count * _pairs(self.block) + _pairs(self.ragged)
+
+    def blocks(self, vector: Tensor, terms: int | None) -> Blocks:
+        """The orthogonal blocks of a skew vector (..., size), in its dtype; terms=None: the exact Cayley map."""
+        whole, rest = vector.split([self.count * _pairs(self.block), _pairs(self.ragged)], -1)
+        G = orthogonal_of(whole.unflatten(-1, (self.count, _pairs(self.block))), self.block, terms)
+        return G, orthogonal_of(rest, self.ragged, terms)
+
+    def draw_order(self, seed: int, count: int, side: str) -> Tensor:
+        """Which dimensions rotate, in which order: the first ``covered`` entries of a random permutation, int64 on the CPU.
+
+        A function of its arguments alone, so that every process and every resumed run draws the same.
+        """
+        generator = torch.Generator("cpu").manual_seed(mixed_seed(seed, side, count))
+        return torch.randperm(self.n, generator=generator)[: self.covered].clone()
+
+
+def mixed_seed(*parts: int | str) -> int:
+    """A seed of 63 bits out of numbers and names, the same in every process (``hash`` is not)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def orthogonal_of(vector: Tensor, b: int, terms: int | None) -> Tensor:
+    """Skew vectors (..., b(b-1)/2) to orthogonal (..., b, b); the identity, exactly, for zeros. (POET, equation 6.)"""
+    if vector.numel() == 0:  # blocks of one dimension do not rotate
+        return torch.eye(b, dtype=vector.dtype, device=vector.device).expand(*vector.shape[:-1], b, b)
+    A = linalg.skew(vector, b)
+    return linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms)
+
+
+def rotate(x: Tensor, blocks: Blocks, order: Tensor, *, transposed: bool = False) -> Tensor:
+    """x Rᵀ, or x R where ``transposed``, on the last dimension of x (..., n); blocks (k, b, b) are cast to x's dtype.
+
+    Once differentiable with respect to x and the blocks; keeps x and the blocks for the backward.
+    """
+    if len(order) == 0:
+        return x
+    return _Rotate.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], *blocks, order, transposed).view(x.shape)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, G: Tensor, H: Tensor, order: Tensor, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, G, H, order)
+        ctx.transposed = transposed
+        return rotated(x, (G, H), order, transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, G, H, order = ctx.saved_tensors
+        grad_x = grad_G = grad_H = None
+        g = grad.index_select(-1, order)
+        if ctx.needs_input_grad[0]:
+            grad_x = scatter(grad, multiply(g, (G, H), not ctx.transposed), order)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            z = x.index_select(-1, order)
+            grad_G, grad_H = outer(z, g, (G, H)) if ctx.transposed else outer(g, z, (G, H))
+        return grad_x, grad_G, grad_H, None, None
+
+
+def rotated(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
+    """x Rᵀ, or x R where ``transposed``, x (..., T, n), blocks with the same leading dimensions; not differentiated."""
+    if len(order) == 0:
+        return x
+    return scatter(x, multiply(x.index_select(-1, order), blocks, transposed), order)
+
+
+def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
+    """R x, or Rᵀ x where ``transposed``, x (..., n, T)."""
+    if len(order) == 0:
+        return x
+    G, H = (factor.to(x.dtype) for factor in blocks)
+    if transposed:
+        G, H = G.mT, H.mT
+    whole = G.shape[-3] * G.shape[-1]
+    z = x.index_select(-2, order)
+    w = (G @ z[..., :whole, :].unflatten(-2, G.shape[-3:-1])).flatten(-3, -2)
+    if H.shape[-1]:
+        w = torch.cat([w, H @ z[..., whole:, :]], -2)
+    return w.index_select(-2, inverse(order)) if len(order) == x.shape[-2] else x.index_copy(-2, order, w)
+
+
+def multiply(z: Tensor, blocks: Blocks, transposed: bool) -> Tensor:
+    """Block by block z_j G_jᵀ, or z_j G_j where ``transposed``, z (..., T, covered)."""
+    G, H = (factor.to(z.dtype) for factor in blocks)
+    if not transposed:
+        G, H = G.mT, H.mT
+    whole = G.shape[-3] * G.shape[-1]
+    if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
+        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        torch.bmm(_split(z, G), G, out=_split(out, G))
+        if H.shape[-1]:
+            out[:, whole:] = z[:, whole:] @ H
+        return out
+    w = (_split(z, G) @ G).transpose(-3, -2).flatten(-2)
+    return torch.cat([w, z[..., whole:] @ H], -1) if H.shape[-1] else w
+
+
+def outer(left: Tensor, right: Tensor, like: Blocks) -> Blocks:
+    """Block by block left_jᵀ right_j, both (..., T, covered): what a product with the blocks leaves as their gradient."""
+    G, H = like
+    whole = G.shape[-3] * G.shape[-1]
+    grad_G = _split(left, G).mT @ _split(right, G)
+    grad_H = left[..., whole:].mT @ right[..., whole:]
+    return grad_G.to(G.dtype), grad_H.to(H.dtype)
+
+
+def scatter(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
+    """x (..., n) with w (..., covered) in the places of ``order``."""
+    if len(order) == x.shape[-1]:
+        return w.index_select(-1, inverse(order))
+    return x.index_copy(-1, order, w)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _split(z: Tensor, G: Tensor) -> Tensor:
+    """(..., T, covered) to (..., k, T, b), a view."""
+    k, b = G.shape[-3], G.shape[-1]
+    return z[..., : k * b].unflatten(-1, (k, b)).transpose(-3, -2)
+
+
+def _pairs(b: int) -> int:
+    return b * (b - 1) // 2
