@@ -62,8 +62,9 @@ class MergeSchedule:
         self.steps += 1
         if self.steps % self.every:
             return False
-        for path, part, stored in _equivalences(self.model):
-            part.fold(stored, path)
+        found = list(_equivalences(self.model))
+        type(found[0][1]).fold_all(found)
+        for _, _, stored in found:
             for value in self.optimizer.state.get(stored, {}).values():
                 if isinstance(value, Tensor):
                     value.zero_()
@@ -86,5 +87,9 @@ class MergeSchedule:
 def _equivalences(model: nn.Module) -> Iterator[tuple[str, Any, Tensor]]:
     """(full name, parametrization, stored vector) of whatever can be folded; found as param_groups finds manifolds."""
     for path, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "fold"):
-            yield path.replace("parametrizations.", ""), module[0], dict(module.named_parameters(recurse=False))["original"]
+        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "fold_all"):
+            yield (
+                path.replace("parametrizations.", ""),
+                module[0],
+                dict(module.named_parameters(recurse=False))["original"],
+            )

@@ -21,7 +21,7 @@ from manifold_tying.models import Llama, preset
 from manifold_tying.parametrizations import Equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._merge import series_defect, skew_norm
+from manifold_tying.parametrizations._guard import series_defect, skew_norm
 from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 
 ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")

@@ -1,5 +1,6 @@
 """Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and near the identity. (POET, section 3.)"""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from manifold_tying.parametrizations._equivalent_linear import (
     prefers_input_centric,
     transformed,
 )
+from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import Constraint
 from manifold_tying.parametrizations._register import constraints, parametrized, register
@@ -90,6 +92,17 @@ class Equivalence(Constraint):
         out_order, in_order = self._draw(int(self.seed), int(self.merges))
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
+
+    @staticmethod
+    def fold_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
+        """:meth:`fold` each of (full name, equivalence, stored vector), warning of the worst where one had left the manifold.
+
+        The one way to merge, for :func:`merge` and for the optimizer's schedule, which finds it without importing it.
+        """
+        check_norm(found)
+        for _, part, stored in found:
+            part.fold(stored)
+            stored.grad = None
 
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         return self.sizes.R.draw_order(seed, count, "out"), self.sizes.P.draw_order(seed, count, "in")

@@ -1,0 +1,107 @@
+"""POET's clock: when it merges, what it resets, and that a resumed run cannot be told from an uninterrupted one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from manifold_tying import equivalence, equivalence_
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
+    "RiemannianAdam": lambda model: RiemannianAdam(param_groups(model), lr=0.02),
+}
+
+
+def build(optimizer: str = "AdamW", **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, MergeSchedule]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+    equivalence_(model, exclude=(), block_size=4, seed=3, verbose=False)
+    built = OPTIMIZERS[optimizer](model)
+    return model, built, MergeSchedule(model, built, **{"every": 5, "relax_steps": 2, **options})
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 4, generator=generator)
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: MergeSchedule, steps: range
+) -> list[tuple[float, bool, float]]:
+    rows = []
+    for step in steps:
+        loss, norm = backward(model, optimizer, step), schedule.clip(0.1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+        rows.append((loss.item(), schedule.step(), norm))
+    return rows
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_merges_are_due_and_leave_the_function(optimizer: str) -> None:
+    model, built, schedule = build(optimizer)
+    x = torch.randn(7, 6)
+    for step in range(11):
+        backward(model, built, step)
+        built.step()
+        before = model(x).detach()
+        stored = [p for name, p in model.named_parameters() if name.endswith("original")]
+        moments = [value for p in stored for value in built.state[p].values()]
+        assert all(p.any() for p in stored) and all(value.any() for value in moments)
+        merged = schedule.step()
+        assert merged == (step in (4, 9))
+        torch.testing.assert_close(model(x), before, rtol=0, atol=1e-5)
+        for value in [*stored, *moments]:
+            assert bool(value.any()) != merged
+        bias = next(p for name, p in model.named_parameters() if name == "0.bias")
+        assert built.state[bias]["exp_avg"].any()  # only the skew vectors' state is forgotten
+
+
+def test_clipping_is_relaxed_after_a_merge() -> None:
+    rows = train(*build(relaxed=5.0), range(13))  # type: ignore[arg-type]
+    assert [norm for *_, norm in rows] == [0.1] * 5 + [0.5] * 2 + [0.1] * 3 + [0.5] * 2 + [0.1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stop", [3, 5, 6, 10])
+def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
+    """Stopped before, at and after a merge."""
+    model, built, schedule = build(optimizer)
+    whole = train(model, built, schedule, range(13))
+    first = build(optimizer)
+    rows = train(*first, range(stop))
+    saved = copy.deepcopy([part.state_dict() for part in first])
+    torch.manual_seed(99)
+    again = build(optimizer)
+    for part, state in zip(again, saved, strict=True):
+        part.load_state_dict(state)
+    rows += train(*again, range(stop, 13))
+    assert rows == whole
+    for a, b in zip(model.state_dict().values(), again[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    forgetful = build(optimizer)  # negative control: without the clock it merges at other steps
+    for part, state in zip(forgetful[:2], saved[:2], strict=True):
+        part.load_state_dict(state)
+    assert rows[:stop] + train(*forgetful, range(stop, 13)) != whole or stop % 5 == 0
+
+
+def test_errors() -> None:
+    model, built, _ = build()
+    for options in ({"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.5}):
+        with pytest.raises(ValueError, match="expected"):
+            MergeSchedule(model, built, **options)  # type: ignore[arg-type]
+    plain = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="no equivalence to merge"):
+        MergeSchedule(plain, torch.optim.AdamW(plain.parameters()))
+    equivalence(plain, block_size=2)
+    with pytest.raises(ValueError, match="does not train weight"):
+        MergeSchedule(plain, torch.optim.AdamW([plain.bias]))
