@@ -81,14 +81,14 @@ def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
     rows = train(*first, range(stop))
     saved = copy.deepcopy([part.state_dict() for part in first])
     torch.manual_seed(99)
-    again = build(optimizer)
+    again: Any = build(optimizer)
     for part, state in zip(again, saved, strict=True):
         part.load_state_dict(state)
     rows += train(*again, range(stop, 13))
     assert rows == whole
     for a, b in zip(model.state_dict().values(), again[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    forgetful = build(optimizer)  # negative control: without the clock it merges at other steps
+    forgetful: Any = build(optimizer)  # negative control: without the clock it merges at other steps
     for part, state in zip(forgetful[:2], saved[:2], strict=True):
         part.load_state_dict(state)
     assert rows[:stop] + train(*forgetful, range(stop, 13)) != whole or stop % 5 == 0
@@ -96,9 +96,10 @@ def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
 
 def test_errors() -> None:
     model, built, _ = build()
-    for options in ({"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.5}):
+    invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.5}]
+    for options in invalid:
         with pytest.raises(ValueError, match="expected"):
-            MergeSchedule(model, built, **options)  # type: ignore[arg-type]
+            MergeSchedule(model, built, **options)
     plain = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="no equivalence to merge"):
         MergeSchedule(plain, torch.optim.AdamW(plain.parameters()))
