@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def build(optimizer: str = "AdamW", **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, MergeSchedule]:
+def build(optimizer: str = "AdamW", **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
     equivalence_(model, exclude=(), block_size=4, seed=3, verbose=False)
@@ -34,9 +34,8 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> T
     return loss.detach()
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: MergeSchedule, steps: range
-) -> list[tuple[float, bool, float]]:
+def train(run: Any, steps: range) -> list[tuple[float, bool, float]]:
+    model, optimizer, schedule = run
     rows = []
     for step in steps:
         loss, norm = backward(model, optimizer, step), schedule.clip(0.1)
@@ -67,7 +66,7 @@ def test_merges_are_due_and_leave_the_function(optimizer: str) -> None:
 
 
 def test_clipping_is_relaxed_after_a_merge() -> None:
-    rows = train(*build(relaxed=5.0), range(13))  # type: ignore[arg-type]
+    rows = train(build(relaxed=5.0), range(13))
     assert [norm for *_, norm in rows] == [0.1] * 5 + [0.5] * 2 + [0.1] * 3 + [0.5] * 2 + [0.1]
 
 
@@ -76,22 +75,22 @@ def test_clipping_is_relaxed_after_a_merge() -> None:
 def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
     """Stopped before, at and after a merge."""
     model, built, schedule = build(optimizer)
-    whole = train(model, built, schedule, range(13))
+    whole = train((model, built, schedule), range(13))
     first = build(optimizer)
-    rows = train(*first, range(stop))
+    rows = train(first, range(stop))
     saved = copy.deepcopy([part.state_dict() for part in first])
     torch.manual_seed(99)
-    again: Any = build(optimizer)
+    again = build(optimizer)
     for part, state in zip(again, saved, strict=True):
         part.load_state_dict(state)
-    rows += train(*again, range(stop, 13))
+    rows += train(again, range(stop, 13))
     assert rows == whole
     for a, b in zip(model.state_dict().values(), again[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    forgetful: Any = build(optimizer)  # negative control: without the clock it merges at other steps
+    forgetful = build(optimizer)  # negative control: without the clock it merges at other steps
     for part, state in zip(forgetful[:2], saved[:2], strict=True):
         part.load_state_dict(state)
-    assert rows[:stop] + train(*forgetful, range(stop, 13)) != whole or stop % 5 == 0
+    assert rows[:stop] + train(forgetful, range(stop, 13)) != whole or stop % 5 == 0
 
 
 def test_errors() -> None:
