@@ -281,7 +281,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     results.mkdir()
     shutil.copy(ROOT / "benchmarks/results/ablation-nano-cpu.json", results)  # of another form
     empty = render(results)
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "maps",
         "title": "Maps",
         "machine": {"device": "cpu", "torch": "2.13.0", "peers": {"geoopt": "0.5.1", "geotorch": None}},
@@ -317,7 +317,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         page([*where, "--check"])
     page(where)
     page([*where, "--check"])
-    result["rows"][0]["commit"] = "9876543210"  # type: ignore[index]
+    result["rows"][0]["commit"] = "9876543210"
     (results / "maps-cpu.json").write_text(json.dumps(result))
     with pytest.raises(SystemExit, match="differs"):
         page([*where, "--check"])
