@@ -1,5 +1,6 @@
 """The weight W = R W0 P and the linear layer with it, without keeping a matrix of W's size for the backward."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations._primitive import (
     Blocks,
     Primitive,
-    inverse,
     multiply,
     outer,
-    rotate,
+    put,
     rotated,
     rotated_rows,
-    scatter,
+    take,
 )
+
+_BLOCK_ENTRIES = 2**20  # of a block of tokens: what fits a processor's cache
+_FEWEST_ROWS = 256  # below, products are slow
 
 Side = tuple[Blocks, Tensor]
 """The blocks of R or of P, and the order of the dimensions that they rotate."""
@@ -43,31 +46,31 @@ def equivalence_linear(
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
         return _WeightCentric.apply(x, base, bias, *R[0], *P[0], R[1], P[1])
-    if len(R[1]) == 0:
-        return _FixedLinear.apply(rotate(x, *P), base, bias)
-    # The product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit; bias - R bias is then 0.
-    rest = None if bias is None else bias - rotate(bias, *R)
-    if 0 < len(P[1]) and len(R[1]) == len(base):
-        y = _InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], base, bias, *R[0], *P[0], R[1], P[1])
-        y = y.view(*x.shape[:-1], len(base))
-    else:
-        y = rotate(_FixedLinear.apply(rotate(x, *P), base, bias), *R)
-    return y if rest is None else y + rest
+    y = _InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], base, bias, *R[0], *P[0], R[1], P[1])
+    return y.view(*x.shape[:-1], len(base))
 
 
-def prefers_input_centric(tokens: int, R: Primitive, P: Primitive, training: bool = True) -> bool:
-    """Whether rotating the activations takes fewer operations than forming W.
+def linear_operations(tokens: int, R: Primitive, P: Primitive, *, input_centric: bool, training: bool = True) -> int:
+    """Operations of a linear layer's products, those of the Cayley maps aside; nn.Linear's are 6Tmn, and 2Tmn forward alone.
 
     With T tokens, W (m, n) and blocks of b on both sides the forward and backward take 4Tmn + 6T(m + n)b operations
     input-centric, 6Tmn + 14mnb weight-centric: four products of mnb form W twice, three are its gradient. Without a
     backward 2Tmn + 2T(m + n)b and 2Tmn + 4mnb.
     """
     m, n = R.n, P.n
-    in_tokens = R.covered * R.block + P.covered * P.block
-    in_weight = n * R.covered * R.block + m * P.covered * P.block
+    of_tokens = tokens * (R.covered * R.block + P.covered * P.block)
+    of_weight = n * R.covered * R.block + m * P.covered * P.block
     if not training:
-        return tokens * in_tokens <= in_weight
-    return 6 * tokens * in_tokens <= 2 * tokens * m * n + 7 * in_weight
+        return 2 * tokens * m * n + 2 * (of_tokens if input_centric else of_weight)
+    return 4 * tokens * m * n + 6 * of_tokens if input_centric else 6 * tokens * m * n + 7 * of_weight
+
+
+def prefers_input_centric(tokens: int, R: Primitive, P: Primitive, training: bool = True) -> bool:
+    """Whether rotating the activations takes fewer operations than forming W."""
+    by_input, by_weight = (
+        linear_operations(tokens, R, P, input_centric=choice, training=training) for choice in (True, False)
+    )
+    return by_input <= by_weight
 
 
 def transformed(base: Tensor, R: Side, P: Side) -> Tensor:
@@ -109,27 +112,12 @@ class _Weight(torch.autograd.Function):
         return None, *grads, None, None
 
 
-class _FixedLinear(torch.autograd.Function):
-    """x W0ᵀ + bias with W0 cast to x's dtype, which under autocast is not kept for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(base)
-        return F.linear(x, base.to(x.dtype), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (base,) = ctx.saved_tensors
-        grad_x = grad @ base.to(grad.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, None, grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-
-
 class _InputCentric(torch.autograd.Function):
-    """((x Pᵀ) W0ᵀ + bias) Rᵀ for x (T, n), where R rotates every row.
+    """((x Pᵀ) W0ᵀ) Rᵀ + bias for x (T, n), a block of tokens at a time: what lies between the products stays in the cache.
 
-    The backward gathers rows of W0 in place of columns of the gradient. (The forward does not: a product with other rows
-    first may round differently, and R = I is to be nn.Linear bit for bit.)
+    The first product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit, and what R made of the
+    bias is put right after. The backward of a whole R gathers rows of W0 in place of columns of the gradient. (The forward does
+    not: a product with other rows first may round differently.)
     """
 
     @staticmethod
@@ -145,24 +133,83 @@ class _InputCentric(torch.autograd.Function):
         order_R: Tensor,
         order_P: Tensor,
     ) -> Tensor:
-        h = rotated(x, (GP, HP), order_P)
-        v = F.linear(h, base.to(x.dtype), bias).index_select(-1, order_R)
-        ctx.save_for_backward(x, v, base, GR, HR, GP, HP, order_R, order_P)
-        return scatter(v, multiply(v, (GR, HR), False), order_R)
+        W0, R, P = base.to(x.dtype), (GR, HR), (GP, HP)
+        rest = None if bias is None else bias - rotated(bias[None], R, order_R)[0]
+
+        def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+            h = x
+            if len(order_P):
+                z = multiply(take(x, order_P, room("taken", len(order_P))), P, False, room("rotated", len(order_P)))
+                h = put(x, z, order_P, room("h", x.shape[-1]))
+            out = room("u", len(W0))
+            u = torch.mm(h, W0.mT, out=out) if bias is None else torch.addmm(bias, h, W0.mT, out=out)
+            v = take(u, order_R, v)
+            y = put(u, multiply(v, R, False, room("turned", len(order_R))), order_R, y)
+            return (y if rest is None else y.add_(rest)), v
+
+        y, v = _by_blocks(of_block, base, (x,), (len(base), len(order_R)))
+        ctx.save_for_backward(x, v, base, bias, GR, HR, GP, HP, order_R, order_P)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, v, base, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
-        g = grad.index_select(-1, order_R)
-        grad_GR, grad_HR = outer(g, v, (GR, HR))
-        g = multiply(g, (GR, HR), True)
-        grad_bias = g.sum(0).index_select(0, inverse(order_R)) if ctx.needs_input_grad[2] else None
-        grad_h = g @ base.index_select(0, order_R).to(g.dtype)
-        g = grad_h.index_select(-1, order_P)
-        grad_GP, grad_HP = outer(g, x.index_select(-1, order_P), (GP, HP))
-        grad_x = scatter(grad_h, multiply(g, (GP, HP), True), order_P) if ctx.needs_input_grad[0] else None
-        return grad_x, None, grad_bias, grad_GR, grad_HR, grad_GP, grad_HP, None, None
+        x, v, base, bias, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
+        R, P = (GR, HR), (GP, HP)
+        whole = len(order_R) == len(base)
+        W0 = (base.index_select(0, order_R) if whole else base).to(grad.dtype)
+        sums: list[Tensor] = []
+
+        def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
+            g = take(grad, order_R, room("taken", len(order_R)))
+            of_R = outer(g, v, R)
+            g = multiply(g, R, True, room("rotated", len(order_R)))
+            grad_h = torch.mm(
+                g if whole else put(grad, g, order_R, room("u", len(base))), W0, out=room("h", x.shape[-1])
+            )
+            g = take(grad_h, order_P, room("taken of h", len(order_P)))
+            of_P = outer(g, take(x, order_P, room("of x", len(order_P))), P)
+            sums[:] = [a + b for a, b in zip(sums, [*of_R, *of_P], strict=True)] if sums else [*of_R, *of_P]
+            return (put(grad_h, multiply(g, P, True, room("of x", len(order_P))), order_P, grad_x),)
+
+        (grad_x,) = _by_blocks(of_block, base, (grad, v, x), (x.shape[-1],))
+        grad_bias = None
+        if bias is not None:
+            grad_bias = grad.sum(0)
+            # v has the bias in it, which R does not rotate.
+            of_R = outer(take(grad_bias[None], order_R), take(bias[None], order_R), R)
+            sums[:2] = [a - b for a, b in zip(sums, of_R, strict=False)]
+        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, *sums, None, None
+
+
+Room = Callable[[str, int], Tensor | None]
+"""Memory of that name for a block of tokens, of so many columns; None: to be allocated."""
+
+
+def _by_blocks(
+    function: Callable[..., tuple[Tensor, ...]], base: Tensor, tensors: Sequence[Tensor], widths: Sequence[int]
+) -> Sequence[Tensor]:
+    """function(room, *tensors, *results) on tensors (T, ...) to results (T, width), worked off in blocks of tokens.
+
+    On a CPU what lies between the products then stays in the cache, in memory that is taken from the system once: new
+    memory costs more than the gathers into it.
+    """
+    like, tokens = tensors[0], len(tensors[0])
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(lambda name, width: None, *tensors, *[None] * len(widths))
+    rows = max(_FEWEST_ROWS, _BLOCK_ENTRIES // max(base.shape))
+    rooms: dict[str, Tensor] = {}
+
+    def room(name: str, width: int) -> Tensor:
+        if name not in rooms:
+            rooms[name] = like.new_empty(min(rows, tokens), width)
+        return rooms[name][: block.stop - block.start]
+
+    results = [like.new_empty(tokens, width) for width in widths]
+    for start in range(0, max(1, tokens), rows):  # of no tokens, one empty block
+        block = slice(start, min(start + rows, tokens))
+        function(room, *(tensor[block] for tensor in tensors), *(result[block] for result in results))
+    return results
 
 
 class _WeightCentric(torch.autograd.Function):

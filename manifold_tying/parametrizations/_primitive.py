@@ -6,11 +6,9 @@ R = Ψᵀ Diag(G_1, ..., G_k, G_ragged, I) Ψ with a permutation Ψ and blocks t
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying import linalg
 
@@ -70,42 +68,11 @@ def orthogonal_of(vector: Tensor, b: int, terms: int | None) -> Tensor:
     return linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms)
 
 
-def rotate(x: Tensor, blocks: Blocks, order: Tensor, *, transposed: bool = False) -> Tensor:
-    """x Rᵀ, or x R where ``transposed``, on the last dimension of x (..., n); blocks (k, b, b) are cast to x's dtype.
-
-    Once differentiable with respect to x and the blocks; keeps x and the blocks for the backward.
-    """
-    if len(order) == 0:
-        return x
-    return _Rotate.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], *blocks, order, transposed).view(x.shape)
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, G: Tensor, H: Tensor, order: Tensor, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, G, H, order)
-        ctx.transposed = transposed
-        return rotated(x, (G, H), order, transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, G, H, order = ctx.saved_tensors
-        grad_x = grad_G = grad_H = None
-        g = grad.index_select(-1, order)
-        if ctx.needs_input_grad[0]:
-            grad_x = scatter(grad, multiply(g, (G, H), not ctx.transposed), order)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            z = x.index_select(-1, order)
-            grad_G, grad_H = outer(z, g, (G, H)) if ctx.transposed else outer(g, z, (G, H))
-        return grad_x, grad_G, grad_H, None, None
-
-
 def rotated(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
     """x Rᵀ, or x R where ``transposed``, x (..., T, n), blocks with the same leading dimensions; not differentiated."""
     if len(order) == 0:
         return x
-    return scatter(x, multiply(x.index_select(-1, order), blocks, transposed), order)
+    return put(x, multiply(take(x, order), blocks, transposed), order)
 
 
 def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
@@ -123,14 +90,14 @@ def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = Fa
     return w.index_select(-2, inverse(order)) if len(order) == x.shape[-2] else x.index_copy(-2, order, w)
 
 
-def multiply(z: Tensor, blocks: Blocks, transposed: bool) -> Tensor:
+def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = None) -> Tensor:
     """Block by block z_j G_jᵀ, or z_j G_j where ``transposed``, z (..., T, covered)."""
     G, H = (factor.to(z.dtype) for factor in blocks)
     if not transposed:
         G, H = G.mT, H.mT
     whole = G.shape[-3] * G.shape[-1]
     if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
-        out = torch.empty_like(z, memory_format=torch.contiguous_format)
+        out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
         torch.bmm(_split(z, G), G, out=_split(out, G))
         if H.shape[-1]:
             out[:, whole:] = z[:, whole:] @ H
@@ -148,11 +115,17 @@ def outer(left: Tensor, right: Tensor, like: Blocks) -> Blocks:
     return grad_G.to(G.dtype), grad_H.to(H.dtype)
 
 
-def scatter(x: Tensor, w: Tensor, order: Tensor) -> Tensor:
-    """x (..., n) with w (..., covered) in the places of ``order``."""
+def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
+    """Columns of x (..., n), as index_select does it in twice the time on a CPU."""
+    return torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=out)
+
+
+def put(x: Tensor, w: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
+    """x (..., n) with w (..., covered) in the places of ``order``; not in place."""
     if len(order) == x.shape[-1]:
-        return w.index_select(-1, inverse(order))
-    return x.index_copy(-1, order, w)
+        return take(w, inverse(order), out)
+    places = order.expand_as(w)
+    return x.scatter(-1, places, w) if out is None else out.copy_(x).scatter_(-1, places, w)
 
 
 def inverse(order: Tensor) -> Tensor:

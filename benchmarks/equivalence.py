@@ -1,0 +1,143 @@
+"""Time and extra memory of a linear layer under orthogonal equivalence (POET), forward and backward.
+
+    python -m benchmarks.equivalence --rows "2048x2048 b=256 N=2048" --rounds 10
+
+A step is y = layer(x) and the backward of a fixed cotangent, for N tokens whose gradient is wanted too, as inside a model; the
+gradients of the step before are dropped first. The skew vectors are off zero, as they are in training. In bfloat16, x is stored
+in it and everything runs under autocast, with float32 parameters. The reference is nn.Linear.
+
+The last measure is the number of operations of the products with tokens and weight, forward and backward, over nn.Linear's
+6Nmn; the maps from skew vectors to orthogonal blocks are not in it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from benchmarks._command import Options, run
+from benchmarks._harness import Contender, Extra, Row, Step, significant
+from benchmarks._limits import LIMIT
+from benchmarks._peers import load
+from manifold_tying.parametrizations._equivalent_linear import linear_operations
+
+TITLE = "A linear layer with W = R W0 P, forward and backward"
+SIZES = (
+    (2048, 2048, 256, 2048),
+    (2048, 2048, 256, 8192),
+    (512, 512, 256, 2048),
+    (1376, 512, 256, 2048),
+    (4096, 4096, 256, 2048),
+    (11008, 4096, 256, 2048),
+    (4096, 11008, 256, 2048),
+)
+QUICK_SIZES = ((24, 40, 8, 32),)
+NOISE = 0.1  # spectral norm of a block's skew matrix, about
+
+
+class Layer:
+    """A forward and backward of one layer."""
+
+    def __init__(self, problem: "Problem", layer: nn.Module) -> None:
+        self.problem, self.layer = problem, layer
+
+    def __call__(self) -> None:
+        self.layer.zero_grad()
+        self.problem.x.grad = None
+        with self.problem.autocast():
+            y = self.layer(self.problem.x)
+        y.backward(self.problem.cotangent.to(y.dtype))
+
+
+class Problem:
+    """Tokens of one size, made when the first contender asks for them."""
+
+    def __init__(self, m: int, n: int, b: int, N: int, options: Options) -> None:
+        self.m, self.n, self.b, self.N = m, n, b, N
+        self.dtype = options.torch_dtype
+        self.device = torch.device(options.device)
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self._normal(0, self.N, self.n).to(self.dtype).requires_grad_()
+
+    @cached_property
+    def cotangent(self) -> Tensor:
+        return self._normal(1, self.N, self.m).to(self.dtype)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def _normal(self, seed: int, *shape: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, device=self.device, generator=generator)
+
+    def linear(self) -> nn.Linear:
+        with torch.random.fork_rng(), torch.device(self.device):
+            torch.manual_seed(0)
+            return nn.Linear(self.n, self.m, bias=False)
+
+    def poet(self, **options: Any) -> Step:
+        layer = mt.equivalence(self.linear(), seed=0, **options)
+        with torch.no_grad():
+            for stored in layer.parameters():
+                # The norm of a skew matrix of b² normal entries is about 2√b.
+                stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
+        return Layer(self, layer)
+
+    def oft(self) -> Step:
+        """Orthogonal finetuning as PEFT has it: P alone, the input rotated block by block, without a permutation."""
+        peft = load("peft", "peft")
+        config = peft.OFTConfig(
+            target_modules=["0"], oft_block_size=self.b, use_cayley_neumann=True, module_dropout=0.0
+        )
+        return Layer(self, peft.get_peft_model(nn.Sequential(self.linear()), config))
+
+    def operations(self, steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
+        counts = {
+            name: significant(_operations(step.layer, self.N) / (6 * self.N * self.m * self.n))
+            for name, step in steps.items()
+            if isinstance(step, Layer) and name.startswith("ours")
+        }
+        return {"operations / nn.Linear": {"nn.Linear": 1.0, **counts}}
+
+
+def _operations(layer: Any, tokens: int) -> int:
+    sizes = layer.parametrizations.weight[0].sizes
+    return min(linear_operations(tokens, sizes.R, sizes.P, input_centric=choice) for choice in (True, False))
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """A row for each size."""
+    return (_row(Problem(*size, options)) for size in (QUICK_SIZES if options.quick else SIZES))
+
+
+def _row(problem: Problem) -> Row:
+    ours: dict[str, Callable[[], Step]] = {
+        "ours block": lambda: problem.poet(block_size=problem.b),
+        "ours block, 4 terms": lambda: problem.poet(block_size=problem.b, terms=4),
+        "ours block, exact Cayley": lambda: problem.poet(block_size=problem.b, terms=None),
+        "ours block, P alone": lambda: problem.poet(block_size=problem.b, out_share=0.0),
+        "ours full 1/2": lambda: problem.poet(scheme="full", fraction=0.5),
+    }
+    contenders = [
+        Contender("nn.Linear", lambda: Layer(problem, problem.linear())),
+        *(Contender(name, build, limit=LIMIT) for name, build in ours.items()),
+        Contender("PEFT OFT (P alone)", problem.oft, limit=LIMIT),
+    ]
+    label = f"{problem.m}x{problem.n} b={problem.b} N={problem.N}"
+    weight = ("weight", problem.m * problem.n * 4)
+    return Row(label, "nn.Linear", contenders, problem.operations, memory_unit=weight)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    run("equivalence", TITLE, rows(options), options, arguments, memory=True)
+
+
+if __name__ == "__main__":
+    main()
