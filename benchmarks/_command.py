@@ -22,7 +22,7 @@ from manifold_tying.training._config import check_device
 from manifold_tying.training._machine import machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel")
+PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str,
     if out is None or not out.exists():
         return {}
     before = json.loads(out.read_text(encoding="utf-8"))
-    for key in ("benchmark", "machine"):
-        if before.get(key) != result[key]:
-            raise ValueError(
-                f"{out} has another {key}, {before.get(key)}; expected {result[key]}. Choose another --out"
-            )
+    # Peers that were not asked for yet are no reason to measure everything again.
+    known_peers = before.get("machine", {}).get("peers", {})
+    same_peers = {**result["machine"], "peers": {name: result["machine"]["peers"].get(name) for name in known_peers}}
+    for key, expected in (("benchmark", result["benchmark"]), ("machine", same_peers)):
+        if before.get(key) != expected:
+            raise ValueError(f"{out} has another {key}, {before.get(key)}; expected {expected}. Choose another --out")
     return {row["row"]: row for row in before["rows"]}
 
 

@@ -15,9 +15,11 @@ from manifold_tying.manifolds import SPD as SPD
 from manifold_tying.manifolds import Stiefel as Stiefel
 from manifold_tying.parametrizations import equivalence as equivalence
 from manifold_tying.parametrizations import equivalence_ as equivalence_
+from manifold_tying.parametrizations import load_adapter as load_adapter
 from manifold_tying.parametrizations import materialize as materialize
 from manifold_tying.parametrizations import merge as merge
 from manifold_tying.parametrizations import orthogonal as orthogonal
+from manifold_tying.parametrizations import save_adapter as save_adapter
 from manifold_tying.parametrizations import spd as spd
 from manifold_tying.parametrizations import stiefel as stiefel
 from manifold_tying.tying import PIT as PIT

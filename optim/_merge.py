@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
+WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector
+
+
 class MergeSchedule:
     """Merge-then-reinitialize every so many optimizer steps, and what belongs to it. (POET, section 3.2 and appendix E.)
 
@@ -20,7 +23,8 @@ class MergeSchedule:
 
     At each merge R and P of every equivalence are folded into W0 and start again from the identity with other blocks; the
     optimizer's state of the skew vectors (moments, step count) is zeroed, since it belongs to the blocks before; and
-    clipping is relaxed for some steps, in which the moments build up again. The clock is in the state dict, the blocks follow
+    clipping is relaxed for some steps, in which the moments build up again. A few times in between, and at the merge, it
+    warns where the skew matrices have grown too large for their map. The clock is in the state dict, the blocks follow
     from the seed and merge count of each equivalence: a resumed run merges when and as an uninterrupted one does.
 
     Args:
@@ -61,6 +65,9 @@ class MergeSchedule:
         """Count one optimizer step; merge where it is due. Returns whether it was."""
         self.steps += 1
         if self.steps % self.every:
+            if self.steps % max(1, self.every // WATCHES) == 0:
+                found = list(_equivalences(self.model))
+                type(found[0][1]).watch_all(found)
             return False
         found = list(_equivalences(self.model))
         type(found[0][1]).fold_all(found)

@@ -18,7 +18,7 @@ from benchmarks._memory import peak_of_step
 from benchmarks.page import main as page
 from benchmarks.page import render
 
-PEER_MODULES = ("geotorch", "pogo", "pogo.base", "transformers", "liger_kernel.transformers")
+PEER_MODULES = ("geotorch", "pogo", "pogo.base", "transformers", "liger_kernel.transformers", "peft")
 
 
 class Clock:
@@ -206,6 +206,37 @@ def test_interfaces_run(tmp_path: Path) -> None:
     assert row["memory_unit"] == "logits"
     if not torch.cuda.is_available():
         assert row["contenders"]["transpose, Liger"] == {"unavailable": "needs CUDA"}
+
+
+def test_equivalence_runs(tmp_path: Path) -> None:
+    (row,) = run("equivalence", tmp_path / "result.json", "--rows", "24x40")
+    operations = row["extra"]["operations / nn.Linear"]
+    # 24 x 40 in blocks of 8, 32 tokens: forming W takes 14 x 24 x 40 x 8 beside nn.Linear's six products
+    assert operations["ours block"] == pytest.approx(
+        min(4 / 6 + (24 + 40) * 8 / (24 * 40), 1 + 14 * 8 / (6 * 32)), 1e-3
+    )
+    assert row["contenders"]["nn.Linear"]["ratio"] == 1 and row["memory_unit"] == "weight"
+
+
+@pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (4, 0, 1e-5), (None, 0, 1e-5), (3, 1e-3, 1)])
+def test_singular_values_over_a_hundred_merges(terms: int | None, least: float, most: float) -> None:
+    """The bounds that are to hold at 512 x 512, here at 64 x 64; the paper's three terms as the negative control."""
+    from benchmarks.merge_drift import MERGES, drifts
+    from benchmarks.merge_drift import Options as Drift
+
+    found = drifts(Drift(size=64, block_size=32), terms)
+    assert least < found[100] < most and list(found) == list(MERGES)
+
+
+def test_merge_drift_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, figure = tmp_path / "drift.json", tmp_path / "figures" / "drift.svg"
+    import_module("benchmarks.merge_drift").main(
+        ["--size", "16", "--block-size", "8", "--out", str(out), "--figure", str(figure)]
+    )
+    curves = json.loads(out.read_text())["drift"]
+    assert set(curves) == {"1", "2", "3", "4", "5", "6", "exact"}
+    assert f"| {curves['2']['100']:.1e} |" in capsys.readouterr().out
+    assert figure.read_text().count("k = ") >= 6
 
 
 def test_training_step_runs(tmp_path: Path) -> None:

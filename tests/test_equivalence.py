@@ -346,6 +346,34 @@ def test_ragged_and_clamped_sizes() -> None:
     assert (sizes.R.block, sizes.P.block, sizes.R.size) == (7, 10, 21)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [*({"block_size": b} for b in (8, 16, 32)), *({"scheme": "full", "fraction": f} for f in (1 / 8, 1 / 4, 1 / 2))],
+)
+def test_how_often_each_weight_is_updated(options: dict[str, Any]) -> None:
+    """The paper's appendix H on a real layer: a merge at each of 100 steps; R and P move every entry once each, 200 of 200."""
+    layer: Any = equivalence(nn.Linear(64, 64, bias=False), seed=0, **options)
+    part, vector = constraint(layer), stored(layer)
+    counts = torch.zeros(64, 64)
+    for _ in range(100):
+        start = layer.weight.detach()
+        turn(layer, size=0.01)
+        with torch.no_grad():
+            (of_R, of_P), whole = vector.split([part.sizes.R.size, part.sizes.P.size]), vector.clone()
+            of_P.zero_()
+            halfway = layer.weight.detach()
+            vector.copy_(whole)
+        counts += (halfway != start).float() + (layer.weight != halfway).float()
+        assert of_R.any()
+        merge(layer)
+    if "scheme" not in options:
+        assert counts.min() >= 199  # an entry may round to what it was
+        assert (counts == 200).float().mean() > 0.99
+    else:
+        assert counts.mean().item() == pytest.approx(200 * options["fraction"], rel=1e-3)
+        assert counts.max() > counts.min() + 10
+
+
 # ---- the spectrum
 
 

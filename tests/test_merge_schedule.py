@@ -93,6 +93,20 @@ def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
     assert rows[:stop] + train(forgetful, range(stop, 13)) != whole or stop % 5 == 0
 
 
+def test_growing_skew_matrices_are_told_of_before_the_merge() -> None:
+    model, built, schedule = build(every=8)
+    vector = next(p for name, p in model.named_parameters() if name.endswith("original"))
+    for step in range(8):
+        with torch.no_grad():
+            vector.fill_(0.1 * (step + 1))
+        if step % 2:  # every quarter of the way
+            with pytest.warns(UserWarning, match="lower the learning rate, merge more often"):
+                assert schedule.step() == (step == 7)
+        else:
+            schedule.step()
+    assert not vector.any()
+
+
 def test_errors() -> None:
     model, built, _ = build()
     invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.5}]

@@ -1,5 +1,7 @@
 """Constraints on the weights of any layer, registered through torch.nn.utils.parametrize."""
 
+from manifold_tying.parametrizations._adapter import load_adapter as load_adapter
+from manifold_tying.parametrizations._adapter import save_adapter as save_adapter
 from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal

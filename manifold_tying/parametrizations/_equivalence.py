@@ -104,6 +104,11 @@ class Equivalence(Constraint):
             part.fold(stored)
             stored.grad = None
 
+    @staticmethod
+    def watch_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
+        """Warn of the worst, where one is about to leave the manifold."""
+        check_norm(found)
+
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         return self.sizes.R.draw_order(seed, count, "out"), self.sizes.P.draw_order(seed, count, "in")
 
@@ -162,13 +167,23 @@ def equivalence(
     shape = (rows, columns) if layout.flatten else layout.shape
     start = None if init == "keep" else initial_matrix(shape, init, seed).view(layout.shape)
     device, dtype = weight.device, weight.dtype
-    register(module, name, Equivalence(layout, dtype, sizes, terms, seed, weight))
+    register_equivalence(module, name, layout, sizes, terms, seed)
     if start is not None:
         setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
+    return module
+
+
+def register_equivalence(
+    module: nn.Module, name: str, layout: Layout, sizes: Sizes, terms: int | None, seed: int
+) -> Equivalence:
+    """Put the constraint on ``module.name``, whose weight becomes W0, and give nn.Linear the forward that goes with it."""
+    weight = getattr(module, name)
+    part = Equivalence(layout, weight.dtype, sizes, terms, seed, weight)
+    register(module, name, part)
     if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         # The class that parametrize made for this one module: copies share it, and materialize drops it.
         setattr(type(module), "forward", _linear_forward)  # noqa: B010 - mypy: a method is not assigned
-    return module
+    return part
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""How far singular values drift over a hundred merges, by the number of terms of the Neumann series.
+
+    python -m benchmarks.merge_drift --out benchmarks/results/merge-drift.json --figure docs/figures/merge-drift.svg
+
+A float32 nn.Linear is merged again and again; before each merge every block's skew matrix is drawn anew, normal entries scaled
+to a spectral norm of 0.1. The drift is the largest change of a singular value since the start, over the largest one. The
+bound on what one merge does is the series' defect: ‖A‖^(2k + 2) for even k, 2‖A‖^(k + 1) for odd k.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from benchmarks._command import commit
+from manifold_tying.linalg import skew, unskew
+from manifold_tying.training._machine import machine
+
+TERMS: tuple[int | None, ...] = (1, 2, 3, 4, 5, 6, None)
+MERGES = (1, 2, 5, 10, 20, 50, 100)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the experiment."""
+
+    size: int = 512
+    """Rows and columns of the weight."""
+    block_size: int = 256
+    norm: float = 0.1
+    """‖A‖ of every block before each merge."""
+    seed: int = 0
+    out: Path | None = None
+    """JSON file to write."""
+    figure: Path | None = None
+    """SVG file to draw."""
+
+
+def drifts(options: Options, terms: int | None) -> dict[int, float]:
+    """Number of merges: drift."""
+    generator = torch.Generator().manual_seed(options.seed)
+    layer: Any = nn.Linear(options.size, options.size, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) * options.size**-0.5)
+    mt.equivalence(layer, block_size=options.block_size, terms=terms, seed=options.seed)
+    start = torch.linalg.svdvals(layer.weight.detach().double())
+    found = {}
+    for count in range(1, max(MERGES) + 1):
+        with torch.no_grad():
+            layer.parametrizations.weight.original.copy_(_draw(options, generator))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "weight: the skew matrices have grown"
+            )  # what one term leaves is the point
+            mt.merge(layer)
+        if count in MERGES:
+            now = torch.linalg.svdvals(layer.weight.detach().double())
+            found[count] = float(f"{float((now - start).abs().max() / start[0]):.3g}")
+    return found
+
+
+def _draw(options: Options, generator: torch.Generator) -> Tensor:
+    b = options.block_size
+    A = skew(torch.randn(2 * options.size // b, b * (b - 1) // 2, generator=generator), b)
+    return unskew(A * (options.norm / torch.linalg.matrix_norm(A, 2)[:, None, None])).flatten()
+
+
+def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
+    """The curves, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "merge drift"  # the same file for the same numbers
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for i, (name, values) in enumerate(curves.items()):
+        even = name == "exact" or int(name) % 2 == 0
+        label = "exact Cayley map" if name == "exact" else f"k = {name}"
+        axes.loglog(list(values), list(values.values()), "o-" if even else "s--", color=f"C{i}", label=label)
+    axes.set_xlabel("merges")
+    axes.set_ylabel("largest change of a singular value / σ₁")
+    axes.grid(alpha=0.3)
+    axes.legend(ncol=2, fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    curves = {"exact" if terms is None else str(terms): drifts(options, terms) for terms in TERMS}
+    print("| merges | " + " | ".join("exact" if terms is None else f"k = {terms}" for terms in TERMS) + " |")
+    print("|---:|" + "---:|" * len(TERMS))
+    for count in MERGES:
+        print(f"| {count} | " + " | ".join(f"{curve[count]:.1e}" for curve in curves.values()) + " |")
+    if options.out is not None:
+        settings = {"size": options.size, "block_size": options.block_size, "norm": options.norm, "seed": options.seed}
+        result = {"settings": settings, "machine": machine(torch.device("cpu")), "commit": commit(), "drift": curves}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.figure is not None:
+        draw(curves, options.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Skew vectors alone as a file: what finetuning by orthogonal equivalence learned, for the model that it started from."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying.parametrizations._equivalence import equivalences, register_equivalence
+from manifold_tying.parametrizations._equivalence_options import Sizes
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._primitive import Primitive
+
+M = TypeVar("M", bound=nn.Module)
+_FORMAT = "manifold-tying equivalence adapter 1"
+_PARTS = ("skew", "out_order", "in_order")
+
+
+def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
+
+    W0 is not in the file, only a digest of it: :func:`load_adapter` puts the rotations on the model that finetuning
+    started from. For that, nothing may have been merged.
+
+    Raises:
+        ValueError: the model has no equivalence, or one was merged; nothing is written.
+    """
+    found = equivalences(model)
+    if not found:
+        raise ValueError(
+            "the model has no equivalence to save; call equivalence or equivalence_ on it before finetuning"
+        )
+    if merged := [name for name, part, _ in found if part.merges]:
+        raise ValueError(
+            f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the whole model"
+        )
+    tensors: dict[str, Tensor] = {}
+    described = {}
+    for name, part, stored in found:
+        values = (stored, part.out_order, part.in_order)
+        tensors |= {
+            f"{name}.{key}": value.detach().cpu().contiguous() for key, value in zip(_PARTS, values, strict=True)
+        }
+        described[name] = {
+            "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
+            "base": _digest(part.base),
+        }  # fmt: skip
+    metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
+    final = Path(path)
+    draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
+    try:
+        _safetensors().torch.save_file(tensors, draft, metadata)
+        os.replace(draft, final)  # a reader sees the file before or the one after
+    finally:
+        draft.unlink(missing_ok=True)
+    return final
+
+
+def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
+    """Put the rotations of :func:`save_adapter` on the model that they were learned for, in place; returns it.
+
+    Weights that are plain get their equivalence, with the weight as W0; those that have the same one already get the
+    values. :func:`materialize` then makes a plain model of it.
+
+    Raises:
+        ValueError: the file is no adapter, or it is one of another model; nothing is changed.
+    """
+    try:
+        with _safetensors().safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+    except Exception as error:
+        raise ValueError(f"cannot read {path} as safetensors: {error}") from error
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
+    described: dict[str, Any] = json.loads(metadata["equivalences"])
+    changes = [_Change.planned(model, name, values, tensors) for name, values in described.items()]
+    for change in changes:
+        change.make()
+    return model
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One weight's part of an adapter, checked against the model."""
+
+    owner: nn.Module
+    name: str
+    layout: Layout | None
+    """None where the equivalence is there already."""
+    sizes: Sizes
+    terms: int | None
+    seed: int
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def planned(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "_Change":
+        prefix, _, name = path.rpartition(".")
+        try:
+            owner = model.get_submodule(prefix)
+        except AttributeError as error:
+            raise ValueError(f"the adapter is for {path!r}, which this model does not have") from error
+        sizes = Sizes(Primitive(*described["rows"]), Primitive(*described["columns"]))
+        there = {own: part for own, part, _ in equivalences(owner) if own == name}.get(name)
+        if there is None:
+            layout, base = Layout.of(owner, name), getattr(owner, name)
+        else:
+            layout, base = None, there.base
+            if (there.sizes, there.terms, int(there.merges)) != (sizes, described["terms"], 0):
+                raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
+        if _digest(base) != described["base"]:
+            raise ValueError(
+                f"{path} is not the weight that the adapter was learned for; load it on the model that finetuning started "
+                "from"
+            )
+        values = tuple(tensors[f"{path}.{key}"] for key in _PARTS)
+        return cls(owner, name, layout, sizes, described["terms"], described["seed"], values)
+
+    @torch.no_grad()
+    def make(self) -> None:
+        if self.layout is not None:
+            register_equivalence(self.owner, self.name, self.layout, self.sizes, self.terms, self.seed)
+        (part, stored) = next((part, stored) for own, part, stored in equivalences(self.owner) if own == self.name)
+        for target, value in zip((stored, part.out_order, part.in_order), self.values, strict=True):
+            target.copy_(value)
+        part.seed.fill_(self.seed)
+
+
+def _numbers(side: Primitive) -> list[int]:
+    return [side.n, side.block, side.covered]
+
+
+def _digest(base: Tensor) -> str:
+    """Of the values rounded to bfloat16, so that a model loaded in it and one loaded in float32 agree."""
+    rounded = base.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+    return hashlib.blake2b(rounded.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("adapters are safetensors files; pip install safetensors") from error
+    return safetensors

@@ -1,0 +1,134 @@
+"""Finetuning by orthogonal equivalence: from a trained model to a plain one, its skew vectors as an adapter."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
+from manifold_tying.models import Llama, LlamaConfig
+from manifold_tying.parametrizations import equivalences
+from manifold_tying.tying import TransposeTying
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "block": {"block_size": 8, "terms": None},
+    "full": {"scheme": "full", "fraction": 0.5, "terms": None},
+    "orthogonal finetuning": {"block_size": 8, "out_share": 0.0, "terms": None},
+}
+every_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+@pytest.fixture
+def pretrained() -> Any:
+    config = LlamaConfig(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=24)
+    torch.manual_seed(0)
+    return Llama(config, TransposeTying(61, 16))
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids)
+
+
+def finetuned(model: Any, **options: Any) -> Any:
+    """A copy with equivalences on its body, trained for a few steps of those alone."""
+    model = copy.deepcopy(model)
+    equivalence_(model, seed=5, verbose=False, **options)
+    vectors = [stored for _, _, stored in equivalences(model)]
+    optimizer = torch.optim.Adam(vectors, lr=3e-2)
+    ids = torch.randint(61, (4, 12))
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return model
+
+
+@every_option
+def test_a_finetuned_model_becomes_a_plain_one_with_the_same_logits(pretrained: Any, option: str) -> None:
+    ids = torch.randint(61, (2, 9))
+    model = finetuned(pretrained, **OPTIONS[option])
+    expected = logits(model, ids)
+    assert (expected - logits(pretrained, ids)).abs().max() > 1e-3
+    plain = materialize(model)
+    assert set(plain.state_dict()) == set(pretrained.state_dict())
+    torch.testing.assert_close(logits(plain, ids), expected, rtol=0, atol=1e-5)
+
+
+def test_one_sided_finetuning_keeps_the_angles_between_neurons(pretrained: Any) -> None:
+    def gram(weight: torch.Tensor) -> torch.Tensor:
+        return weight @ weight.mT  # rows are neurons
+
+    model = materialize(finetuned(pretrained, block_size=8, out_share=0.0, terms=None))
+    both = materialize(finetuned(pretrained, block_size=8, terms=None))
+    before = gram(pretrained.blocks[0].mlp.down.weight)
+    torch.testing.assert_close(gram(model.blocks[0].mlp.down.weight), before, rtol=1e-4, atol=1e-6)
+    assert (gram(both.blocks[0].mlp.down.weight) - before).norm() > 1e-3 * before.norm()
+
+
+@every_option
+def test_an_adapter_brings_a_plain_model_to_the_finetuned_one(pretrained: Any, option: str, tmp_path: Path) -> None:
+    ids = torch.randint(61, (2, 9))
+    model = finetuned(pretrained, **OPTIONS[option])
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    skew = sum(value.numel() for key, value in load_file(path).items() if key.endswith(".skew"))
+    assert skew == sum(stored.numel() for _, _, stored in equivalences(model))
+    loaded = load_adapter(copy.deepcopy(pretrained), path)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+    again = load_adapter(finetuned(pretrained, **OPTIONS[option]), path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    merge(loaded)  # goes on with the orders that the finetuned one would take
+    merge(model)
+    for (_, a, _), (_, b, _) in zip(equivalences(loaded), equivalences(model), strict=True):
+        assert torch.equal(a.out_order, b.out_order) and torch.equal(a.in_order, b.in_order)
+
+
+def test_an_adapter_fits_a_model_loaded_in_low_precision(pretrained: Any, tmp_path: Path) -> None:
+    ids = torch.randint(61, (2, 9))
+    model = finetuned(pretrained, block_size=8, terms=None)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    low = load_adapter(copy.deepcopy(pretrained).bfloat16(), path)
+    found = logits(low, ids).float()
+    expected = logits(model, ids)
+    assert (found - expected).norm() < 0.3 * (expected - logits(pretrained, ids)).norm()
+
+
+def test_adapters_of_other_models_are_refused_and_change_nothing(pretrained: Any, tmp_path: Path) -> None:
+    model = finetuned(pretrained, block_size=8, terms=None)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    other = copy.deepcopy(pretrained)
+    with torch.no_grad():
+        list(other.blocks)[-1].mlp.down.weight[0, 0] += 1
+    keys = set(other.state_dict())
+    with pytest.raises(ValueError, match="not the weight that the adapter was learned for"):
+        load_adapter(other, path)
+    assert set(other.state_dict()) == keys
+    with pytest.raises(ValueError, match="which this model does not have"):
+        load_adapter(nn.Linear(3, 3), path)
+    sized = finetuned(pretrained, block_size=4, terms=None)
+    with pytest.raises(ValueError, match="other sizes, terms or merges"):
+        load_adapter(sized, path)
+    save_file({"a": torch.zeros(2)}, tmp_path / "plain.safetensors")
+    with pytest.raises(ValueError, match=r"expected .* to be a manifold-tying equivalence adapter"):
+        load_adapter(pretrained, tmp_path / "plain.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="cannot read"):
+        load_adapter(pretrained, tmp_path / "cut.safetensors")
+
+
+def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no equivalence to save"):
+        save_adapter(pretrained, tmp_path / "a.safetensors")
+    model = finetuned(pretrained, block_size=8, terms=None)
+    merge(model)
+    with pytest.raises(ValueError, match="merging changed W0"):
+        save_adapter(model, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
