@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-
 WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector
 
 

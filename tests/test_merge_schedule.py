@@ -94,7 +94,7 @@ def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
 
 
 def test_growing_skew_matrices_are_told_of_before_the_merge() -> None:
-    model, built, schedule = build(every=8)
+    model, _, schedule = build(every=8)
     vector = next(p for name, p in model.named_parameters() if name.endswith("original"))
     for step in range(8):
         with torch.no_grad():
