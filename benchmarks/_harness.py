@@ -45,6 +45,8 @@ class Row:
     """Further measures, from the contenders' steps after the timed rounds and from their times."""
     memory_unit: tuple[str, int] | None = None
     """What a step's extra memory is reported as a share of, and its bytes."""
+    whole_memory: bool = False
+    """Whether that memory counts what is built as well: weights, gradients and an optimizer's state."""
 
 
 def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) -> dict[str, Any]:

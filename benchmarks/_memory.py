@@ -15,6 +15,8 @@ from manifold_tying.training._machine import peak_memory, reset_peak_memory
 def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
     """Bytes that a step of the contender holds at most beyond what is there before it, measured at its second step.
 
+    With ``Row.whole_memory`` beyond what is there before the contender is built.
+
     ``benchmarks.NAME.rows(options)`` is asked again in the fresh process, which builds that one contender alone: what
     others left behind in an allocator would otherwise hide what it takes. The second step, because the first one makes
     an optimizer's state and the libraries' workspaces, which stay.
@@ -30,19 +32,27 @@ def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
 
 def _measure(benchmark: str, options: Any, row: str, contender: str) -> int:
     rows = importlib.import_module(f"benchmarks.{benchmark}").rows(options)
-    (found,) = (c for r in rows if r.label == row for c in r.contenders if c.name == contender)
-    step = found.build()
+    of_row = next(r for r in rows if r.label == row)
+    (found,) = (c for c in of_row.contenders if c.name == contender)
     device = torch.device(options.device)
+    before = _level(device)
+    step = found.build()
     for _ in range(found.steps):
         step()
-    _give_back(device)
-    reset_peak_memory(device)
-    before = peak_memory(device)
+    if not of_row.whole_memory:
+        before = _level(device)
     for _ in range(found.steps):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return peak_memory(device) - before
+
+
+def _level(device: torch.device) -> int:
+    """Bytes in use now, from which on the peak is looked for."""
+    _give_back(device)
+    reset_peak_memory(device)
+    return peak_memory(device)
 
 
 def _give_back(device: torch.device) -> None:
