@@ -64,10 +64,21 @@ def angles_of(cosines: Tensor, residual_gram: Tensor) -> Tensor:
     return torch.atan2(sines, cosines)
 
 
+def vector_angles(a: Tensor, b: Tensor) -> Tensor:
+    """Angles between the vectors a and b (..., d), as 2 atan2(‖â - b̂‖, ‖â + b̂‖): (...), float64, exact at 0 and at π.
+
+    NaN where one is zero. (Kahan.)
+    """
+    a, b = (v.detach().double() for v in (a, b))
+    a, b = (v / torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a, b))
+    return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
+
+
 def principal_angles(A: Tensor, B: Tensor) -> Tensor:
     """The d principal angles between the column spaces of A and B, both (V, d): (d,), float64, radians, ascending.
 
-    The largest is exact however small it is, the others to 1e-8 of it at least. In O(V d²) operations and O(d²) memory beside the tables.
+    The largest is exact however small it is, the others to 1e-8 of it at least. O(V d²) operations, and O(d²) memory and a
+    few blocks of rows beside the tables.
     """
     if A.shape != B.shape:
         raise ValueError(f"expected two tables of one shape (V, d), got {tuple(A.shape)} and {tuple(B.shape)}")
