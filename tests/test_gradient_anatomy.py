@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 import manifold_tying as mt
@@ -219,7 +221,7 @@ def test_vector_angles() -> None:
 def test_head_cost_of_the_note() -> None:
     assert head_cost(4, 128, 4096, 32_000) == 67_108_864_000
     hidden, head = torch.randn(2, 3, 5), torch.randn(5, 7)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         hidden @ head
     assert counter.get_total_flops() == 2 * head_cost(2, 3, 5, 7)
     with pytest.raises(ValueError, match="positive"):

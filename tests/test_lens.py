@@ -81,7 +81,8 @@ def reference(interface: mt.TokenInterface | None = None, **options: Any) -> mod
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("kind", [mt.Untied, mt.TransposeTying, mt.PIT])
 def test_lens_of_the_reference_model(kind: Any, parallel: bool) -> None:
-    model = reference(kind(V, D), parallel_block=parallel)
+    interface = kind(V, D) if kind is mt.PIT else kind(V, D, std=0.5)
+    model = reference(interface, parallel_block=parallel)
     trace = transition_trace(model, IDS, top=4)
     assert trace.top.shape == trace.probabilities.shape == trace.input_anchors.ids.shape == (LAYERS + 1, 4)
     prediction = model(IDS[None])[0, -1].softmax(-1)
@@ -181,10 +182,13 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
         list(model.children())[-1].eval()
         modes = [module.training for module in model.modules()]
         before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(IDS[None], **({} if isinstance(model, models.Llama) else {"output_hidden_states": True}))
+        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
         trace = transition_trace(model, IDS)
         assert modes == [module.training for module in model.modules()]
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        # Hugging Face leaves hooks of its own
+        assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
         assert not trace.states.requires_grad
 
 
@@ -229,7 +233,7 @@ def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
         "transpose": transition_trace(reference(mt.TransposeTying(V, D)), IDS),
     }
     vocabulary = [f"t{v}" for v in range(V)]
-    vocabulary[int(traces["PIT"].top[0, 0])] = " $x$ "
+    vocabulary[int(traces["PIT"].top[-1, 0])] = " $x$ "
     rows = traces["PIT"].rows(vocabulary.__getitem__)
     assert len(rows) == LAYERS + 1 and all(len(row) == 4 for row in rows)
     assert rows[-1][0] == str(LAYERS) and rows[-1][1].startswith(vocabulary[int(traces["PIT"].top[-1, 0])])

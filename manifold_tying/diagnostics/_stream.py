@@ -61,14 +61,15 @@ def _reference(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
 
 def _hugging_face(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
     _, head = embedding_and_head(model)
-    calls: list[tuple[nn.Module, Any, Any]] = []  # of every module with tensors in and out, in order
+    calls: list[tuple[nn.Module, Any, Any]] = []  # of every module, in order
     with ExitStack() as hooks:
         for module in model.modules():
             hook = module.register_forward_hook(lambda module, inputs, out: calls.append((module, inputs, out)))
             hooks.callback(hook.remove)
         output = model(ids, output_hidden_states=True, use_cache=False)
     last = output.hidden_states[-1]
-    made = [(module, inputs[0]) for module, inputs, out in calls if out is last and inputs and module is not head]
+    # by storage, for some models reshape the norm's output; the calls hold theirs, so that none is used twice
+    made = [(module, inputs[0]) for module, inputs, out in calls if inputs and _is_view(out, last)]
     if not made:
         raise ValueError(
             f"found no final norm in {type(model).__name__}: expected a module whose output is hidden_states[-1]"
@@ -76,6 +77,10 @@ def _hugging_face(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tenso
     norm, before = made[0]  # the innermost comes first
     states = [state[0, position] for state in output.hidden_states[:-1]] + [before[0, position]]
     return Stream(torch.stack(states), norm, lambda state: _scaled(model.config, head(state))), output.logits
+
+
+def _is_view(out: Any, of: Tensor) -> bool:
+    return isinstance(out, Tensor) and out.data_ptr() == of.data_ptr() and out.numel() == of.numel()
 
 
 def _scaled(config: Any, logits: Tensor) -> Tensor:
