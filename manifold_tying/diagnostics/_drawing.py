@@ -17,8 +17,8 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
     """One panel per trace: a column per layer, the band's colour is the token that the state is nearest to.
 
     Three bands: nearest row of E, nearest column of W_out, and the logit lens's top token; the fainter a cell, the smaller
-    the cosine or the probability. One colour per token in all panels, so that a smooth transition is a band of few long
-    stretches and an erratic one is many-coloured. Save it with ``.savefig(path)``.
+    the cosine or the probability. One colour per token in all panels (twenty, then they repeat), so that a smooth
+    transition is a band of few long stretches and an erratic one is many-coloured. Save it with ``.savefig(path)``.
     """
     try:
         from matplotlib import colormaps
@@ -31,7 +31,7 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
     bands = {name: _bands(trace) for name, trace in traces.items()}
     tokens = list(dict.fromkeys(v for panel in bands.values() for ids, _ in panel.values() for v in ids))
     palette = colormaps["tab20"]
-    colours = {v: palette(i % palette.N) for i, v in enumerate(tokens)}
+    colours = {v: palette(i % palette.N) for i, v in enumerate(tokens)}  # more tokens than colours share them
     layers = max(len(trace.top) for trace in traces.values())
     figure = Figure(figsize=(1.6 + 0.85 * layers, 0.6 + 1.5 * len(traces)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -54,7 +54,7 @@ def _bands(trace: TransitionTrace) -> dict[str, tuple[list[int], list[float]]]:
 def _panel(
     axes: "Axes",
     bands: Mapping[str, tuple[list[int], list[float]]],
-    colours: Mapping[int, tuple[float, ...]],
+    colours: Mapping[int, tuple[float, float, float, float]],
     decode: Decode,
 ) -> None:
     from matplotlib.patches import Rectangle
@@ -62,7 +62,8 @@ def _panel(
     for row, (tokens, strengths) in enumerate(bands.values()):
         for layer, (token, strength) in enumerate(zip(tokens, strengths, strict=True)):
             cell = Rectangle((layer - 0.5, row - 0.5), 1, 1, edgecolor=_FAINT, linewidth=0.5)
-            cell.set_facecolor((*colours[token][:3], 0.15 + 0.85 * strength))
+            cell.set_facecolor(colours[token])
+            cell.set_alpha(0.15 + 0.85 * strength)
             axes.add_patch(cell)
             # a dollar sign would start a formula
             text = decode(token).strip()[:_LETTERS].replace("$", r"\$") or repr(decode(token))[1:-1]

@@ -1,5 +1,7 @@
 """The two tables of a language model in memory."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from manifold_tying.tying import TokenInterface
@@ -15,30 +17,38 @@ def interface_tables(model: nn.Module) -> tuple[Tensor, Tensor]:
     interface = getattr(model, "interface", model)
     if isinstance(interface, TokenInterface):
         return interface.materialize()
-    embedding, head = embedding_and_head(model)
-    for module in (embedding, head):
-        tables = module.materialize() if callable(getattr(module, "materialize", None)) else None
+    sides = []
+    for module in embedding_and_head(model):
+        tables = _table(module)
         if isinstance(tables, tuple):
             return tables
-    return _rows(embedding), _rows(head).mT
+        sides.append(tables)
+    return sides[0], sides[1].mT
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The modules of a Hugging Face causal language model that read tokens and score them."""
-    getters = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
-    modules = [getter() if callable(getter) else None for getter in getters]
-    if not all(isinstance(module, nn.Module) for module in modules):
+    embedding, head = (_call(model, f"get_{side}_embeddings") for side in ("input", "output"))
+    if not isinstance(embedding, nn.Module) or not isinstance(head, nn.Module):
         raise ValueError(
             f"expected a model with a token interface or a Hugging Face causal language model, got {type(model).__name__} "
             "without both get_input_embeddings() and get_output_embeddings(); load it with AutoModelForCausalLM"
         )
-    return modules[0], modules[1]
+    return embedding, head
 
 
-def _rows(module: nn.Module) -> Tensor:
-    """The table (V, d) of an embedding or a linear layer, either of which stores one row per token."""
-    materialize = getattr(module, "materialize", None)
-    table = materialize() if callable(materialize) else getattr(module, "weight", None)
+def _table(module: nn.Module) -> Tensor | tuple[Tensor, Tensor]:
+    """What a module computes with: its table (V, d), one row per token as embeddings and linear layers have, or both tables."""
+    table = _call(module, "materialize")
+    if isinstance(table, tuple):
+        return table
+    table = getattr(module, "weight", None) if table is None else table
     if not isinstance(table, Tensor) or table.ndim != 2:
         raise ValueError(f"expected a module with a table (V, d) as its weight, got {type(module).__name__}")
     return table.detach()
+
+
+def _call(module: nn.Module, method: str) -> Any:
+    """What a method without arguments returns, None where there is none."""
+    found: Any = getattr(module, method, None)
+    return found() if callable(found) else None
