@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -147,8 +148,8 @@ def test_a_copied_model_has_the_same_trace() -> None:
 
 
 def test_the_embedding_is_nearest_to_its_own_token() -> None:
-    for options in ({}, {"embedding_norm": True}):
-        trace = transition_trace(reference(**options), IDS)
+    for norm in (False, True):
+        trace = transition_trace(reference(embedding_norm=norm), IDS)
         assert trace.input_anchors.ids[0, 0] == IDS[-1] and trace.input_anchors.cosines[0, 0] == pytest.approx(1)
     trace = transition_trace(reference(), IDS, position=1)
     assert trace.input_anchors.ids[0, 0] == IDS[1]
@@ -248,7 +249,7 @@ def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
     colours: dict[str, set[tuple[float, ...]]] = {}
     for axes in figure.axes:
         for text, cell in zip(axes.texts, axes.patches, strict=True):
-            colours.setdefault(text.get_text(), set()).add(tuple(cell.get_facecolor())[:3])
+            colours.setdefault(text.get_text(), set()).add(to_rgb(cell.get_facecolor()))
     assert all(len(found) == 1 for found in colours.values())
     with pytest.raises(ValueError, match="at least one trace"):
         draw_traces({})
