@@ -134,6 +134,29 @@ def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: 
     assert name in description and description.endswith("untied" if name in ("llama", "gpt_neox") else " tied")
 
 
+def test_a_converted_model(tmp_path: Path) -> None:
+    """Both halves hold the same interface; an empty tensor stands under the name of the stock table."""
+
+    class Half(torch.nn.Module):
+        def __init__(self, interface: mt.PIT) -> None:
+            super().__init__()
+            self.interface = interface
+
+    pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", diagonal="exp", bounds=(0.5, 4.0))
+    model = hugging_face("llama")
+    model.set_input_embeddings(Half(pit))
+    model.set_output_embeddings(Half(pit))
+    for table, expected in zip(interface_tables(model), pit.materialize(), strict=True):
+        assert torch.equal(table, expected)
+    prefix = "model.embed_tokens."
+    weights = {f"{prefix}interface.{name}": tensor for name, tensor in pit.state_dict().items()}
+    save_file({**weights, f"{prefix}weight": torch.empty(0)}, tmp_path / "model.safetensors")
+    options = {"diagonal": "exp", "bounds": [0.5, 4.0], "memory": "frozen"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": options}))
+    E, W_out, description = inspect_tables(tmp_path)
+    assert torch.equal(E, pit.materialize()[0]) and torch.equal(W_out, pit.materialize()[1]) and "PIT" in description
+
+
 def test_a_tied_and_an_untied_llama(tmp_path: Path) -> None:
     tied = hugging_face("llama", tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)

@@ -15,6 +15,7 @@ from manifold_tying.tying import PIT
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _OURS = "interface."
+_MEMORY = "parametrizations.memory.original"
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -60,16 +61,16 @@ def _of_checkpoint(folder: Path) -> SavedTables:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying")
     if {"embedding", "head"} <= set(tensors):
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied")
-    if "parametrizations.memory.original" in tensors:
+    if _MEMORY in tensors:
         pit = _pit(tensors, folder, state.get("config", {}))
         return SavedTables(*pit.materialize(), f"{kind}, {state.get('config', {}).get('interface', 'pit')}")
     raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> PIT:
-    V, d = tensors["parametrizations.memory.original"].shape
+    V, d = tensors[_MEMORY].shape
     with torch.random.fork_rng(devices=[]):  # it draws a memory, to be replaced
-        pit = PIT(V, d, diagonal=config.get("diagonal", "softplus"))
+        pit = PIT(V, d, diagonal=config.get("diagonal", "softplus"), bounds=config.get("bounds"))
     if "bridge" in tensors:
         pit.bridge = torch.nn.Parameter(tensors["bridge"])
     try:
@@ -83,6 +84,12 @@ def _of_hugging_face(folder: Path) -> SavedTables:
     config = _read_json(folder / "config.json")
     where = _weight_map(folder)
     text = config.get("text_config", {})
+    converted = [name.removesuffix(_MEMORY) for name in where if name.endswith(_OURS + _MEMORY)]
+    if converted:  # by this package; the two halves share one interface
+        names = [name for name in where if name.startswith(converted[0])]
+        tensors = {name.removeprefix(converted[0]): tensor for name, tensor in _read(folder, where, names).items()}
+        pit = _pit(tensors, folder, config.get("quantization_config", {}))
+        return SavedTables(*pit.materialize(), f"Hugging Face {config.get('model_type', 'model')}, PIT")
     vocabulary = config.get("vocab_size", text.get("vocab_size"))
     embedding = _one(folder, where, _EMBEDDING, "embedding table", vocabulary)
     if embedding is None:

@@ -14,8 +14,7 @@ def interface_tables(model: nn.Module) -> tuple[Tensor, Tensor]:
     ``get_input_embeddings`` and ``get_output_embeddings``. A factor outside the tables (Gemma's √d, Granite's and
     Cohere's multipliers, a bias of the head) is not part of them.
     """
-    interface = getattr(model, "interface", model)
-    if isinstance(interface, TokenInterface):
+    if (interface := token_interface(model)) is not None:
         return interface.materialize()
     sides = []
     for module in embedding_and_head(model):
@@ -24,6 +23,12 @@ def interface_tables(model: nn.Module) -> tuple[Tensor, Tensor]:
             return tables
         sides.append(tables)
     return sides[0], sides[1].mT
+
+
+def token_interface(module: nn.Module) -> TokenInterface | None:
+    """The token interface that a module is or owns."""
+    found = getattr(module, "interface", module)
+    return found if isinstance(found, TokenInterface) else None
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -39,6 +44,8 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def _table(module: nn.Module) -> Tensor | tuple[Tensor, Tensor]:
     """What a module computes with: its table (V, d), one row per token as embeddings and linear layers have, or both tables."""
+    if (interface := token_interface(module)) is not None:
+        return interface.materialize()
     table = _call(module, "materialize")
     if isinstance(table, tuple):
         return table
