@@ -1,7 +1,26 @@
 """What a model's constraint does, in numbers."""
 
-from manifold_tying.diagnostics._interface import condition as condition
+from manifold_tying.diagnostics._anchors import Anchors as Anchors
+from manifold_tying.diagnostics._anchors import TokenDrift as TokenDrift
+from manifold_tying.diagnostics._anchors import nearest_anchors as nearest_anchors
+from manifold_tying.diagnostics._anchors import token_drift as token_drift
+from manifold_tying.diagnostics._bases import principal_angles as principal_angles
+from manifold_tying.diagnostics._bases import vector_angles as vector_angles
+from manifold_tying.diagnostics._drawing import draw_traces as draw_traces
+from manifold_tying.diagnostics._frequency import BucketNorms as BucketNorms
+from manifold_tying.diagnostics._frequency import RowNorms as RowNorms
+from manifold_tying.diagnostics._frequency import frequency_buckets as frequency_buckets
+from manifold_tying.diagnostics._frequency import row_norms as row_norms
+from manifold_tying.diagnostics._gradient import BucketGradients as BucketGradients
+from manifold_tying.diagnostics._gradient import SideGradients as SideGradients
+from manifold_tying.diagnostics._gradient import gradient_anatomy as gradient_anatomy
+from manifold_tying.diagnostics._gradient import head_cost as head_cost
+from manifold_tying.diagnostics._gradient import split_gradient as split_gradient
+from manifold_tying.diagnostics._inspect import SavedTables as SavedTables
+from manifold_tying.diagnostics._inspect import inspect_tables as inspect_tables
+from manifold_tying.diagnostics._interface import InterfaceConsistency as InterfaceConsistency
 from manifold_tying.diagnostics._interface import delta_ti as delta_ti
+from manifold_tying.diagnostics._interface import interface_consistency as interface_consistency
 from manifold_tying.diagnostics._rotation import Phases as Phases
 from manifold_tying.diagnostics._rotation import TraceProbe as TraceProbe
 from manifold_tying.diagnostics._rotation import orthogonality_error as orthogonality_error
@@ -10,8 +29,14 @@ from manifold_tying.diagnostics._rotation import trace_probe as trace_probe
 from manifold_tying.diagnostics._rotation import update_counts as update_counts
 from manifold_tying.diagnostics._rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics._spectrum import SpectralSummary as SpectralSummary
+from manifold_tying.diagnostics._spectrum import condition as condition
+from manifold_tying.diagnostics._spectrum import eigenvalues as eigenvalues
 from manifold_tying.diagnostics._spectrum import hyperspherical_energy as hyperspherical_energy
 from manifold_tying.diagnostics._spectrum import singular_values as singular_values
 from manifold_tying.diagnostics._spectrum import spectral_summary as spectral_summary
 from manifold_tying.diagnostics._spectrum import svd_entropy as svd_entropy
+from manifold_tying.diagnostics._tables import interface_tables as interface_tables
+from manifold_tying.diagnostics._trace import Smoothness as Smoothness
+from manifold_tying.diagnostics._trace import TransitionTrace as TransitionTrace
+from manifold_tying.diagnostics._trace import transition_trace as transition_trace
 from manifold_tying.linalg import defect as defect

@@ -48,6 +48,20 @@ def spectral_summary(W: Tensor) -> SpectralSummary:
     return SpectralSummary(largest, smallest, largest / smallest, entropy, stable_rank)
 
 
+def eigenvalues(T: Tensor) -> Tensor:
+    """The eigenvalues of a symmetric T (..., d, d), ascending, float64: of PIT's transform, all positive."""
+    linalg.check_square(T)
+    linalg.working_dtype(T.dtype)
+    linalg.check_finite(T)
+    return torch.linalg.eigvalsh(T.detach().double())
+
+
+def condition(T: Tensor) -> float:
+    """Largest over smallest eigenvalue of a symmetric positive definite T (d, d), in float64."""
+    spectrum = eigenvalues(T)
+    return (spectrum[-1] / spectrum[0]).item()
+
+
 def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
     """HE = Σ_{i≠j} ‖ŵ_i - ŵ_j‖^-s over ordered pairs of normalized rows of W (..., n, d): (...), float64.
 

@@ -1,0 +1,96 @@
+"""Tokens as points of hidden space: which are nearest to a state, and whether they moved between two checkpoints."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifold_tying.diagnostics._bases import table_blocks
+
+_QUERIES = 1024  # tokens whose similarities to the vocabulary are held at a time
+
+
+class Anchors(NamedTuple):
+    """The nearest tokens of each state, nearest first."""
+
+    ids: Tensor  # (n, k), int64
+    cosines: Tensor  # (n, k), float64
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDrift:
+    """How far tokens moved between two tables."""
+
+    tokens: Tensor  # (n,), int64
+    cosines: Tensor  # (n,), float64: between a token's vector before and after
+    neighbours_kept: Tensor  # (n,), float64: share of its k nearest other tokens that are the same after
+
+
+def nearest_anchors(states: Tensor, anchors: Tensor, k: int = 1) -> Anchors:
+    """The k anchors (V, d) with the largest cosine to each state (n, d), in float64, a block of anchors at a time.
+
+    Anchors of the input side are the rows of E, those of the output side the columns of W_out, given as W_outᵀ: with the
+    columns' lengths, which the logits h W_out keep, the head ranks them by more than direction. An anchor or a state that
+    is zero has cosine 0.
+    """
+    if states.ndim != 2 or anchors.ndim != 2 or states.shape[1] != anchors.shape[1]:
+        raise ValueError(
+            f"expected states (n, d) and anchors (V, d), got {tuple(states.shape)} and {tuple(anchors.shape)}"
+        )
+    if not 1 <= k <= len(anchors):
+        raise ValueError(f"expected k in [1, {len(anchors)}], got {k}")
+    directions = _directions(states.detach().double())
+    ids = torch.zeros(len(states), 0, dtype=torch.int64, device=states.device)
+    cosines = torch.zeros(len(states), 0, dtype=torch.float64, device=states.device)
+    start = 0
+    for block in table_blocks(anchors):
+        found, places = (directions @ _directions(block).mT).topk(min(k, len(block)))
+        cosines, ids = torch.cat([cosines, found], 1), torch.cat([ids, places + start], 1)
+        cosines, order = cosines.topk(min(k, cosines.shape[1]))
+        ids = ids.gather(1, order)
+        start += len(block)
+    return Anchors(ids, cosines)
+
+
+def token_drift(before: Tensor, after: Tensor, *, tokens: Tensor | None = None, neighbours: int = 5) -> TokenDrift:
+    """What became of tokens between two tables (V, d) of one vocabulary, two checkpoints of E or of W_outᵀ.
+
+    The cosine sees a common rotation of hidden space as drift; the neighbours do not, they say whether a token still means
+    the same among the others.
+
+    Args:
+        before, after: the tables.
+        tokens: ids (n,) to look at; None takes all, at O(V² d) operations: for a large vocabulary give a sample.
+        neighbours: how many nearest other tokens to compare.
+    """
+    if before.shape != after.shape or before.ndim != 2:
+        raise ValueError(f"expected two tables of one shape (V, d), got {tuple(before.shape)} and {tuple(after.shape)}")
+    if not 1 <= neighbours < len(before):
+        raise ValueError(f"expected neighbours in [1, {len(before) - 1}], got {neighbours}")
+    tokens = torch.arange(len(before), device=before.device) if tokens is None else tokens
+    if tokens.dtype != torch.int64 or tokens.ndim != 1 or not ((tokens >= 0) & (tokens < len(before))).all():
+        raise ValueError(
+            f"expected int64 token ids (n,) in [0, {len(before)}), got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    cosines, kept = [], []
+    for part in tokens.split(_QUERIES):
+        first, second = before[part], after[part]
+        cosines.append((_directions(first.detach().double()) * _directions(second.detach().double())).sum(1))
+        near = _others(first, before, part, neighbours), _others(second, after, part, neighbours)
+        kept.append((near[0][:, :, None] == near[1][:, None, :]).any(2).double().mean(1))
+    none = torch.zeros(0, dtype=torch.float64, device=before.device)
+    return TokenDrift(tokens, torch.cat([none, *cosines]), torch.cat([none, *kept]))
+
+
+def _others(states: Tensor, table: Tensor, own: Tensor, k: int) -> Tensor:
+    """The k nearest tokens other than the own one, (n, k); its duplicates count."""
+    ids = nearest_anchors(states, table, k + 1).ids
+    is_own = ids == own[:, None]
+    is_own[:, -1] |= ~is_own.any(1)  # more than k duplicates hide it: then the last has to go
+    return ids[~is_own].view(len(own), k)
+
+
+def _directions(rows: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows / torch.where(norms == 0, 1, norms)

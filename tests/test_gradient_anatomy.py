@@ -1,0 +1,261 @@
+"""The two sources of a token table's gradient, against autograd's sum, the note's formulas and finite differences."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.stats
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
+
+import manifold_tying as mt
+from manifold_tying import models
+from manifold_tying.diagnostics import (
+    SideGradients,
+    eigenvalues,
+    frequency_buckets,
+    gradient_anatomy,
+    head_cost,
+    row_norms,
+    split_gradient,
+    vector_angles,
+)
+
+V, D = 40, 8
+INTERFACES: dict[str, Any] = {
+    "untied": lambda: mt.Untied(V, D),
+    "transpose": lambda: mt.TransposeTying(V, D, std=0.5),
+    "pit-frozen": lambda: mt.PIT(V, D),
+    "pit-trainable": lambda: mt.PIT(V, D, memory="trainable"),
+    "pit-bridge": lambda: mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="trainable"),
+}
+
+
+def reference(name: str) -> models.Llama:
+    config = models.LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=16,
+        initializer_std=0.3,
+    )
+    return models.Llama(config, INTERFACES[name]()).double()
+
+
+def hugging_face(tied: bool, **options: Any) -> Any:
+    kind = GraniteConfig if options else LlamaConfig
+    config = kind(
+        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied, **options,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Token ids below 20 only, and a target that does not count."""
+    ids = torch.randint(20, (3, 6))
+    targets = torch.randint(V, (3, 6))
+    targets[0, 0] = -100
+    return ids, targets
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_the_parts_of_the_reference_model_sum_to_its_gradient(name: str) -> None:
+    model = reference(name)
+    ids, targets = batch()
+    parts = split_gradient(model, ids, targets)
+    assert all(p.grad is None for p in model.parameters())
+    model.loss(ids, targets).backward()
+    full = {n: p.grad for n, p in model.named_parameters() if n.startswith("interface.") and p.requires_grad}
+    assert list(parts) == list(full)
+    for parameter, sides in parts.items():
+        torch.testing.assert_close(sides.lookup + sides.head, full[parameter], rtol=1e-9, atol=1e-13)
+        assert not sides.lookup.requires_grad and not sides.head.requires_grad
+    # negative control: either part alone is not the gradient, but for untied tables, where one of them is nothing
+    for parameter, sides in parts.items():
+        zero = [not side.any() for side in (sides.lookup, sides.head)]
+        expected = {"interface.embedding": [False, True], "interface.head": [True, False]}
+        assert zero == expected.get(parameter, [False, False]), parameter
+
+
+@pytest.mark.parametrize("options", [{}, {"embedding_multiplier": 3.0, "logits_scaling": 4.0}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parts_of_a_hugging_face_model_sum_to_its_gradient(tied: bool, options: dict[str, float]) -> None:
+    model = hugging_face(tied, **options)
+    ids, targets = batch()
+    parts = split_gradient(model, ids, targets)
+    logits = model(ids).logits
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    table = model.model.embed_tokens.weight
+    sides = parts["model.embed_tokens.weight"]
+    # the loss is taken of float32 logits, as everywhere
+    torch.testing.assert_close(sides.lookup + sides.head, table.grad, rtol=1e-5, atol=1e-7)
+    assert sides.head.any() == tied and ("lm_head.weight" in parts) == (not tied)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_parts_are_the_notes_formulas() -> None:
+    """head = Δᵀ H; lookup adds up ∂ℓ/∂X at the token of each position. For PIT: Δᵀ H T and G T⁻¹."""
+    for name in ("transpose", "pit-trainable"):
+        model = reference(name)
+        ids, targets = batch()
+        H = model.hidden(ids).detach()
+        p = model.interface.logits(H).detach().softmax(-1)
+        counted = targets != -100
+        delta = (p - F.one_hot(targets.clamp_min(0), V)) * counted[..., None] / counted.sum()
+        head = delta.flatten(0, 1).T @ H.flatten(0, 1)
+        X = model.interface.embed(ids).detach().requires_grad_()
+        (G,) = torch.autograd.grad(loss_of_embeddings(model, X, targets), X)
+        lookup = torch.zeros(V, D, dtype=torch.float64).index_add_(0, ids.flatten(), G.flatten(0, 1))
+        found = next(iter(split_gradient(model, ids, targets).items()))
+        if name == "pit-trainable":
+            assert "memory" in found[0]
+            assert isinstance(model.interface, mt.PIT)
+            T = model.interface.transform.detach()
+            head, lookup = head @ T, lookup @ torch.linalg.inv(T)
+        torch.testing.assert_close(found[1].head, head)
+        torch.testing.assert_close(found[1].lookup, lookup)
+        # sparse and dense
+        assert not found[1].lookup[20:].any() and found[1].head.any(1).all()
+
+
+def loss_of_embeddings(model: models.Llama, X: Tensor, targets: Tensor) -> Tensor:
+    """The loss as a function of the embeddings X alone, with the body run by hand."""
+    from manifold_tying.models._rope import rotary_tables
+
+    x, config = X, model.config
+    for block in model.blocks:
+        x = block(x, rotary_tables(X.shape[1], config.head_dim, config.rope_theta, X.device))
+    logits = model.norm(x) @ model.interface.materialize()[1]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_the_lookup_part_is_a_finite_difference() -> None:
+    """Move one row where it is read, and not where it writes."""
+    model = reference("transpose")
+    ids, targets = batch()
+    direction = torch.randn(D, dtype=torch.float64)
+    losses = []
+    for step in (1e-5, -1e-5):
+        X = model.interface.embed(ids).detach() + step * direction * (ids == ids[0, 0])[..., None]
+        losses.append(loss_of_embeddings(model, X, targets).item())
+    sides = split_gradient(model, ids, targets)["interface.weight"]
+    assert (sides.lookup[ids[0, 0]] @ direction).item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6)
+
+
+def test_dropout_is_drawn_once() -> None:
+    """Else the parts would be of two different losses."""
+    model = hugging_face(True)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
+    model.train()
+    ids, targets = batch()
+    torch.manual_seed(1)
+    sides = split_gradient(model, ids, targets)["model.embed_tokens.weight"]
+    torch.manual_seed(1)
+    F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).backward()
+    torch.testing.assert_close(sides.lookup + sides.head, model.model.embed_tokens.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_nothing_to_split() -> None:
+    ids, targets = batch()
+    for model in (reference("transpose"), hugging_face(True)):
+        with pytest.raises(ValueError, match=r"\(B, N\)"):
+            split_gradient(model, ids, targets[:, 1:])
+        for p in model.parameters():
+            p.requires_grad_(False)
+        with pytest.raises(ValueError, match="unfreeze"):
+            split_gradient(model, ids, targets)
+    with pytest.raises(ValueError, match="get_output_embeddings"):
+        split_gradient(nn.Linear(2, 2), ids, targets)
+
+
+def test_anatomy_by_frequency() -> None:
+    counts = torch.tensor([0, 5, 9, 10, 99, 100, 0])
+    lookup, head = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    lookup[[0, 2, 6]] = 0
+    rows = gradient_anatomy(SideGradients(lookup, head), counts)
+    assert [(row.bucket, row.tokens, row.touched) for row in rows] == [
+        ("0", 2, 0), ("1-9", 2, 1), ("10-99", 2, 2), ("100-999", 1, 1),
+    ]  # fmt: skip
+    assert rows[0].lookup_norm == 0 and math.isnan(rows[0].angle)
+    for row, tokens in zip(rows[1:], ([1, 2], [3, 4], [5]), strict=True):
+        a, b = lookup[tokens].flatten().numpy(), head[tokens].flatten().numpy()
+        assert row.lookup_norm == pytest.approx(np.linalg.norm(a)) and row.head_norm == pytest.approx(np.linalg.norm(b))
+        assert row.angle == pytest.approx(np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
+    # the norms of all buckets are those of the whole
+    assert sum(row.head_norm**2 for row in rows) == pytest.approx(head.norm().item() ** 2)
+    for wrong in (counts[:3], counts.double(), -counts):
+        with pytest.raises(ValueError, match="counts"):
+            gradient_anatomy(SideGradients(lookup, head), wrong)
+    with pytest.raises(ValueError, match=r"\(V, d\)"):
+        gradient_anatomy(SideGradients(lookup[0], head[0]), counts)
+
+
+def test_buckets_hold_every_token_once() -> None:
+    counts = torch.randint(0, 3000, (500,)) * torch.randint(0, 2, (500,))
+    buckets = frequency_buckets(counts)
+    assert torch.equal(torch.cat([tokens for _, tokens in buckets]).sort()[0], torch.arange(500))
+    for label, tokens in buckets:
+        low, _, high = label.partition("-")
+        assert all(int(low) <= count <= int(high or low) for count in counts[tokens].tolist())
+    assert frequency_buckets(torch.zeros(0, dtype=torch.int64)) == []
+
+
+def test_vector_angles() -> None:
+    a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    b = torch.tensor([[1.0, 1e-7], [-2.0, 0.0], [4.0, 3.0], [1.0, 0.0]])
+    angles = vector_angles(a, b)
+    np.testing.assert_allclose(angles[:3], [1e-7, np.pi, np.arccos(24 / 25)], rtol=1e-6)
+    assert angles[3].isnan() and angles.dtype == torch.float64
+    # negative control: the arc cosine of a float32 cosine is 0 for the first
+    assert torch.cosine_similarity(a, b)[0].clamp(max=1).acos() != pytest.approx(1e-7, rel=0.1)
+
+
+def test_head_cost_of_the_note() -> None:
+    assert head_cost(4, 128, 4096, 32_000) == 67_108_864_000
+    hidden, head = torch.randn(2, 3, 5), torch.randn(5, 7)
+    with FlopCounterMode(display=False) as counter:
+        hidden @ head
+    assert counter.get_total_flops() == 2 * head_cost(2, 3, 5, 7)
+    with pytest.raises(ValueError, match="positive"):
+        head_cost(0, 1, 1, 1)
+
+
+def test_row_norms_against_frequency() -> None:
+    counts = torch.randint(0, 200, (300,))
+    table = torch.randn(300, 4) * (1 + counts[:, None].sqrt())
+    found = row_norms(table.requires_grad_(), counts)
+    norms = np.linalg.norm(table.detach().double().numpy(), axis=1)
+    assert found.rank_correlation == pytest.approx(scipy.stats.spearmanr(norms, counts.numpy()).statistic)
+    assert found.rank_correlation > 0.5
+    for bucket, (label, tokens) in zip(found.buckets, frequency_buckets(counts), strict=True):
+        part = norms[tokens.numpy()]
+        assert (bucket.bucket, bucket.tokens) == (label, len(part))
+        expected = (part.mean(), part.min(), part.max())
+        assert (bucket.mean, bucket.smallest, bucket.largest) == pytest.approx(expected, rel=1e-6)
+    # negative control, and a table whose rows are all alike
+    assert abs(row_norms(torch.randn(300, 4), counts).rank_correlation) < 0.2
+    assert math.isnan(row_norms(torch.ones(300, 4), counts).rank_correlation)
+    Z = mt.PIT(300, 4).memory
+    assert sum(b.tokens * b.mean for b in row_norms(Z, counts).buckets) <= (300 * 4) ** 0.5
+    for wrong in (table[0], table[:3]):
+        with pytest.raises(ValueError, match=r"\(V, d\)"):
+            row_norms(wrong, counts)
+
+
+def test_eigenvalues_of_a_transform() -> None:
+    A = torch.randn(2, 6, 6, dtype=torch.float64)
+    T = A @ A.mT + torch.eye(6)
+    expected = [scipy.linalg.eigh(t)[0] for t in T.numpy()]
+    np.testing.assert_allclose(eigenvalues(T), expected, rtol=1e-10)
+    assert eigenvalues(T.bfloat16().requires_grad_()).dtype == torch.float64
+    for wrong, message in ((T[..., :3], "square"), (T * math.nan, "finite"), (T.long(), "floating")):
+        with pytest.raises(ValueError, match=message):
+            eigenvalues(wrong)

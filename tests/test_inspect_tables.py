@@ -1,0 +1,240 @@
+"""Tables of models in memory and on disk: ours and Hugging Face's."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
+
+import manifold_tying as mt
+from manifold_tying import models
+from manifold_tying.diagnostics import inspect_tables, interface_tables
+from manifold_tying.training import TrainConfig
+from manifold_tying.training._build import build_model, build_optimizer
+from manifold_tying.training._checkpoint import save_checkpoint
+from manifold_tying.training._config import Interface, Settings
+from manifold_tying.training._recipe import resolve
+
+V, D = 40, 8
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    ),
+    "gpt2": GPT2Config(vocab_size=V, n_embd=D, n_layer=1, n_head=2, n_positions=32),
+    "gpt_neox": GPTNeoXConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+    ),
+    "opt": OPTConfig(
+        vocab_size=V, hidden_size=D, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=D,
+        max_position_embeddings=32,
+    ),
+}  # fmt: skip
+
+
+def hugging_face(name: str, **options: Any) -> Any:
+    config = type(CONFIGS[name])(**{**CONFIGS[name].to_diff_dict(), **options})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def reference(interface: mt.TokenInterface) -> models.Llama:
+    shape = models.LlamaConfig(
+        vocab_size=V, hidden_size=D, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16
+    )
+    return models.Llama(shape, interface)
+
+
+@pytest.mark.parametrize("kind", [mt.Untied, mt.TransposeTying, mt.PIT])
+def test_tables_of_the_reference_model(kind: Any) -> None:
+    model = reference(kind(V, D))
+    E, W_out = interface_tables(model)
+    assert torch.equal(E, model.interface.materialize()[0]) and torch.equal(W_out, model.interface.materialize()[1])
+    assert torch.equal(interface_tables(model.interface)[0], E)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tables_of_a_hugging_face_model_are_what_it_computes_with(name: str) -> None:
+    model = hugging_face(name)
+    E, W_out = interface_tables(model)
+    assert E.shape == (V, D) and W_out.shape == (D, V) and not E.requires_grad and not W_out.requires_grad
+    ids, hidden = torch.arange(V), torch.randn(3, D)
+    assert torch.equal(model.get_input_embeddings()(ids), E)
+    torch.testing.assert_close(model.get_output_embeddings()(hidden), hidden @ W_out)
+    tied = name != "llama" and name != "gpt_neox"
+    assert torch.equal(E.T, W_out) == tied
+
+
+def test_tables_of_a_module_that_materializes() -> None:
+    """A converted model has modules without a weight."""
+
+    class Side(torch.nn.Module):
+        def __init__(self, tables: Any) -> None:
+            super().__init__()
+            self.tables = tables
+
+        def materialize(self) -> Any:
+            return self.tables
+
+    E, head = torch.randn(V, D), torch.randn(V, D)
+    model = hugging_face("llama")
+    model.set_input_embeddings(Side(E))
+    model.set_output_embeddings(Side(head))
+    assert torch.equal(interface_tables(model)[0], E) and torch.equal(interface_tables(model)[1], head.T)
+    model.set_output_embeddings(Side((E, head.T)))
+    assert torch.equal(interface_tables(model)[1], head.T)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(3, 2), hugging_face("llama").model])
+def test_tables_of_something_else(model: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match="get_output_embeddings"):
+        interface_tables(model)
+
+
+@pytest.mark.parametrize("interface", get_args(Interface))
+def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> None:
+    config = resolve(TrainConfig(out=tmp_path, interface=interface, settings=Settings(steps=1)))
+    model = build_model(config)
+    optimizer = build_optimizer(model, config.settings)
+    model.loss(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8)).backward()
+    optimizer.step()  # so that T is no identity
+    save_checkpoint(tmp_path, 1, torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), {})  # an older one
+    checkpoint = save_checkpoint(tmp_path, 2, model, optimizer, config.as_json())
+    expected = model.interface.materialize()
+    for path in (tmp_path, checkpoint, str(checkpoint)):
+        E, W_out, description = inspect_tables(path)
+        assert torch.equal(E, expected[0]) and torch.equal(W_out, expected[1])
+        assert "step 2" in description and interface.split("-")[0] in description
+    if "pit" in interface:  # negative control: the other diagonal map makes another T
+        state = json.loads((checkpoint / "state.json").read_text())
+        state["config"]["diagonal"] = "softplus"
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        assert not torch.allclose(inspect_tables(tmp_path).E, expected[0])
+
+
+def test_a_bridged_pit_is_read_with_its_bridge(tmp_path: Path) -> None:
+    pit = mt.PIT.from_embedding(torch.randn(V, D), bridge=True)
+    checkpoint = save_checkpoint(
+        tmp_path, 1, reference(pit), torch.optim.SGD([torch.zeros(1)]), {"diagonal": "softplus"}
+    )
+    assert torch.equal(inspect_tables(checkpoint).W_out, pit.materialize()[1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: bool, tmp_path: Path) -> None:
+    model = hugging_face(name)
+    model.save_pretrained(tmp_path, max_shard_size="1KB" if shards else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == shards
+    E, W_out, description = inspect_tables(tmp_path)
+    expected = interface_tables(model)
+    assert torch.equal(E, expected[0]) and torch.equal(W_out, expected[1])
+    assert name in description and description.endswith("untied" if name in ("llama", "gpt_neox") else " tied")
+
+
+def test_a_converted_model(tmp_path: Path) -> None:
+    """Both halves hold the same interface; an empty tensor stands under the name of the stock table."""
+
+    class Half(torch.nn.Module):
+        def __init__(self, interface: mt.PIT) -> None:
+            super().__init__()
+            self.interface = interface
+
+    pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", diagonal="exp", bounds=(0.5, 4.0))
+    model = hugging_face("llama")
+    model.set_input_embeddings(Half(pit))
+    model.set_output_embeddings(Half(pit))
+    for table, expected in zip(interface_tables(model), pit.materialize(), strict=True):
+        assert torch.equal(table, expected)
+    prefix = "model.embed_tokens."
+    weights = {f"{prefix}interface.{name}": tensor for name, tensor in pit.state_dict().items()}
+    save_file({**weights, f"{prefix}weight": torch.empty(0)}, tmp_path / "model.safetensors")
+    options = {"diagonal": "exp", "bounds": [0.5, 4.0], "memory": "frozen"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": options}))
+    E, W_out, description = inspect_tables(tmp_path)
+    assert torch.equal(E, pit.materialize()[0]) and torch.equal(W_out, pit.materialize()[1]) and "PIT" in description
+
+
+def test_a_tied_and_an_untied_llama(tmp_path: Path) -> None:
+    tied = hugging_face("llama", tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    E, W_out, description = inspect_tables(tmp_path)
+    assert torch.equal(E.T, W_out) and description.endswith(", tied")
+    # exported from a tied model as two tables that differ: what is stored counts
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "lm_head.weight": torch.randn(V, D)}, tmp_path / "model.safetensors")
+    assert inspect_tables(tmp_path).description.endswith("untied")
+
+
+def test_damaged_folders(tmp_path: Path) -> None:
+    def failing(message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            inspect_tables(tmp_path)
+
+    with pytest.raises(ValueError, match="expected the folder"):
+        inspect_tables(tmp_path / "nowhere")
+    failing("neither checkpoints/, state.json nor config.json")
+    config = tmp_path / "config.json"
+    config.write_text("[")
+    failing(r"config.json cannot be read")
+    config.write_text("[]")
+    failing("expected a JSON object")
+    config.write_text(json.dumps({"tie_word_embeddings": False}))
+    failing("safe_serialization")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"not safetensors")
+    failing("cannot be read")
+    save_file({"h.0.weight": torch.ones(2)}, weights)
+    failing("no embedding table")
+    save_file({"wte.weight": torch.ones(3, 2)}, weights)
+    failing("untied by its config.json and has no head")
+    save_file({"wte.weight": torch.ones(3, 2), "lm_head.weight": torch.ones(4, 2)}, weights)
+    failing(r"expected lm_head.weight of shape \(3, 2\)")
+    save_file({"wte.weight": torch.ones(3, 2), "vision.embeddings.weight": torch.ones(9, 2)}, weights)
+    failing("unclear")
+    config.write_text(json.dumps({"text_config": {"vocab_size": 4}}))
+    assert len(inspect_tables(tmp_path).E) == 9
+    weights.unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "../elsewhere.safetensors"}}))
+    failing("files of this folder")
+    index.write_text(json.dumps({"weight_map": {"wte.weight": "model-1.safetensors"}}))
+    failing("model-1.safetensors cannot be read")
+    save_file({"other": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    failing("lacks wte.weight")
+    (tmp_path / "state.json").write_text("{}")
+    failing("model.safetensors cannot be read")
+    save_file({"interface.table": torch.ones(2)}, weights)
+    failing("no token interface that is known")
+
+
+def test_only_the_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors
+
+    model = hugging_face("llama")
+    model.save_pretrained(tmp_path)
+    read: list[str] = []
+
+    class Spy:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.inner = safetensors.torch.safe_open(*args, **options)
+
+        def __enter__(self) -> Any:
+            self.file = self.inner.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.inner.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Spy)
+    inspect_tables(tmp_path)
+    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]

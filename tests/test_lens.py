@@ -1,0 +1,354 @@
+"""Logit lens, transition traces, nearest anchors and drift, against explicit formulas and Hugging Face's own states."""
+
+import copy
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+
+import manifold_tying as mt
+from manifold_tying import models
+from manifold_tying.diagnostics import (
+    TransitionTrace,
+    draw_traces,
+    interface_tables,
+    nearest_anchors,
+    token_drift,
+    transition_trace,
+)
+from manifold_tying.diagnostics._stream import residual_stream
+
+CASES = settings(max_examples=20, deadline=None, derandomize=True)
+V, D, LAYERS = 50, 16, 3
+SHAPE: dict[str, Any] = dict(
+    vocab_size=V, hidden_size=D, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
+    num_key_value_heads=1, pad_token_id=0, bos_token_id=0, eos_token_id=1, head_dim=8,
+)  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "gpt2": GPT2Config(
+        vocab_size=V, n_embd=D, n_layer=LAYERS, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1
+    ),
+    "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, logits_scaling=4.0),
+    "gemma2": Gemma2Config(**SHAPE, final_logit_softcapping=0.5, query_pre_attn_scalar=8),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.1),
+    "opt": OPTConfig(
+        vocab_size=V, hidden_size=D, ffn_dim=24, num_hidden_layers=LAYERS, num_attention_heads=2, word_embed_proj_dim=D,
+        max_position_embeddings=32,
+    ),
+}  # fmt: skip
+IDS = torch.tensor([3, 17, 8, 41])
+
+
+def hugging_face(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name or "ln_" in name:  # a norm of ones could be left out without a trace
+                p.uniform_(0.5, 2)
+    return model.eval()
+
+
+def reference(interface: mt.TokenInterface | None = None, **options: Any) -> models.Llama:
+    config = models.LlamaConfig(
+        vocab_size=V, hidden_size=D, num_layers=LAYERS, num_heads=2, num_kv_heads=1, intermediate_size=24,
+        initializer_std=0.3, **options,
+    )  # fmt: skip
+    model = models.Llama(config, mt.PIT(V, D) if interface is None else interface)
+    torch.nn.init.uniform_(model.norm.weight, 0.5, 2)
+    return model
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("kind", [mt.Untied, mt.TransposeTying, mt.PIT])
+def test_lens_of_the_reference_model(kind: Any, parallel: bool) -> None:
+    interface = kind(V, D) if kind is mt.PIT else kind(V, D, std=0.5)
+    model = reference(interface, parallel_block=parallel)
+    trace = transition_trace(model, IDS, top=4)
+    assert trace.top.shape == trace.probabilities.shape == trace.input_anchors.ids.shape == (LAYERS + 1, 4)
+    prediction = model(IDS[None])[0, -1].softmax(-1)
+    torch.testing.assert_close(trace.probabilities[-1], prediction.topk(4)[0])
+    assert torch.equal(trace.top[-1], prediction.topk(4)[1])
+    # a model with the rest of its blocks cut off predicts what the lens shows at that layer
+    cut = copy.deepcopy(model)
+    for layer in range(LAYERS, -1, -1):
+        cut.blocks = cut.blocks[:layer]
+        expected = cut(IDS[None])[0, -1].softmax(-1)
+        torch.testing.assert_close(trace.probabilities[layer], expected.topk(4)[0])
+        torch.testing.assert_close(trace.states[layer], cut.hidden(IDS[None])[0, -1])
+    # negative control: without a difference between layers the check above would say nothing
+    assert not torch.allclose(trace.probabilities[0], trace.probabilities[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_lens_of_hugging_face_models(name: str) -> None:
+    model = hugging_face(name)
+    trace = transition_trace(model, IDS, top=4)
+    with torch.no_grad():
+        output = model(IDS[None], output_hidden_states=True)
+    prediction = output.logits[0, -1].float().softmax(-1)
+    torch.testing.assert_close(trace.probabilities[-1], prediction.topk(4)[0])
+    assert torch.equal(trace.top[-1], prediction.topk(4)[1])
+    assert len(trace.top) == LAYERS + 1 == len(output.hidden_states)
+    torch.testing.assert_close(trace.states[-1], output.hidden_states[-1][0, -1])
+    stream = residual_stream(model, IDS)
+    for layer in range(LAYERS):  # the last of Hugging Face's is normed, ours is not
+        assert torch.equal(stream.states[layer], output.hidden_states[layer][0, -1])
+    assert not torch.allclose(stream.states[-1], output.hidden_states[-1][0, -1])
+    W_out = interface_tables(model)[1]
+    assert torch.equal(trace.output_anchors.ids, nearest_anchors(trace.states, W_out.T, 4).ids)
+
+
+def test_a_copied_model_has_the_same_trace() -> None:
+    """The reference model against Hugging Face's Llama with the same weights."""
+    model = reference(mt.Untied(V, D))
+    twin = hugging_face("llama")
+    names = {
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+    }
+    names |= {"attention.output": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj"}
+    names |= {"mlp.down": "mlp.down_proj", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    with torch.no_grad():
+        twin.model.embed_tokens.weight.copy_(model.interface.embedding)
+        twin.lm_head.weight.copy_(model.interface.head)
+        twin.model.norm.weight.copy_(model.norm.weight)
+        for ours, theirs in zip(model.blocks, twin.model.layers, strict=True):
+            for mine, other in names.items():
+                theirs.get_submodule(other).weight.copy_(ours.get_submodule(mine).weight)
+    twin.model.norm.variance_epsilon = model.config.norm_eps
+    for layer in twin.model.layers:
+        layer.input_layernorm.variance_epsilon = layer.post_attention_layernorm.variance_epsilon = model.config.norm_eps
+    first, second = transition_trace(model, IDS), transition_trace(twin, IDS)
+    torch.testing.assert_close(first.states, second.states, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(first.probabilities, second.probabilities, rtol=1e-3, atol=1e-4)
+    assert torch.equal(first.input_anchors.ids, second.input_anchors.ids)
+    assert first.smoothness.label_changes == second.smoothness.label_changes
+
+
+def test_the_embedding_is_nearest_to_its_own_token() -> None:
+    for norm in (False, True):
+        trace = transition_trace(reference(embedding_norm=norm), IDS)
+        assert trace.input_anchors.ids[0, 0] == IDS[-1] and trace.input_anchors.cosines[0, 0] == pytest.approx(1)
+    trace = transition_trace(reference(), IDS, position=1)
+    assert trace.input_anchors.ids[0, 0] == IDS[1]
+
+
+def test_smoothness_is_its_four_formulas() -> None:
+    model = reference()
+    trace = transition_trace(model, IDS, top=V)
+    p = np.zeros((LAYERS + 1, V))
+    np.put_along_axis(p, trace.top.numpy(), trace.probabilities.numpy().astype(float), 1)
+    h = trace.states.double().numpy()
+    cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in itertools.pairwise(h)]
+    assert trace.smoothness.distribution_step == pytest.approx(np.abs(np.diff(p, axis=0)).sum(1).mean() / 2, rel=1e-5)
+    assert trace.smoothness.label_changes == np.mean(np.diff(p.argmax(1)) != 0)
+    assert trace.smoothness.turn == pytest.approx(np.arccos(cosines).mean(), rel=1e-6)
+    E, W_out = (t.double().numpy() for t in interface_tables(model))
+    f = residual_stream(model, IDS).states.double().numpy()
+    sides = [np.argmax(x @ (B / np.linalg.norm(B, axis=1, keepdims=True)).T, 1) for x, B in ((f, E), (h, W_out.T))]
+    assert trace.smoothness.side_disagreement == np.mean(sides[0] != sides[1])
+    # blocks that do nothing: nothing changes on the way
+    for block in model.blocks:
+        for p_ in block.parameters():
+            torch.nn.init.zeros_(p_)
+    still = transition_trace(model, IDS).smoothness
+    assert still.label_changes == still.distribution_step == 0 and still.turn < 1e-7
+
+
+def test_a_trace_leaves_the_model_as_it_was() -> None:
+    for model in (reference(), hugging_face("llama")):
+        model.train()
+        list(model.children())[-1].eval()
+        modes = [module.training for module in model.modules()]
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(IDS[None], **({} if isinstance(model, models.Llama) else {"output_hidden_states": True}))
+        hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        trace = transition_trace(model, IDS)
+        assert modes == [module.training for module in model.modules()]
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        # Hugging Face leaves hooks of its own
+        assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+        assert not trace.states.requires_grad
+
+
+def test_a_model_whose_readout_is_not_known_is_refused() -> None:
+    model = hugging_face("llama")
+    model.lm_head.register_forward_hook(lambda _, __, out: out)
+    inner = model.forward
+
+    def other(*args: Any, **options: Any) -> Any:
+        output = inner(*args, **options)
+        output.logits = output.logits * 3
+        return output
+
+    model.forward = other
+    with pytest.raises(ValueError, match="is not its prediction"):
+        transition_trace(model, IDS)
+    model.forward = inner
+    model.model.norm.register_forward_hook(lambda _, __, out: out.clone())
+    model.model.norm = torch.nn.Sequential(model.model.norm)  # still found, by its output
+    transition_trace(model, IDS)
+
+
+def test_errors_of_traces() -> None:
+    model = reference()
+    for ids, position in ((IDS[None], 0), (IDS, 4), (IDS[:0], 0)):
+        with pytest.raises(ValueError, match=r"token ids \(N,\)"):
+            transition_trace(model, ids, position=position)
+    with pytest.raises(ValueError, match="expected top in"):
+        transition_trace(model, IDS, top=V + 1)
+    with pytest.raises(ValueError, match="get_output_embeddings"):
+        transition_trace(torch.nn.Linear(2, 2), IDS)
+
+
+def test_bfloat16() -> None:
+    for model in (reference().bfloat16(), hugging_face("llama").bfloat16()):
+        assert transition_trace(model, IDS).probabilities.dtype == torch.float32
+
+
+def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
+    traces = {
+        "PIT": transition_trace(reference(), IDS),
+        "transpose": transition_trace(reference(mt.TransposeTying(V, D)), IDS),
+    }
+    vocabulary = [f"t{v}" for v in range(V)]
+    vocabulary[int(traces["PIT"].top[-1, 0])] = " $x$ "
+    rows = traces["PIT"].rows(vocabulary.__getitem__)
+    assert len(rows) == LAYERS + 1 and all(len(row) == 4 for row in rows)
+    assert rows[-1][0] == str(LAYERS) and rows[-1][1].startswith(vocabulary[int(traces["PIT"].top[-1, 0])])
+    assert f"t{IDS[-1]} 1.000" == rows[0][2]
+    figure = draw_traces(traces, vocabulary.__getitem__)
+    assert [axes.get_title().split(":")[0] for axes in figure.axes] == list(traces)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert len(texts) == 3 * (LAYERS + 1) and texts[0] == f"t{IDS[-1]}"
+    figure.savefig(tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    # one colour per token: equal texts have equal colours, whichever panel
+    colours: dict[str, set[tuple[float, ...]]] = {}
+    for axes in figure.axes:
+        for text, cell in zip(axes.texts, axes.patches, strict=True):
+            colours.setdefault(text.get_text(), set()).add(to_rgb(cell.get_facecolor()))
+    assert all(len(found) == 1 for found in colours.values())
+    with pytest.raises(ValueError, match="at least one trace"):
+        draw_traces({})
+
+
+def test_the_core_needs_neither_matplotlib_nor_transformers() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('matplotlib', 'transformers', 'safetensors'): sys.modules[name] = None\n"
+        "import manifold_tying as mt\n"
+        "for call in (lambda: mt.diagnostics.draw_traces({}), lambda: mt.diagnostics.inspect_tables(sys.argv[1])):\n"
+        "    try: call()\n"
+        "    except ImportError as error: print('manifold-tying[train]' in str(error))\n"
+    )
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text("{}")
+        (Path(folder) / "model.safetensors").write_bytes(b"")
+        done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+# Anchors
+
+
+@CASES
+@given(
+    n=st.integers(1, 6), rows=st.integers(1, 80), d=st.integers(1, 5), k=st.integers(1, 8), seed=st.integers(0, 10**6)
+)
+def test_nearest_anchors_are_the_largest_cosines(n: int, rows: int, d: int, k: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    states, anchors = rng.normal(size=(n, d)), rng.normal(size=(rows, d))
+    k = min(k, rows)
+    cosines = states @ anchors.T / np.linalg.norm(states, axis=1)[:, None] / np.linalg.norm(anchors, axis=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("manifold_tying.diagnostics._bases._BLOCK_ENTRIES", 1)  # blocks of 4d rows
+        found = nearest_anchors(torch.from_numpy(states), torch.from_numpy(anchors), k)
+    np.testing.assert_allclose(found.cosines.numpy(), -np.sort(-cosines, 1)[:, :k], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.take_along_axis(cosines, found.ids.numpy(), 1), found.cosines.numpy(), atol=1e-14)
+
+
+def test_zero_anchors_and_states_are_near_to_nothing() -> None:
+    anchors = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    assert nearest_anchors(torch.tensor([[1.0, 1.0]]), anchors).ids.item() == 1
+    assert torch.equal(nearest_anchors(torch.zeros(1, 2), anchors, 2).cosines, torch.zeros(1, 2, dtype=torch.float64))
+    for states, table, k in ((anchors[0], anchors, 1), (anchors, anchors[:, :1], 1), (anchors, anchors, 3)):
+        with pytest.raises(ValueError, match="expected"):
+            nearest_anchors(states, table, k)
+
+
+def test_drift_between_checkpoints() -> None:
+    before = torch.randn(60, 8)
+    rotation = torch.linalg.qr(torch.randn(8, 8))[0]
+    same = token_drift(before, 3 * before)
+    assert same.cosines.min() == pytest.approx(1) and same.neighbours_kept.min() == 1
+    turned = token_drift(before, before @ rotation)
+    assert turned.cosines.abs().mean() < 0.6 and turned.neighbours_kept.min() == 1
+    after = before.clone()
+    after[7] = -after[7]
+    moved = token_drift(before, after, neighbours=3)
+    assert moved.cosines[7] == pytest.approx(-1) and moved.neighbours_kept[7] == 0
+    assert (moved.cosines < 0.99).sum() == 1 and moved.neighbours_kept.mean() > 0.8
+    # against the formula, over all pairs
+    noise = before + 0.7 * torch.randn(60, 8)
+    found = token_drift(before, noise, neighbours=4)
+    near = []
+    for table in (before, noise):
+        cosines = F.cosine_similarity(table[:, None], table[None], dim=-1).fill_diagonal_(-2)
+        near.append([set(row) for row in cosines.topk(4)[1].tolist()])
+    expected = [len(a & b) / 4 for a, b in zip(*near, strict=True)]
+    np.testing.assert_allclose(found.neighbours_kept.numpy(), expected)
+    np.testing.assert_allclose(found.cosines, F.cosine_similarity(before, noise), atol=1e-6)
+    some = token_drift(before, noise, tokens=torch.tensor([5, 2]), neighbours=4)
+    assert torch.equal(some.neighbours_kept, found.neighbours_kept[[5, 2]])
+    assert len(token_drift(before, noise, tokens=torch.zeros(0, dtype=torch.int64)).cosines) == 0
+
+
+def test_drift_among_duplicates() -> None:
+    """More duplicates than neighbours: the token itself may not be among its nearest, and k others are compared still."""
+    table = torch.ones(9, 3)
+    assert token_drift(table, table, neighbours=2).neighbours_kept.shape == (9,)
+
+
+def test_errors_of_drift() -> None:
+    table = torch.randn(5, 2)
+    for arguments in ((table, table[:4]), (table[0], table[0])):
+        with pytest.raises(ValueError, match="one shape"):
+            token_drift(*arguments)
+    with pytest.raises(ValueError, match="neighbours"):
+        token_drift(table, table)
+    for tokens in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor(1)):
+        with pytest.raises(ValueError, match="token ids"):
+            token_drift(table, table, tokens=tokens, neighbours=1)
+
+
+def test_a_trace_is_frozen() -> None:
+    trace = transition_trace(reference(), IDS)
+    with pytest.raises(AttributeError):
+        trace.top = trace.top  # type: ignore[misc]
+    assert isinstance(trace, TransitionTrace)
