@@ -32,7 +32,9 @@ class Probes:
         linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
         self._layers = {name: module for name, module in linears if name.startswith(prefix)}
         self._schedule = schedule
-        self._equivalences = {path.removesuffix(".weight"): found for path, *found in equivalences(model)}
+        self._equivalences = {
+            path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)
+        }
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
         self._turned = {
             name: _Turned(layer.weight) for name, layer in self._layers.items() if name in self._equivalences
