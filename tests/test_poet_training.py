@@ -59,11 +59,11 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_resumed_at_any_step_around_a_merge_equals_uninterrupted(body: str, tmp_path: Path, corpus: Path) -> None:
-    """A checkpoint at every step; stopped before, at and after the merges at 4 and 8, and once far from them."""
+    """A checkpoint at every step; stopped before, at and after the merge at 4, and at the last one."""
     shared = settings(corpus, body=body, checkpoint_every=1, eval_every=3)
     whole = TrainConfig(out=tmp_path / "whole", interface="untied", settings=shared)
     train(whole)
-    for stop in (2, 3, 4, 5, 7, 8, 9):
+    for stop in (2, 3, 4, 5, 8):
         parts = dataclasses.replace(whole, out=tmp_path / str(stop))
 
         def observe(metrics: dict[str, Any], last: int = stop) -> None:
@@ -88,7 +88,7 @@ def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus
     row = train(run)
     assert row["arm"] == "untied+body=poet-block" and row["orthogonality_error"] > 0
     again = train(dataclasses.replace(run, resume=True))
-    same = set(row) - {"peak_memory_bytes"}
+    same = set(row) - {"peak_memory_bytes", "seconds", "tokens_per_second"}
     assert {key: again[key] for key in same} == {key: row[key] for key in same}
 
 
@@ -199,7 +199,7 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
         ("poet-1.3b", {"body": "poet-block", "block_size": 64}, (64, 400, 4e-3)),
         ("poet-60m", {"body": "poet-full"}, (None, 400, 1e-3)),
         ("poet-60m", {"body": "poet-full", "fraction": 0.125}, (None, 400, 4e-3)),
-        ("nano", {"body": "poet-block", "steps": 180}, (64, 18, 4e-3)),
+        ("nano", {"body": "poet-block", "steps": 180}, (64, 60, 4e-3)),
         ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "equivalence_lr": 0.5}, (128, 3, 0.5)),
         ("nano", {"body": "adamw"}, (None, None, None)),
     ],

@@ -15,7 +15,7 @@ BODY_WIDTH = 128
 TABLE_STD = 0.06
 # POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
-MERGE_EVERY, MERGES = 400, 10  # POET's T_m, and how often a short run merges instead
+MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -47,7 +47,8 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
 
     Half the hidden size is the paper's largest share, 256 of 512: R and P then have half as many numbers as the weight, and
     as many as the weight itself at b = d. T_m = 400 is a thousandth of the paper's runs; in a run of a few hundred steps it
-    would never merge, and scheme full would never reach the dimensions that it left out at first.
+    would never merge, and scheme full would never reach the dimensions that it left out at first. A third of the steps
+    still does, and merging more often costs loss (docs/learning-rates.md, and the paper's table 6).
     """
     filled: dict[str, object] = {}
     block_size = settings.block_size or max(2, min(EQUIVALENCE_BLOCK, hidden_size // 2))
