@@ -20,7 +20,7 @@ from manifold_tying.training.cli import main
 
 KEYS = {
     "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",
-    "delta_ti", "cond_transform", "trainable_parameters",
+    "delta_ti", "cond_transform", "orthogonality_error", "trainable_parameters",
 }  # fmt: skip
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
 V, D = 300, 16

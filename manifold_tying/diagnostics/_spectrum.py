@@ -36,14 +36,14 @@ def svd_entropy(W: Tensor) -> Tensor:
     In [0, 1]: 0 for rank one, 1 where all singular values are equal. POET, section 4 (there printed without the minus) after
     Alter et al. 2000, who divide by the logarithm of the number of singular values; the paper's "n" is read as that.
     """
-    return _entropy(singular_values(W))
+    return entropy_of(singular_values(W))
 
 
 def spectral_summary(W: Tensor) -> SpectralSummary:
     """Extremes, condition, `svd_entropy` and stable rank of W (..., m, n), from one decomposition."""
     sigma = singular_values(W)
     largest, smallest = sigma[..., 0], sigma[..., -1]
-    entropy = _entropy(sigma)
+    entropy = entropy_of(sigma)
     stable_rank = (sigma / largest[..., None]).square().sum(-1)
     return SpectralSummary(largest, smallest, largest / smallest, entropy, stable_rank)
 
@@ -97,7 +97,8 @@ def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
     return energy
 
 
-def _entropy(sigma: Tensor) -> Tensor:
+def entropy_of(sigma: Tensor) -> Tensor:
+    """`svd_entropy` of a matrix with these singular values, descending, (..., k)."""
     if sigma.shape[-1] < 2:
         raise ValueError("expected at least two singular values, got one: its entropy over log 1 is 0/0")
     if (sigma[..., 0] == 0).any():

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._config import POET_SETTINGS, Body, Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._loop import CONFIG, RESULT, Observer, load_data, train
 from manifold_tying.training._machine import machine
@@ -19,6 +19,7 @@ from manifold_tying.training._recipe import resolve, used_rates
 from manifold_tying.training._record import finite
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
+BODIES: tuple[Body, ...] = get_args(Body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class AblateConfig:
     out: Path
     """Folder to write to."""
     arms: str = ",".join(ARMS)
-    """Interfaces to compare, separated by commas; each may change settings: pit-trainable+memory_lr=0.003+lr=0.002."""
+    """Interfaces to compare, separated by commas, and bodies (adamw, poet-block, poet-full), which stand between untied
+    tables; each may change settings: pit-trainable+memory_lr=0.003+body=poet-block."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -45,7 +47,7 @@ class AblateConfig:
         """(arm, resolved run) in the order in which they are trained: all arms of one seed, then the next."""
         names = [name.strip() for name in self.arms.split(",") if name.strip()]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"expected a list of different arms from {', '.join(ARMS)}, got {self.arms!r}")
+            raise ValueError(f"expected a list of different arms from {', '.join(ARMS + BODIES)}, got {self.arms!r}")
         arms = {name: parse_arm(name, self.settings) for name in names}
         return [
             (name, resolve(TrainConfig(out=self.out / f"{name}-{seed}", interface=interface, seed=seed, settings=own)))
@@ -55,22 +57,28 @@ class AblateConfig:
 
 
 def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
-    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise."""
-    interface, *changes = name.split("+")
-    known = next((arm for arm in ARMS if arm == interface), None)
-    if known is None:
-        raise ValueError(
-            f"unknown arm {interface!r}; choose from {', '.join(ARMS)}, with changes as in untied+lr=0.002"
-        )
+    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise.
+
+    A body in place of the interface is that body between untied tables, as in POET's experiments.
+    """
+    first, *changes = name.split("+")
     fields = {field.name for field in dataclasses.fields(Settings)}
     values: dict[str, Any] = {}
+    known = next((arm for arm in ARMS if arm == first), None)
+    if known is None:
+        known = "untied"
+        values["body"] = next((body for body in BODIES if body == first), None)
+        fields -= {"body"}
+        if values["body"] is None:
+            choices = ", ".join(ARMS + BODIES)
+            raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or key not in fields:
             raise ValueError(
                 f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
             )
-        values[key] = _value(text, key, getattr(shared, key))
+        values[key] = _value(text, key)
     return known, dataclasses.replace(shared, **values)
 
 
@@ -129,6 +137,8 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     resolved = [run.as_json() for run in runs.values()]
     shared = {k: v for k, v in resolved[0].items() if all(other[k] == v for other in resolved)}
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}
+    if shared.get("body") == "adamw":
+        shared = {k: v for k, v in shared.items() if k not in POET_SETTINGS}
     for arm, run in runs.items():
         own = run.as_json()
         per_arm[arm] |= {k: own[k] for k in own if k not in shared and k not in ("interface", "seed")}
@@ -140,7 +150,7 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     }
 
 
-def _value(text: str, key: str, shared: Any) -> Any:
+def _value(text: str, key: str) -> Any:
     """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
     try:
         value = json.loads(text)
@@ -148,7 +158,8 @@ def _value(text: str, key: str, shared: Any) -> Any:
         value = text
     hint = Settings.__annotations__[key]
     allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}
-    fits = type(value) in allowed or (type(value) is int and float in allowed) or (value is None and shared is None)
+    fits = type(value) in allowed or (type(value) is int and float in allowed)
+    fits |= value is None and type(None) in get_args(hint)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"expected {key} to be of type {hint}, got {text!r}")
     return value

@@ -1,15 +1,18 @@
-"""Model, optimizer and schedule of a run."""
+"""Model, optimizer and schedules of a run."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from manifold_tying.models import Llama
-from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
 
+BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
 MEMORY = "interface.parametrizations.memory.original"
 FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
@@ -30,17 +33,35 @@ def build_model(config: TrainConfig) -> Llama:
         torch.manual_seed(config.seed)
         interface = build_interface(config.interface, shape.vocab_size, shape.hidden_size, config.settings)
         model = Llama(shape, interface)
+    if config.settings.poet:
+        equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **_equivalence_options(config.settings))
     return model.to(config.settings.device)
 
 
+def _equivalence_options(settings: Settings) -> dict[str, Any]:
+    if settings.body == "poet-full":
+        scheme: dict[str, Any] = {"scheme": "full", "fraction": settings.fraction}
+    else:
+        scheme = {"scheme": "block", "block_size": settings.block_size}
+    return {**scheme, "terms": settings.cayley_terms, "init": settings.init, "out_share": settings.out_share}
+
+
 def build_optimizer(model: Llama, settings: Settings) -> RiemannianAdam:
-    """One optimizer for all: AdamW for the body, Riemannian Adam for a trainable memory, T at its own rate."""
-    transform = {"interface.parametrizations.cholesky_factor.*": {"lr": settings.transform_lr}}
+    """One optimizer for all: AdamW for the body, Riemannian Adam for a trainable memory, T and skew vectors at their rates.
+
+    No weight decay on skew vectors, which would pull R and P back to the identity, and so W back to W0, between merges
+    alone; POET's paper reports 0.01 over all and does not say of what.
+    """
+    rates: dict[str, dict[str, Any]] = {}
+    if isinstance(model.interface, PIT):
+        rates["interface.parametrizations.cholesky_factor.*"] = {"lr": settings.transform_lr}
+    if settings.poet:
+        rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(
         model,
         manifold_lr=settings.memory_lr,
         weight_decay=settings.weight_decay,
-        overrides=transform if isinstance(model.interface, PIT) else None,
+        overrides=rates,
     )
     assert settings.lr is not None, "the settings are resolved"
     return RiemannianAdam(
@@ -51,6 +72,14 @@ def build_optimizer(model: Llama, settings: Settings) -> RiemannianAdam:
         retract_every=settings.retract_every,
         fused=True if torch.device(settings.device).type == "cuda" else None,
     )
+
+
+def build_merges(model: Llama, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
+    """POET's clock; None where nothing is merged."""
+    if not settings.poet:
+        return None
+    assert settings.merge_every is not None, "the settings are resolved"
+    return MergeSchedule(model, optimizer, settings.merge_every)
 
 
 def rate_factor(step: int, settings: Settings) -> float:

@@ -12,13 +12,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-FORMAT = 1
+from manifold_tying.optim import MergeSchedule
+from manifold_tying.training._probes import Probes
+
+FORMAT = 2
 KEPT = 2  # newest checkpoints of a run
 _FOLDER = "checkpoints"
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_MODEL, _OPTIMIZER, _PROBES, _STATE = "model.safetensors", "optimizer.safetensors", "probes.safetensors", "state.json"
 
 
-def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Path:
+def save_checkpoint(
+    run: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: dict[str, Any],
+    *,
+    schedule: MergeSchedule | None,
+    probes: Probes,
+) -> Path:
     """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``."""
     final = run / _FOLDER / f"step-{step:08d}"
     draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
@@ -29,9 +41,11 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: Optimizer
         state = optimizer.state_dict()
         tensors = {f"{i}.{k}": v.contiguous() for i, values in state["state"].items() for k, v in values.items()}
         save_file(tensors, draft / _OPTIMIZER)
-        sizes = {name: (draft / name).stat().st_size for name in (_MODEL, _OPTIMIZER)}
+        save_file(probes.state_dict(), draft / _PROBES)
+        sizes = {name: (draft / name).stat().st_size for name in (_MODEL, _OPTIMIZER, _PROBES)}
         content = {
             "format": FORMAT, "step": step, "config": config, "sizes": sizes, "param_groups": state["param_groups"],
+            "schedule": schedule.state_dict() if schedule else None,
         }  # fmt: skip
         (draft / _STATE).write_text(json.dumps(content, indent=1))
         shutil.rmtree(final, ignore_errors=True)
@@ -48,8 +62,16 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / _FOLDER).glob("step-*"))
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, config: Mapping[str, Any]) -> int:
-    """Fill model and optimizer from a checkpoint and return its step.
+def load_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Mapping[str, Any],
+    *,
+    schedule: MergeSchedule | None = None,
+    probes: Probes | None = None,
+) -> int:
+    """Fill the model, and what else is given, from a checkpoint and return its step.
 
     ValueError, before anything is changed, where a file is missing, truncated or damaged, or where the checkpoint is of
     another configuration.
@@ -67,6 +89,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, c
         raise ValueError(
             f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or presence"
         )
+    probed = read_tensors(path, _PROBES, state)
     if optimizer is not None:
         per_parameter: dict[int, dict[str, Tensor]] = {}
         for name, tensor in read_tensors(path, _OPTIMIZER, state).items():
@@ -74,6 +97,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None, c
             per_parameter.setdefault(int(index), {})[key] = tensor
         optimizer.load_state_dict({"state": per_parameter, "param_groups": state["param_groups"]})
     model.load_state_dict(weights)
+    if schedule is not None:
+        schedule.load_state_dict(state["schedule"])
+    if probes is not None:
+        probes.load_state_dict(probed)
     return state["step"]
 
 

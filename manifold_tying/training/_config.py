@@ -10,9 +10,14 @@ import torch
 
 from manifold_tying.manifolds import Retraction, check_retraction
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.parametrizations import CholeskyFactor, Diagonal
+from manifold_tying.parametrizations import CholeskyFactor, Diagonal, Init
+from manifold_tying.parametrizations._equivalence_options import check_options
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
+Body = Literal["adamw", "poet-block", "poet-full"]
+POET_SETTINGS = (
+    "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +42,24 @@ class Settings:
     """cpu, cuda or cuda:N. On CUDA the body runs in bfloat16 autocast."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    body: Body = "adamw"
+    """How the blocks' matrices train: as they are, or as POET's R W0 P by its scheme block or full."""
+    block_size: int | None = None
+    """poet-block: b, the size of the blocks that rotate; None is 256, in narrow models half the hidden size."""
+    fraction: float = 0.5
+    """poet-full: the share of the dimensions that rotates between two merges."""
+    cayley_terms: int | None = 2
+    """POET: terms of the Neumann series for the Cayley map; None is the exact map."""
+    merge_every: int | None = None
+    """POET: steps between merges; None is 400, in short runs fewer."""
+    init: Init = "normalized"
+    """POET: what W0 is drawn from; keep is AdamW's own initial weight."""
+    out_share: float | None = None
+    """POET: share of the parameters that goes to R, the rest to P; None is the same block size on both sides."""
     lr: float | None = None
-    """Peak learning rate of the body and of plain token tables."""
+    """Peak learning rate of the body and of plain token tables; with POET of what it does not rotate."""
+    equivalence_lr: float | None = None
+    """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
     """Peak learning rate of a trainable memory."""
     transform_lr: float | None = None
@@ -56,7 +77,7 @@ class Settings:
     second_moment: Literal["element", "row", "matrix"] = "element"
     """Adam's second moment of a trainable memory."""
     weight_decay: float = 0.0
-    """Of the body's matrices; never of memory or transform."""
+    """Of the body's matrices; never of memory, transform or skew vectors."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Adam's averaging of gradients and of their squares."""
     warmup_steps: int | None = None
@@ -78,10 +99,15 @@ class Settings:
         preset(self.preset)
         check_retraction(self.retraction)
         CholeskyFactor(self.diagonal)
+        if self.body not in get_args(Body):
+            raise ValueError(f"unknown body {self.body!r}; choose one of {', '.join(get_args(Body))}")
+        block_size = 256 if self.block_size is None else self.block_size
+        check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
             "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
+            "merge_every": 1, "equivalence_lr": 0,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -95,6 +121,11 @@ class Settings:
     def model(self) -> LlamaConfig:
         """The model's shape, with this run's embedding norm."""
         return dataclasses.replace(preset(self.preset), embedding_norm=bool(self.embedding_norm))
+
+    @property
+    def poet(self) -> bool:
+        """Whether the body trains by orthogonal equivalence."""
+        return self.body != "adamw"
 
     @property
     def tokens_per_step(self) -> int:

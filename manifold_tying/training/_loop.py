@@ -10,11 +10,13 @@ from torch import Tensor
 
 from manifold_tying import diagnostics
 from manifold_tying.models import Llama
-from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters, rate_factor
+from manifold_tying.optim import MergeSchedule
+from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters, rate_factor
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from manifold_tying.training._config import TrainConfig, check_device
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import peak_memory, reset_peak_memory
+from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._record import METRICS, Record, finite
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
@@ -30,7 +32,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
 
     Args:
         config: the run.
-        arm: its name in the row; the interface's where None.
+        arm: its name in the row; where None the interface's, with the body where that is not AdamW's.
         observer: called after every step with that step's metrics and "tokens_per_second".
 
     Raises:
@@ -52,12 +54,15 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     reset_peak_memory(device)
     model = build_model(config)
     optimizer = build_optimizer(model, settings)
-    start = _open_folder(config, model, optimizer)
+    schedule = build_merges(model, optimizer, settings)
+    probes = Probes(model, schedule)
+    start = _open_folder(config, model, optimizer, schedule, probes)
     record = Record(config.out, start)
     try:
-        last = _steps(config, model, optimizer, batches, held_out, record, start, observer)
+        _steps(config, model, optimizer, schedule, probes, batches, held_out, record, start, observer)
+        last = record.last
         row = {
-            "arm": arm or config.interface,
+            "arm": arm or config.interface + (f"+body={settings.body}" if settings.poet else ""),
             "seed": config.seed,
             "val_loss": last["val_loss"],
             "train_loss": _mean(record.losses[-max(1, settings.steps // 10) :]),
@@ -65,7 +70,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             "seconds": record.seconds,
             "tokens_per_second": settings.steps * settings.tokens_per_step / record.seconds,
             "peak_memory_bytes": peak_memory(device),
-            **{name: last[name] for name in ("defect", "delta_ti", "cond_transform")},
+            **{name: last[name] for name in ("defect", "delta_ti", "cond_transform", "orthogonality_error")},
             "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         }
     finally:
@@ -109,13 +114,21 @@ def describe_interface(model: Llama) -> dict[str, float | None]:
     }
 
 
-def _open_folder(config: TrainConfig, model: Llama, optimizer: torch.optim.Optimizer) -> int:
+def _open_folder(
+    config: TrainConfig,
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    schedule: MergeSchedule | None,
+    probes: Probes,
+) -> int:
     """Make the run's folder or find the checkpoint to go on from; returns the step that was reached."""
     out, identity = config.out, config.as_json()
     saved = checkpoints(out)
     if not config.resume and (saved or (out / METRICS).exists()):
         raise ValueError(f"{out} holds a run already; go on with it (--resume) or choose another folder")
-    start = load_checkpoint(saved[-1], model, optimizer, identity) if saved else 0
+    start = 0
+    if saved:
+        start = load_checkpoint(saved[-1], model, optimizer, identity, schedule=schedule, probes=probes)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / CONFIG, json.dumps(identity, indent=1).encode())
@@ -128,20 +141,23 @@ def _steps(
     config: TrainConfig,
     model: Llama,
     optimizer: torch.optim.Optimizer,
+    schedule: MergeSchedule | None,
+    probes: Probes,
     batches: Batches,
     held_out: list[Batch],
     record: Record,
     start: int,
     observer: Observer | None,
-) -> dict[str, Any]:
-    """The steps that are missing; returns the evaluation after the last one."""
+) -> None:
+    """The steps that are missing; there is an evaluation after the last one."""
     settings, device = config.settings, torch.device(config.settings.device)
     identity = config.as_json()
     loss_of = torch.compile(model.loss) if settings.compile else model.loss
     # Remembered in the group, so that a resumed run finds the peak and not the rate of the step it stopped at.
     peaks = [float(group.setdefault("peak_lr", group["lr"])) for group in optimizer.param_groups]
     clipped = clipped_parameters(model)
-    evaluation: dict[str, Any] | None = None
+    if start == 0:
+        record.write_probes({"step": 0, "tokens": 0, "weights": probes.measure()["weights"]})
     for step in range(start, settings.steps):
         began = time.perf_counter()
         factor = rate_factor(step, settings)
@@ -150,7 +166,8 @@ def _steps(
         loss = _gradients(config, model, loss_of, batches.batch(step), device)
         norm = torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None])
         if norm.isfinite():  # otherwise the optimizer names the parameter
-            torch.nn.utils.clip_grads_with_norm_(clipped, settings.clip, norm)
+            most = schedule.clip(settings.clip) if schedule else settings.clip
+            torch.nn.utils.clip_grads_with_norm_(clipped, most, norm)
         optimizer.step()
         done = step + 1
         metrics: dict[str, Any] = {
@@ -161,16 +178,21 @@ def _steps(
             "grad_norm": norm.item(),
         }
         seconds = time.perf_counter() - began
+        if schedule is not None:
+            probes.step()
+            began = time.perf_counter()  # merging is a part of training, looking at it is not
+            schedule.step()
+            seconds += time.perf_counter() - began
         if done % (settings.eval_every or settings.steps) == 0 or done == settings.steps:
-            evaluation = {"val_loss": evaluate(model, held_out, device), **describe_interface(model)}
-            metrics |= evaluation
+            probed = probes.measure()
+            record.write_probes({"step": done, "tokens": metrics["tokens"], "weights": probed.pop("weights")})
+            metrics |= {"val_loss": evaluate(model, held_out, device), **describe_interface(model), **probed}
         record.write(metrics, seconds)
         if observer is not None:
             observer(metrics | {"tokens_per_second": settings.tokens_per_step / seconds})
         if done == settings.steps or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
             record.flush()
-            save_checkpoint(config.out, done, model, optimizer, identity)
-    return evaluation or {"val_loss": evaluate(model, held_out, device), **describe_interface(model)}
+            save_checkpoint(config.out, done, model, optimizer, identity, schedule=schedule, probes=probes)
 
 
 def _gradients(

@@ -1,4 +1,4 @@
-"""Learning rates of each interface, and how they carry over from one size to another (docs/learning-rates.md)."""
+"""Learning rates of each interface and body, and how they carry over from one size to another (docs/learning-rates.md)."""
 
 import dataclasses
 
@@ -13,6 +13,9 @@ TRANSFORM_FACTOR = 5.0
 BODY_LR: dict[Interface, float] = {"untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
 BODY_WIDTH = 128
 TABLE_STD = 0.06
+# POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
+EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
+MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -34,7 +37,31 @@ def resolve(config: TrainConfig) -> TrainConfig:
         filled["transform_lr"] = TRANSFORM_FACTOR * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
         filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+    if settings.poet:
+        filled |= _poet(settings, shape.hidden_size)
     return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))  # type: ignore[arg-type]
+
+
+def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
+    """Block size, merges and rate of a POET body.
+
+    Half the hidden size is the paper's largest share, 256 of 512: R and P then have half as many numbers as the weight, and
+    as many as the weight itself at b = d. T_m = 400 is a thousandth of the paper's runs; in a run of a few hundred steps it
+    would never merge, and scheme full would never reach the dimensions that it left out at first. A third of the steps
+    still does, and merging more often costs loss (docs/learning-rates.md, and the paper's table 6).
+    """
+    filled: dict[str, object] = {}
+    block_size = settings.block_size or max(2, min(EQUIVALENCE_BLOCK, hidden_size // 2))
+    if settings.body == "poet-block":
+        filled["block_size"] = block_size
+    if settings.merge_every is None:
+        filled["merge_every"] = min(MERGE_EVERY, -(-settings.steps // MERGES))
+    if settings.equivalence_lr is None:
+        full = settings.body == "poet-full"
+        filled["equivalence_lr"] = EQUIVALENCE_LR * (
+            EQUIVALENCE_FRACTION / settings.fraction if full else EQUIVALENCE_BLOCK / block_size
+        )
+    return filled
 
 
 def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bool | None]:
@@ -43,6 +70,7 @@ def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bo
         "lr": settings.lr,
         "memory_lr": settings.memory_lr if interface == "pit-trainable" else None,
         "transform_lr": settings.transform_lr if interface.startswith("pit") else None,
+        "equivalence_lr": settings.equivalence_lr if settings.poet else None,
         "table_std": None if interface.startswith("pit") else settings.table_std,
         "embedding_norm": settings.embedding_norm,
     }

@@ -14,28 +14,41 @@ from manifold_tying.training._files import write_whole
 
 METRICS = "metrics.jsonl"
 TIMING = "timing.jsonl"
+PROBES = "probes.jsonl"  # before the first step and at every evaluation
 
 
 class Record:
-    """Appends to ``DIR/metrics.jsonl`` and ``DIR/timing.jsonl``; lines after ``start`` are dropped first.
+    """Appends to ``DIR/metrics.jsonl``, timing.jsonl and probes.jsonl; lines after ``start`` are dropped first.
 
     Attributes:
         seconds: training time so far, of the run that is resumed too.
         losses: training loss of every step so far.
+        last: the metrics of the newest step.
     """
 
     def __init__(self, directory: Path, start: int) -> None:
         kept = _truncate(directory / METRICS, start)
         times = _truncate(directory / TIMING, start)
+        probed = _truncate(directory / PROBES, start)
+        evaluated = sum("val_loss" in line for line in kept)
+        for name, found, expected in ((METRICS, kept, start), (TIMING, times, start), (PROBES, probed, 1 + evaluated)):
+            if start and len(found) < expected:
+                raise ValueError(
+                    f"{directory / name} has {len(found)} of the {expected} lines before the checkpoint of step {start}; "
+                    "start in another folder"
+                )
         self.losses = [line["loss"] for line in kept]
+        self.last: dict[str, Any] = kept[-1] if kept else {}
         self.seconds = times[-1]["seconds"] if times else 0.0
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
         self._timing = (directory / TIMING).open("a", encoding="utf-8")
+        self._probes = (directory / PROBES).open("a", encoding="utf-8")
         self._events = SummaryWriter(str(directory), purge_step=start + 1)
 
     def write(self, metrics: dict[str, Any], seconds: float) -> None:
         """One step: its metrics, and the time that it took."""
         self.losses.append(metrics["loss"])
+        self.last = metrics
         self.seconds += seconds
         step = metrics["step"]
         self._metrics.write(json.dumps(finite(metrics)) + "\n")
@@ -44,13 +57,17 @@ class Record:
             if name != "step" and value is not None:
                 self._events.add_scalar(name, value, step)
 
+    def write_probes(self, numbers: dict[str, Any]) -> None:
+        """One evaluation's look at the weights."""
+        self._probes.write(json.dumps(numbers) + "\n")
+
     def flush(self) -> None:
         """Everything written so far reaches the file system; called before a checkpoint that counts on it."""
-        for file in (self._metrics, self._timing, self._events):
+        for file in (self._metrics, self._timing, self._probes, self._events):
             file.flush()
 
     def close(self) -> None:
-        for file in (self._metrics, self._timing, self._events):
+        for file in (self._metrics, self._timing, self._probes, self._events):
             file.close()
 
 
@@ -60,17 +77,13 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Keep the whole lines of steps up to last_step, and return them."""
+    """Keep the whole lines of steps up to last_step, none where that is 0, and return them."""
     kept = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             # A run that was killed may have left half a line at the end.
-            if not line.endswith("\n") or (entry := json.loads(line))["step"] > last_step:
+            if not line.endswith("\n") or (entry := json.loads(line))["step"] > last_step or not last_step:
                 break
             kept.append((line, entry))
         write_whole(path, "".join(line for line, _ in kept).encode())
-    if len(kept) < last_step:
-        raise ValueError(
-            f"{path} has {len(kept)} of the {last_step} steps before the checkpoint; start in another folder"
-        )
     return [entry for _, entry in kept]

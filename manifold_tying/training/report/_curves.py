@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifold_tying.training._files import write_whole
-from manifold_tying.training.report._drawing import Axis, draw
+from manifold_tying.training.report._drawing import Axis, Drawn, draw
 from manifold_tying.training.report._experiment import Experiment, arm_names
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
-from manifold_tying.training.report._series import Curve, curve, smoothing_window
+from manifold_tying.training.report._series import Curve, curve, of_seeds, smoothing_window
+from manifold_tying.training.report._weights import WEIGHT_FIGURES, weight_figures
 
 TOKENS = "tokens"
 SECONDS = "seconds"
@@ -89,21 +90,22 @@ PLOTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """A figure, ready to be written or embedded."""
-
-    plot: Plot
-    png: bytes
-    caption: str
-    alternative: str
-    """In words, for those who cannot see it."""
+ORTHOGONALITY = Plot(
+    name="orthogonality-error",
+    title="Orthogonality error of POET's rotations",
+    quantity="orthogonality_error",
+    label=r"$e_{\mathrm{orth}}$  $\|RR^{\top} - I\|_F\;/\;\sqrt{m}$",
+    log=True,
+    reading="How far R and P are from orthogonal, the largest of all weights since the evaluation before: it grows from "
+    "merge to merge, after which they start at the identity again.",
+)
 
 
 def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
     """Every figure for which there is data, and the plots for which there is none."""
     figures, empty = [], []
-    for plot in PLOTS:
+    rotating = any(row["orthogonality_error"] is not None for row in experiment.rows)
+    for plot in (*PLOTS, ORTHOGONALITY) if rotating else PLOTS:
         window = smoothing_window(experiment.runs) if plot.smooth else 1
         curves = _curves(experiment, plot, window)
         if not curves:
@@ -113,21 +115,23 @@ def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
         arms = arm_names(experiment.rows)
         figures.append(
             Drawn(
-                plot=plot,
+                name=plot.name,
+                title=plot.title,
                 png=draw(curves, looks(arms), axis),
                 caption=_caption(plot, curves, arms, window),
                 alternative=_alternative(plot, curves),
             )
         )
-    return figures, empty
+    return figures + (weight_figures(experiment) if rotating else []), empty
 
 
 def plot_curves(experiment: Experiment, out: str | Path) -> list[Path]:
     """Write the figures as ``out/<name>.png``; a figure without data is not written, and an older one of it removed."""
-    figures, empty = drawn_figures(experiment)
-    for plot in empty:
-        (Path(out) / f"{plot.name}.png").unlink(missing_ok=True)
-    return [write_whole(Path(out) / f"{figure.plot.name}.png", figure.png) for figure in figures]
+    figures, _ = drawn_figures(experiment)
+    known = {plot.name for plot in (*PLOTS, ORTHOGONALITY)} | WEIGHT_FIGURES
+    for name in known - {figure.name for figure in figures}:
+        (Path(out) / f"{name}.png").unlink(missing_ok=True)
+    return [write_whole(Path(out) / f"{figure.name}.png", figure.png) for figure in figures]
 
 
 def _curves(experiment: Experiment, plot: Plot, window: int) -> list[Curve]:
@@ -142,12 +146,7 @@ def _caption(plot: Plot, curves: Sequence[Curve], arms: Sequence[str], window: i
         sentences.append(
             f"Smoothed: each point is the mean over the last {window} steps." if window > 1 else "Not smoothed."
         )
-    seeds = sorted({line.seeds for line in curves})
-    if seeds == [1]:
-        sentences.append("One seed, so there is no band.")
-    else:
-        count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        sentences.append(f"Lines are means over {count} seeds, bands reach from the lowest to the highest seed.")
+    sentences.append(of_seeds(curves))
     left_out = [arm for arm in arms if arm not in {line.arm for line in curves}]
     if left_out:
         what = "no positive value" if plot.log else "no value"

@@ -28,7 +28,21 @@ INK, FAINT, PAPER = "#24292f", "#d8dee4", "#ffffff"
 WIDTH, PANEL_HEIGHT, MARGINS = 5.7, 3.3, 0.7  # inches; the margins are what ticks and labels take from a panel
 DOTS_PER_INCH = 200
 FEW = 40  # up to so many points get a marker each
+TOKEN_NUMBERS = EngFormatter(sep="\N{NARROW NO-BREAK SPACE}")
 TIME_UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, size, name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A figure, ready to be written or embedded."""
+
+    name: str
+    """The file's name, without .png."""
+    title: str
+    png: bytes
+    caption: str
+    alternative: str
+    """In words, for those who cannot see it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +60,24 @@ def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> byte
     """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows how they end."""
     panels = 2 if axis.zoom else 1
     height = max(PANEL_HEIGHT, height_of(len(curves)) + MARGINS)
-    figure = Figure(figsize=(WIDTH, height * panels), dpi=DOTS_PER_INCH, facecolor=PAPER)
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
+    figure = paper(height * panels)
     for position, axes in enumerate(figure.subplots(panels, 1, squeeze=False)[:, 0]):
         _panel(axes, curves, looks, axis, last_half=position == 1)
         label_ends(axes, curves, looks, height=height - MARGINS, ink=INK)
         _x_axis(axes, axis, named=position == panels - 1)
+    return png_of(figure)
+
+
+def paper(height: float) -> Figure:
+    """An empty figure, as wide as all of them."""
+    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, facecolor=PAPER)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png_of(figure: Figure) -> bytes:
+    """The figure as a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -70,17 +95,17 @@ def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis:
     axes.margins(x=0.02, y=0.06)
     if axis.log:
         axes.set_yscale("log")
-        _log_ticks(axes)
+        log_ticks(axes)
     axes.set_ylabel(axis.label, color=INK, fontsize=10)
-    _calm(axes)
+    calm(axes)
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # what is added from here on moves nothing
 
 
-def _log_ticks(axes: Axes) -> None:
+def log_ticks(axes: Axes, count: int = 5) -> None:
     """Powers of ten label nothing on an axis that spans less than one or two of them: there, even ticks instead."""
     low, high = axes.get_ylim()
     if high / low < 30:
-        ticks = [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
+        ticks = [float(tick) for tick in MaxNLocator(count).tick_values(low, high) if low <= tick <= high]
         axes.yaxis.set_major_locator(FixedLocator(ticks))
         axes.yaxis.set_major_formatter(FixedFormatter(tick_labels(ticks)))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -102,7 +127,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if axis.against == "tokens":
-        axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NARROW NO-BREAK SPACE}"))
+        axes.xaxis.set_major_formatter(TOKEN_NUMBERS)
         name = "training tokens"
     else:
         size, unit = next((size, unit) for least, size, unit in TIME_UNITS if axes.get_xlim()[1] >= least)
@@ -112,7 +137,7 @@ def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
         axes.set_xlabel(name, color=INK, fontsize=10)
 
 
-def _calm(axes: Axes) -> None:
+def calm(axes: Axes) -> None:
     """Two thin axes and a faint grid; the curves are what is looked at."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-BASELINE = "transpose"  # what the other arms are measured against
+BASELINES = ("transpose", "adamw")  # what the other arms are measured against: the first of these that there is
 
 Quantity = Literal[
     "val_loss",
@@ -16,6 +16,7 @@ Quantity = Literal[
     "defect",
     "delta_ti",
     "cond_transform",
+    "orthogonality_error",
     "trainable_parameters",
 ]
 
@@ -33,7 +34,8 @@ class Row(TypedDict):
     peak_memory_bytes: float | None  # not every device counts its memory
     defect: float | None  # without a memory there is no defect,
     delta_ti: float | None
-    cond_transform: float | None  # and without a transform no condition number
+    cond_transform: float | None  # without a transform no condition number,
+    orthogonality_error: float | None  # and without a POET body no rotations
     trainable_parameters: float
 
 
@@ -47,6 +49,8 @@ class Run:
     """One object per step: ``step``, ``tokens``, and whichever quantities were measured then."""
     seconds: Mapping[int, float]
     """Wall time since the start of training, evaluation excluded, by step."""
+    probes: Sequence[Mapping[str, Any]] = ()
+    """One object per evaluation: ``step``, ``tokens``, and under ``weights`` the numbers of each weight, flat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +78,12 @@ def interface_of(arm: str) -> str:
 
 
 def baseline_of(arms: Sequence[str]) -> str | None:
-    """The arm to measure against: transpose as it stands, else the first variant of it, else none."""
-    variants = [arm for arm in arms if interface_of(arm) == BASELINE]
-    return BASELINE if BASELINE in variants else next(iter(variants), None)
+    """The arm to measure against: transpose as it stands, else its first variant; adamw where there is neither."""
+    for baseline in BASELINES:
+        variants = [arm for arm in arms if interface_of(arm) == baseline]
+        if variants:
+            return baseline if baseline in variants else variants[0]
+    return None
 
 
 def seeds_of(rows: Sequence[Row], arm: str) -> list[int]:

@@ -8,11 +8,13 @@ from typing import Any, cast, get_args
 
 from manifold_tying.training.report._experiment import Experiment, Quantity, Row, Run, arm_names
 
-# null says that there is nothing to measure: no memory, no transform, no memory counter;
-NULLABLE = {"defect", "delta_ti", "cond_transform", "peak_memory_bytes"}
+# null says that there is nothing to measure: no memory, no transform, no rotations, no memory counter;
+NULLABLE = {"defect", "delta_ti", "cond_transform", "orthogonality_error", "peak_memory_bytes"}
 # but a loss there always is, and null is what JSON has for one that is no longer a number
 LOSSES = {"val_loss", "train_loss"}
-COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform")  # what is drawn out of metrics.jsonl
+COURSE = (  # what is drawn out of metrics.jsonl
+    "loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr"
+)  # fmt: skip
 AGAIN = "run `manifold-tying ablate` again to write it anew"
 
 
@@ -58,7 +60,8 @@ def checked_rows(rows: object, *, where: str) -> list[Row]:
 
 
 def _row(value: object, where: str) -> Row:
-    row = _object(value, where)
+    # The first versions knew no rotations.
+    row = {"orthogonality_error": None, **_object(value, where)}
     missing = [key for key in ("arm", "seed", *get_args(Quantity)) if key not in row]
     if missing:
         raise ValueError(f"{where}: missing {', '.join(missing)}; {AGAIN}")
@@ -67,14 +70,44 @@ def _row(value: object, where: str) -> Row:
     for key in get_args(Quantity):
         if not (row[key] is None and key in NULLABLE | LOSSES):
             _number(row[key], key, where)
-    return cast(Row, dict(row) | {key: math.nan for key in LOSSES if row[key] is None})
+    return cast(Row, row | {key: math.nan for key in LOSSES if row[key] is None})
 
 
 def _run(out: Path, arm: str, seed: int) -> Run:
     folder = out / f"{arm}-{seed}"
     metrics = list(_lines(folder / "metrics.jsonl", required=("step", "tokens"), optional=COURSE))
     timing = _lines(folder / "timing.jsonl", required=("step", "seconds"))
-    return Run(arm=arm, seed=seed, metrics=metrics, seconds={line["step"]: line["seconds"] for line in timing})
+    seconds = {line["step"]: line["seconds"] for line in timing}
+    probes = _probes(folder / "probes.jsonl") if (folder / "probes.jsonl").exists() else []
+    return Run(arm=arm, seed=seed, metrics=metrics, seconds=seconds, probes=probes)
+
+
+def _probes(path: Path) -> list[Mapping[str, Any]]:
+    """The looks at the weights, each weight's numbers in one flat object: svd_entropy, R.vector, updates.min, ..."""
+    probes: list[Mapping[str, Any]] = []
+    for count, line in enumerate(_lines(path, required=("step", "tokens")), start=1):
+        where = f"{path}, line {count}"
+        weights = _object(line.get("weights"), f"{where}, 'weights'")
+        flat = {name: _flat(numbers, f"{where}, {name}") for name, numbers in weights.items()}
+        probes.append({**line, "weights": flat})
+    return probes
+
+
+def _flat(numbers: object, where: str) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in _object(numbers, where).items():
+        if isinstance(value, list) and value:
+            named: dict[str, Any] = {"min": value[0], "median": value[len(value) // 2], "max": value[-1]}
+        elif isinstance(value, Mapping):
+            named = dict(value)
+        else:
+            _number(value, key, where)
+            flat[key] = value
+            continue
+        for name, one in named.items():
+            _number(one, f"{key}.{name}", where)
+            flat[f"{key}.{name}"] = one
+    return flat
 
 
 def _lines(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from manifold_tying.training.report._experiment import (
-    BASELINE,
+    BASELINES,
     Quantity,
     Row,
     arm_names,
     baseline_of,
     by_seed,
+    interface_of,
     seeds_of,
 )
 from manifold_tying.training.report._numbers import COUNT_UNITS, DASH, MEMORY_UNITS, fixed, scale, significant
@@ -58,16 +59,24 @@ def results(rows: Sequence[Row]) -> Results:
     def column(quantity: Quantity, text: Text) -> list[Cell]:
         return [_cell(summarize(list(by_seed(rows, arm, quantity).values())), text) for arm in arms]
 
+    rotations: dict[Column, list[Cell]] = {}
+    if any(row["orthogonality_error"] is not None for row in rows):
+        rotations[Column("e_orth")] = column(
+            "orthogonality_error", lambda value, mean: significant(value, 2, like=mean)
+        )
     columns = {
         Column("seeds"): [Cell(str(len(seeds_of(rows, arm)))) for arm in arms],
         Column("val loss", "nats"): column("val_loss", _nats),
-        Column("Δ\N{NO-BREAK SPACE}to " + BASELINE, "nats"): [_difference(rows, arm, baseline) for arm in arms],
+        Column("Δ\N{NO-BREAK SPACE}to " + interface_of(baseline or BASELINES[0]), "nats"): [
+            _difference(rows, arm, baseline) for arm in arms
+        ],
         Column("train loss", "nats"): column("train_loss", _nats),
         Column("speed", "tokens/s"): column("tokens_per_second", lambda value, _: fixed(value)),
         Column("peak memory", memory_unit): column("peak_memory_bytes", lambda value, _: fixed(value / memory_size, 2)),
         Column("defect"): column("defect", lambda value, mean: significant(value, 2, like=mean)),
         Column("ΔTI"): column("delta_ti", lambda value, mean: significant(value, 2, like=mean)),
         Column("cond(T)"): column("cond_transform", lambda value, mean: significant(value, 3, like=mean)),
+        **rotations,
         Column("trainable", count_unit): [
             # a count: the same for every seed
             Cell(one.mean)
@@ -100,7 +109,9 @@ def _notes(rows: Sequence[Row], arms: Sequence[str], baseline: str | None) -> li
     """What a reader must know before comparing two lines of the table."""
     notes = []
     if baseline is None:
-        notes.append(f"There is no {BASELINE} arm in this experiment, so there is no difference to it.")
+        notes.append(
+            f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it."
+        )
     if len({tuple(seeds_of(rows, arm)) for arm in arms}) > 1:
         listed = "; ".join(f"{arm}: {', '.join(map(str, seeds_of(rows, arm)))}" for arm in arms)
         notes.append(

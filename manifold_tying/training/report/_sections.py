@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from manifold_tying.training.report._curves import Drawn, Plot
+from manifold_tying.training.report._curves import Plot
+from manifold_tying.training.report._drawing import Drawn
 from manifold_tying.training.report._experiment import Experiment, Row, arm_names
 from manifold_tying.training.report._findings import findings
 from manifold_tying.training.report._markup import definitions, scrolling, section, table, text_of, words_of
@@ -91,11 +92,11 @@ def _cell(cell: Cell) -> str:
 
 
 def _figure(figure: Drawn) -> str:
-    name = f"figure-{figure.plot.name}"
+    name = f"figure-{figure.name}"
     width, height = struct.unpack(">II", figure.png[16:24])  # the PNG's own header, so that nothing jumps while loading
     source = f"data:image/png;base64,{base64.b64encode(figure.png).decode()}"
     return (
-        f'<section aria-labelledby="{name}">\n<h3 id="{name}">{escape(figure.plot.title)}</h3>\n<figure>\n'
+        f'<section aria-labelledby="{name}">\n<h3 id="{name}">{escape(figure.title)}</h3>\n<figure>\n'
         f'<img width="{width}" height="{height}" alt="{escape(figure.alternative)}" src="{source}">\n'
         f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>\n</section>"
     )

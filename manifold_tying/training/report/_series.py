@@ -47,6 +47,15 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     return Curve(runs[0].arm, places, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(measured))
 
 
+def of_seeds(curves: Sequence[Curve]) -> str:
+    """What line and band of these curves are, as a sentence."""
+    seeds = sorted({line.seeds for line in curves})
+    if seeds == [1]:
+        return "One seed, so there is no band."
+    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    return f"Lines are means over {count} seeds, bands reach from the lowest to the highest seed."
+
+
 def trailing_mean(values: Values, window: int) -> Values:
     """The mean of each value and the window - 1 before it; of all so far where there are fewer. Never looks ahead."""
     smoothed = np.empty_like(values)

@@ -28,8 +28,20 @@ WORDS = (
     ),
     ("cond(<i>T</i>)", "The largest eigenvalue of the transform over its smallest."),
     (
-        "Δ to transpose",
-        "The arm’s validation loss minus that of transpose tying, seed by seed, then averaged. Negative is better.",
+        "POET, <i>R</i> and <i>P</i>",
+        "A body whose matrices are <i>W</i> = <i>R</i> <i>W</i><sub>0</sub> <i>P</i>: <i>W</i><sub>0</sub> stays as it was "
+        "drawn, the orthogonal <i>R</i> and <i>P</i> are trained and every so many steps merged into it. In scheme "
+        "<em>block</em> every dimension rotates, in scheme <em>full</em> some, others after each merge.",
+    ),
+    (
+        "e_orth",
+        "‖<i>R</i> <i>R</i><sup>⊤</sup> − <i>I</i>‖<sub>F</sub> / √<i>m</i>, the largest over the rotations of the model "
+        "since the last evaluation: how far they are from orthogonal.",
+    ),
+    (
+        "Δ to transpose, to adamw",
+        "The arm’s validation loss minus that of transpose tying, seed by seed, then averaged. Negative is better. Without "
+        "transpose tying in the experiment, minus that of the body trained by AdamW.",
     ),
     (
         "spread between seeds",

@@ -1,0 +1,144 @@
+"""What POET's paper looks at in a run: spectra, how far R and P have turned, how orthogonal they are, what they reached."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import diagnostics, linalg
+from manifold_tying.diagnostics._spectrum import entropy_of
+from manifold_tying.models import Llama
+from manifold_tying.optim import MergeSchedule
+from manifold_tying.parametrizations import equivalences
+from manifold_tying.parametrizations._equivalent_linear import Side
+from manifold_tying.parametrizations._primitive import rotated, rotated_rows
+
+QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
+
+
+class Probes:
+    """Looks at every linear layer of the middle block, one weight of each kind, at every evaluation of a run.
+
+    Of any body: spectrum and hyperspherical energy of W. Of a POET body also R and P, the products over all merges,
+    R <- R_t R and P <- P P_t, so that W = R W0 P with the W0 of the beginning; how often the entries of W were updated; and
+    the largest e_orth of the factors since the last look, which is just before a merge and gone after it. That one number
+    is taken of every weight of the model. (POET, figures 1, 2, 10 to 16 and appendix I.)
+
+    Call :meth:`step` after the optimizer's step and before the schedule's.
+    """
+
+    def __init__(self, model: Llama, schedule: MergeSchedule | None) -> None:
+        prefix = f"blocks.{len(model.blocks) // 2}."
+        linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        self._layers = {name: module for name, module in linears if name.startswith(prefix)}
+        self._schedule = schedule
+        self._equivalences = {
+            path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)
+        }
+        self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
+        self._turned = {
+            name: _Turned(layer.weight) for name, layer in self._layers.items() if name in self._equivalences
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take in R and P where the schedule's next step will merge them."""
+        if self._schedule is not None and (self._schedule.steps + 1) % self._schedule.every == 0:
+            self._look_at_errors()
+            for name, turned in self._turned.items():
+                turned.fold(*self._sides(name), self._schedule.every)
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """{"orthogonality_error": the largest of the model since the last call or None, "weights": {name: numbers}}."""
+        self._look_at_errors()
+        weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
+        for place, name in enumerate(self._equivalences):
+            if name in self._turned:
+                assert self._schedule is not None
+                since = self._schedule.steps % self._schedule.every
+                now = self._turned[name].now(*self._sides(name), since)
+                for side, error in zip("RP", self._errors[place].tolist(), strict=True):
+                    now[side]["orthogonality_error"] = error
+                weights[name] |= now
+        largest = self._errors.max().item() if len(self._errors) else None
+        self._errors.zero_()
+        return {"orthogonality_error": largest, "weights": weights}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was accumulated; the tensors themselves, contiguous."""
+        state = {f"{name}.{key}": value for name, turned in self._turned.items() for key, value in vars(turned).items()}
+        return {**state, "errors": self._errors}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        for key, value in self.state_dict().items():
+            value.copy_(state[key])
+
+    def _sides(self, name: str) -> tuple[Side, Side]:
+        part, stored = self._equivalences[name]
+        return part.sides(stored)
+
+    def _look_at_errors(self) -> None:
+        for place, name in enumerate(self._equivalences):
+            for side, (blocks, _), n in zip(range(2), self._sides(name), self._shape(name), strict=True):
+                squares = [(G.shape[-1] * diagnostics.orthogonality_error(G) ** 2).sum() for G in blocks if G.numel()]
+                error = (sum(squares, torch.zeros(())) / n).sqrt()
+                self._errors[place, side] = max(self._errors[place, side].item(), error.item())
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        m, n = self._equivalences[name][0].base.shape
+        return m, n
+
+
+class _Turned:
+    """R (m, m) and P (n, n) since the beginning, and how many steps moved each row and each column of W (m, n)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        m, n = weight.shape
+        self.R = torch.eye(m, device=weight.device)
+        self.P = torch.eye(n, device=weight.device)
+        self.rows = torch.zeros(m, dtype=torch.int64, device=weight.device)
+        self.columns = torch.zeros(n, dtype=torch.int64, device=weight.device)
+
+    def fold(self, R: Side, P: Side, steps: int) -> None:
+        """Take in the factors that so many steps trained."""
+        for total, new in zip(vars(self).values(), self._with(R, P, steps), strict=True):
+            total.copy_(new)
+
+    def now(self, R: Side, P: Side, steps: int) -> dict[str, dict[str, float]]:
+        """The numbers of R, of P and of the entries' updates with the factors that so many steps have trained so far."""
+        *factors, rows, columns = self._with(R, P, steps)
+        numbers = {}
+        for side, factor in zip("RP", factors, strict=True):
+            trace = diagnostics.trace_probe(factor)
+            numbers[side] = {
+                "vector": diagnostics.vector_probe(factor).item(),
+                "trace": trace.mean.item(),
+                "trace_std": trace.std.item(),
+            }
+        # An entry is moved by R with its row and by P with its column.
+        numbers["updates"] = {
+            "min": (rows.min() + columns.min()).item(),
+            "mean": (rows.double().mean() + columns.double().mean()).item(),
+            "max": (rows.max() + columns.max()).item(),
+        }
+        return numbers
+
+    def _with(self, R: Side, P: Side, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        with linalg.full_precision(self.R.device):
+            factors = rotated_rows(self.R, *R), rotated(self.P, *P, True)
+        rows, columns = self.rows.clone(), self.columns.clone()
+        rows[R[1]] += steps
+        columns[P[1]] += steps
+        return *factors, rows, columns
+
+
+def _spectrum(weight: Tensor) -> dict[str, Any]:
+    sigma = diagnostics.singular_values(weight)
+    levels = torch.linspace(0, 1, QUANTILES, dtype=sigma.dtype, device=sigma.device)
+    return {
+        "singular_values": torch.quantile(sigma, levels).tolist(),
+        "svd_entropy": entropy_of(sigma).item(),
+        "hyperspherical_energy": diagnostics.hyperspherical_energy(weight).item(),
+    }

@@ -1,0 +1,324 @@
+"""POET bodies in training: arms, rates, resumption around merges, and what is recorded of the weights."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manifold_tying import diagnostics
+from manifold_tying.models import PRESETS
+from manifold_tying.parametrizations import equivalences
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
+from manifold_tying.training._ablation import parse_arm
+from manifold_tying.training._build import build_merges, build_model, build_optimizer
+from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
+from manifold_tying.training._probes import Probes
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training.cli import main
+from manifold_tying.training.report import load_experiment, plot_curves, write_report
+from manifold_tying.training.report._weights import WEIGHT_FIGURES
+
+TINY = "tiny-for-tests"
+KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = dataclasses.replace(
+        PRESETS["nano"], vocab_size=300, hidden_size=16, num_layers=2, intermediate_size=32, head_dim=0
+    )
+    monkeypatch.setitem(PRESETS, TINY, shape)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
+    path.write_text("\n".join(f"{a} minus {b} is {a - b};" for a in range(60) for b in range(40)))
+    return path
+
+
+def settings(corpus: Path, **changes: Any) -> Settings:
+    values = {
+        "preset": TINY, "data": f"text:{corpus}", "steps": 12, "batch_size": 4, "sequence_length": 16, "val_tokens": 128,
+        "eval_every": 4, "lr": 4e-3, "merge_every": 4, "block_size": 6, "equivalence_lr": 4e-3, **changes,
+    }  # fmt: skip
+    return Settings(**values)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("body", ["poet-block", "poet-full"])
+def test_resumed_at_any_step_around_a_merge_equals_uninterrupted(body: str, tmp_path: Path, corpus: Path) -> None:
+    """A checkpoint at every step; stopped before, at and after the merge at 4, and at the last one."""
+    shared = settings(corpus, body=body, checkpoint_every=1, eval_every=3)
+    whole = TrainConfig(out=tmp_path / "whole", interface="untied", settings=shared)
+    train(whole)
+    for stop in (2, 3, 4, 5, 8):
+        parts = dataclasses.replace(whole, out=tmp_path / str(stop))
+
+        def observe(metrics: dict[str, Any], last: int = stop) -> None:
+            if metrics["step"] == last + 1:  # its lines are written, its checkpoint is not
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            train(parts, observer=observe)
+        assert checkpoints(parts.out)[-1].name == f"step-{stop:08d}"
+        train(dataclasses.replace(parts, resume=True))
+        for file in ("metrics.jsonl", "probes.jsonl"):
+            assert lines(parts.out / file) == lines(whole.out / file), f"{file} after a stop at {stop}"
+        last = "checkpoints/step-00000012/model.safetensors"
+        assert (parts.out / last).read_bytes() == (whole.out / last).read_bytes()
+        shutil.rmtree(parts.out)
+    assert [line["step"] for line in lines(whole.out / "probes.jsonl")] == [0, 3, 6, 9, 12]
+
+
+def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus: Path) -> None:
+    """Killed between the last checkpoint and the row: nothing is measured again, so what a merge cleared is still known."""
+    run = TrainConfig(out=tmp_path / "run", interface="untied", settings=settings(corpus, body="poet-block"))
+    row = train(run)
+    assert row["arm"] == "untied+body=poet-block" and row["orthogonality_error"] > 0
+    again = train(dataclasses.replace(run, resume=True))
+    same = set(row) - {"peak_memory_bytes", "seconds", "tokens_per_second"}
+    assert {key: again[key] for key in same} == {key: row[key] for key in same}
+
+
+def test_lost_probes_are_noticed(tmp_path: Path, corpus: Path) -> None:
+    run = TrainConfig(out=tmp_path / "run", interface="untied", settings=settings(corpus, body="poet-block"))
+    train(run)
+    kept = (run.out / "probes.jsonl").read_text().splitlines(keepends=True)
+    (run.out / "probes.jsonl").write_text("".join(kept[:-1]))
+    with pytest.raises(ValueError, match=r"probes\.jsonl has 3 of the 4 lines"):
+        train(dataclasses.replace(run, resume=True))
+
+
+@pytest.mark.parametrize("body", ["poet-block", "poet-full"])
+def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corpus: Path) -> None:
+    """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; counts as update_counts'."""
+    run = resolve(TrainConfig(out=tmp_path / "run", interface="untied", settings=settings(corpus, body=body, steps=10)))
+    model = build_model(run)
+    optimizer = build_optimizer(model, run.settings)
+    schedule = build_merges(model, optimizer, run.settings)
+    assert schedule is not None
+    probes = Probes(model, schedule)
+    parts = {path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)}
+    names = [f"blocks.1.{kind}" for kind in KINDS]
+    first = {name: model.get_submodule(name).weight.detach().clone() for name in names}
+    touched: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in names}
+    largest = 0.0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        with torch.no_grad():
+            for _, stored in parts.values():
+                stored += 0.02 * torch.randn(stored.shape, generator=generator)
+        for name in names:
+            part = parts[name][0]
+            touched[name].append((part.out_order.clone(), part.in_order.clone()))
+        for part, stored in parts.values():
+            for (blocks, _), n in zip(part.sides(stored), part.base.shape, strict=True):
+                residuals = [(G.double() @ G.double().mT - torch.eye(G.shape[-1])).square().sum() for G in blocks]
+                largest = max(largest, (sum(residuals, torch.zeros(())) / n).sqrt().item())
+        probes.step()
+        schedule.step()
+    looked = probes.measure()
+    assert looked["orthogonality_error"] == pytest.approx(largest, rel=1e-6) and largest > 1e-5
+    assert list(looked["weights"]) == names
+    for name in names:
+        found, turned = looked["weights"][name], probes._turned[name]
+        R, P, rows, columns = turned._with(*parts[name][0].sides(parts[name][1]), 10 % 4)
+        W = model.get_submodule(name).weight.detach()
+        assert torch.allclose(R @ first[name] @ P, W, atol=1e-5)
+        assert not torch.allclose(R @ first[name], W, atol=1e-2)  # the negative control: P is needed, and so is R
+        assert found["R"]["vector"] == pytest.approx(diagnostics.vector_probe(R).item(), abs=1e-12)
+        assert found["P"]["trace"] == pytest.approx((torch.trace(P) / len(P)).item(), abs=1e-6)
+        assert found["R"]["trace"] < 0.999
+        m, n = W.shape
+        counts = diagnostics.update_counts(m, n, touched[name])
+        assert torch.equal(rows[:, None] + columns, counts)
+        assert found["updates"] == {
+            "min": counts.min().item(), "mean": pytest.approx(counts.double().mean().item()), "max": counts.max().item()
+        }  # fmt: skip
+        assert (found["updates"]["min"] == 20) == (body == "poet-block")  # block reaches every entry twice a step
+        sigma = torch.linalg.svdvals(W.double())
+        values = found["singular_values"]
+        assert [values[0], values[-1]] == pytest.approx([sigma[-1].item(), sigma[0].item()], rel=1e-6)
+        assert found["svd_entropy"] == pytest.approx(diagnostics.svd_entropy(W).item())
+    assert probes.measure()["orthogonality_error"] <= largest  # since the last look, in which nothing was merged
+
+
+def test_poet_keeps_the_spectrum_that_adamw_changes(tmp_path: Path, corpus: Path) -> None:
+    change = {}
+    for body in ("adamw", "poet-block", "poet-full"):
+        shared = settings(corpus, body=body, steps=40, eval_every=40)
+        train(TrainConfig(out=tmp_path / body, interface="untied", settings=shared))
+        looks = lines(tmp_path / body / "probes.jsonl")
+        spectra = [[one["singular_values"][-1] for one in look["weights"].values()] for look in (looks[0], looks[-1])]
+        change[body] = max(abs(b / a - 1) for a, b in zip(*spectra, strict=True))
+        assert ("R" in looks[0]["weights"]["blocks.1.mlp.up"]) == (body != "adamw")
+    assert change["poet-block"] < 1e-3 and change["poet-full"] < 1e-3 and change["adamw"] > 0.1
+
+
+def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path) -> None:
+    given = settings(corpus, body="poet-block", weight_decay=0.1, equivalence_lr=2e-3)
+    run = resolve(TrainConfig(out=tmp_path, interface="pit-trainable", settings=given))
+    model = build_model(run)
+    optimizer = build_optimizer(model, run.settings)
+    rates = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["names"]}
+    skew = {name for name in rates if name.endswith("parametrizations.weight.original")}
+    assert len(skew) == 2 * len(KINDS)
+    assert {rates[name] for name in skew} == {(2e-3, 0.0)}
+    assert rates["norm.weight"] == (4e-3, 0.0)
+    assert rates["interface.parametrizations.cholesky_factor.original"][0] == 5 * 4e-3
+    # The body's matrices are no parameters any more; the same seed draws the same blocks, another one others.
+    assert not any(
+        name.startswith("blocks") and name not in skew and "gate" not in name and "norm" not in name for name in rates
+    )
+    drawn = [
+        dict(build_model(dataclasses.replace(run, seed=seed)).named_buffers())[
+            "blocks.0.mlp.up.parametrizations.weight.0.base"
+        ]
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize(
+    ("preset", "values", "expected"),
+    [  # POET, tables 9 and 10
+        ("poet-60m", {"body": "poet-block"}, (256, 400, 1e-3)),
+        ("poet-60m", {"body": "poet-block", "block_size": 128}, (128, 400, 2e-3)),
+        ("poet-1.3b", {"body": "poet-block", "block_size": 64}, (64, 400, 4e-3)),
+        ("poet-60m", {"body": "poet-full"}, (None, 400, 1e-3)),
+        ("poet-60m", {"body": "poet-full", "fraction": 0.125}, (None, 400, 4e-3)),
+        ("nano", {"body": "poet-block", "steps": 180}, (64, 60, 4e-3)),
+        ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "equivalence_lr": 0.5}, (128, 3, 0.5)),
+        ("nano", {"body": "adamw"}, (None, None, None)),
+    ],
+)
+def test_recipe_of_the_paper(preset: str, values: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    given = Settings(**{"preset": preset, "steps": 300_000, **values})
+    found = resolve(TrainConfig(out=Path("x"), interface="untied", settings=given)).settings
+    assert (found.block_size, found.merge_every, found.equivalence_lr) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"body": "poet"}, r"unknown body 'poet'; choose one of adamw, poet-block, poet-full"),
+        ({"block_size": 1}, r"block_size to be a whole number >= 2, got 1"),
+        ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
+        ({"cayley_terms": 0}, r"terms to be a whole number >= 1"),
+        ({"merge_every": 0}, r"merge_every >= 1, got 0"),
+        ({"init": "zero"}, r"unknown init 'zero'; choose one of keep, normalized"),
+        ({"out_share": 1.5}, r"0 <= out_share <= 1"),
+        ({"equivalence_lr": -1.0}, r"equivalence_lr >= 0, got -1"),
+    ],
+)
+def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**values)
+
+
+def test_arms_name_a_body_or_change_to_one(corpus: Path) -> None:
+    assert parse_arm("poet-full", Settings())[0] == "untied"
+    interface, own = parse_arm("pit-trainable+body=poet-block+block_size=128+cayley_terms=null", Settings())
+    assert interface == "pit-trainable" and (own.body, own.block_size, own.cayley_terms) == ("poet-block", 128, None)
+    # An arm called adamw is that, whatever body the other arms share.
+    assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
+    for arm, message in (
+        ("poet", r"unknown arm 'poet'; choose from untied, .*pit-trainable, adamw, poet-block, poet-full"),
+        ("poet-full+body=adamw", r"unknown change 'body=adamw'"),
+        ("untied+body=full", r"unknown body 'full'; choose one of adamw, poet-block"),
+        ("untied+fraction=null", r"expected fraction"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_arm(arm, Settings())
+
+
+# torch 2.13's own way of tracing an autograd.Function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_body_trains_alike_across_a_merge(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="aot_eager"))
+    losses = {}
+    for compiled in (False, True):
+        out = tmp_path / str(compiled)
+        shared = settings(corpus, body="poet-block", compile=compiled, steps=4, merge_every=2)
+        train(TrainConfig(out=out, interface="untied", settings=shared))
+        losses[compiled] = [line["loss"] for line in lines(out / "metrics.jsonl")]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
+    arms = "adamw,poet-block,poet-full,pit-trainable+body=poet-block"
+    out = tmp_path / "out"
+    rows = ablate(AblateConfig(out=out, arms=arms, seeds=2, settings=settings(corpus, eval_every=2)))
+    assert [row["arm"] for row in rows[:4]] == arms.split(",")
+    assert [row["orthogonality_error"] is None for row in rows[:4]] == [True, False, False, False]
+    trainable = {row["arm"]: row["trainable_parameters"] for row in rows}
+    assert trainable["poet-block"] < trainable["adamw"]
+    described = json.loads((out / "experiment.json").read_text())
+    assert described["arms"]["poet-full"]["body"] == "poet-full"
+    assert described["arms"]["adamw"]["equivalence_lr"] is None
+    page = write_report(out).read_text()
+    for name in (*WEIGHT_FIGURES, "orthogonality-error"):
+        assert f'id="figure-{name}"' in page
+    assert page.count("<img") == page.count('alt="') and 'alt=""' not in page
+    assert "Δ<br>to" not in page and "to adamw" in page.replace("\N{NO-BREAK SPACE}", " ").replace("<br>", " ")
+    written = {path.stem for path in plot_curves(load_experiment(out), out)}
+    assert written >= WEIGHT_FIGURES
+    # Where nothing rotates there are no such figures, and those of an earlier experiment go.
+    plain = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps([row for row in plain if row["arm"] == "adamw"]))
+    assert not {path.stem for path in plot_curves(load_experiment(out), out)} & WEIGHT_FIGURES
+    assert not (out / "updates.png").exists() and (out / "val-loss-tokens.png").exists()
+    with (out / "adamw-0/probes.jsonl").open("a") as file:
+        file.write('{"step": 99, "tokens": 9, "weights": {"blocks.1.mlp.up": {"svd_entropy": "high"}}}\n')
+    with pytest.raises(ValueError, match=r"probes\.jsonl, line 8, blocks\.1\.mlp\.up: expected a number under"):
+        load_experiment(out)
+
+
+def test_train_command_takes_a_body(tmp_path: Path, corpus: Path) -> None:
+    out = tmp_path / "out"
+    run = [
+        "train",
+        "--preset",
+        TINY,
+        "--interface",
+        "untied",
+        "--body",
+        "poet-full",
+        "--fraction",
+        "0.25",
+        "--steps",
+        "4",
+    ]
+    run += ["--data", f"text:{corpus}", "--out", str(out), "--device", "cpu", "--batch-size", "4", "--lr", "0.004"]
+    main([*run, "--sequence-length", "16", "--val-tokens", "64", "--cayley-terms", "None"])
+    there = json.loads((out / "config.json").read_text())
+    assert (there["body"], there["fraction"], there["cayley_terms"], there["merge_every"]) == (
+        "poet-full",
+        0.25,
+        None,
+        1,
+    )
+    model = build_model(run_of := resolve(TrainConfig(out=out, interface="untied", settings=_again(there))))
+    load_checkpoint(checkpoints(out)[-1], model, None, run_of.as_json())
+    assert len(equivalences(model)) == 2 * len(KINDS)
+
+
+def _again(values: dict[str, Any]) -> Settings:
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    known = {key: value for key, value in values.items() if key in fields}
+    return Settings(**{**known, "betas": tuple(known["betas"])})
