@@ -1,0 +1,115 @@
+"""Time and memory of a whole training step with POET's bodies, beside plain AdamW, at the shapes of POET's Table 8.
+
+    python -m benchmarks.poet_step --rows poet-60m --rounds 5
+
+A step is forward, backward and optimizer on random tokens, in sequences of 256 as in the paper, as `manifold-tying train --body
+...` builds it with untied tables; merges, one in several hundred steps, are left out. Extra memory is the peak of a fresh process over
+what it takes after its imports: weights, gradients, the optimizer's state and activations. "Table 1" is the paper's count for
+the body, bytes of its numbers in float32: the weights and two moments of AdamW, W0 with three times the trainable parameters of
+POET; gradients, tables and activations are not in it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+
+from benchmarks._command import Options, run
+from benchmarks._harness import Contender, Extra, Row, Step, significant
+from benchmarks._limits import LIMIT, refuse_large
+from benchmarks.training_step import ShapedSettings, Training
+from manifold_tying.models import LlamaConfig, preset
+from manifold_tying.parametrizations import equivalences
+from manifold_tying.training import TrainConfig
+from manifold_tying.training._build import build_model, build_optimizer
+from manifold_tying.training._recipe import resolve
+
+TITLE = "A whole training step with POET's bodies"
+PRESETS = ("poet-60m", "poet-130m", "poet-350m", "poet-1.3b")
+BODIES: dict[str, dict[str, Any]] = {
+    "adamw": {"body": "adamw"},
+    "poet-block 256": {"body": "poet-block", "block_size": 256},
+    "poet-block 64": {"body": "poet-block", "block_size": 64},
+    "poet-full 1/2": {"body": "poet-full", "fraction": 0.5},
+}
+
+
+@dataclass(frozen=True)
+class StepOptions(Options):
+    """Settings of the measurement."""
+
+    tokens: int = 1024
+    """Tokens per step."""
+    sequence_length: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens < 1 or self.tokens % self.sequence_length:
+            raise ValueError(f"expected tokens in whole sequences of {self.sequence_length}, got {self.tokens}")
+
+
+def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
+    device = torch.device(options.device)
+    if name == "adamw":  # the largest: weights, gradients and two moments
+        refuse_large(16 * _weights(shape), device, "weights, gradients and moments")
+    settings = ShapedSettings(device=options.device, shape=shape, **BODIES[name])
+    config = resolve(TrainConfig(out=Path("unused"), interface="untied", settings=settings))
+    model = build_model(config)
+    generator = torch.Generator().manual_seed(0)
+    size = (options.tokens // options.sequence_length, options.sequence_length)
+    ids = torch.randint(shape.vocab_size, size, generator=generator).to(device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
+    loss = lambda ids: model.loss(ids, ids.roll(-1, 1))  # noqa: E731
+    return Training(model, build_optimizer(model, config.settings), loss, [ids], autocast)
+
+
+def _weights(shape: LlamaConfig) -> int:
+    """Parameters of the plain model with untied tables, without making it."""
+    d, inner = shape.hidden_size, shape.num_heads * shape.head_dim
+    block = 2 * d * inner + 2 * d * shape.num_kv_heads * shape.head_dim + 3 * d * shape.intermediate_size
+    return shape.num_layers * block + 2 * shape.vocab_size * d
+
+
+def _counts(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
+    models: dict[str, Any] = {name: step.model for name, step in steps.items() if isinstance(step, Training)}
+    body = {name: sum(p.numel() for p in _matrices(model)) for name, model in models.items()}
+    fixed = {name: sum(part.base.numel() for _, part, _ in equivalences(model)) for name, model in models.items()}
+    return {
+        "trainable in the body": {name: float(count) for name, count in body.items()},
+        "Table 1, MB": {name: significant(4e-6 * (fixed[name] + 3 * body[name])) for name in models},
+    }
+
+
+def _matrices(model: Any) -> list[Tensor]:
+    """Trained parameters of the blocks but for norms: the matrices, or the skew vectors in their place."""
+    return [p for name, p in model.blocks.named_parameters() if p.requires_grad and "norm" not in name]
+
+
+def rows(options: StepOptions) -> Iterator[Row]:
+    """A row for each preset."""
+    for name in PRESETS:
+        shape = preset(name)
+        if options.quick:
+            small: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 32}
+            shape = dataclasses.replace(shape, num_heads=2, num_kv_heads=2, head_dim=8, **small)
+        contenders = [
+            Contender(body, partial(_build, body, shape, options), limit=LIMIT if body != "adamw" else 10 * LIMIT)
+            for body in BODIES
+        ]
+        reference = "poet-block 256" if name == PRESETS[-1] else "adamw"
+        yield Row(f"{name}, {options.tokens} tokens", reference, contenders, _counts, whole_memory=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(StepOptions, description=__doc__, args=arguments)
+    run("poet_step", TITLE, rows(options), options, arguments, memory=True)
+
+
+if __name__ == "__main__":
+    main()
