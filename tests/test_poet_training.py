@@ -59,11 +59,11 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_resumed_at_any_step_around_a_merge_equals_uninterrupted(body: str, tmp_path: Path, corpus: Path) -> None:
-    """A checkpoint at every step; stopped before, at and after the merge at 4, and at the last one."""
+    """A checkpoint at every step; stopped before, at and after the merge at 4."""
     shared = settings(corpus, body=body, checkpoint_every=1, eval_every=3)
     whole = TrainConfig(out=tmp_path / "whole", interface="untied", settings=shared)
     train(whole)
-    for stop in (2, 3, 4, 5, 8):
+    for stop in (3, 4, 5):
         parts = dataclasses.replace(whole, out=tmp_path / str(stop))
 
         def observe(metrics: dict[str, Any], last: int = stop) -> None:
@@ -134,7 +134,7 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
     assert list(looked["weights"]) == names
     for name in names:
         found, turned = looked["weights"][name], probes._turned[name]
-        R, P, rows, columns = turned._with(*parts[name][0].sides(parts[name][1]), 10 % 4)
+        R, P, rows, columns = turned._with(*parts[name][0].sides(parts[name][1].detach()), 10 % 4)
         W = model.get_submodule(name).weight.detach()
         assert torch.allclose(R @ first[name] @ P, W, atol=1e-5)
         assert not torch.allclose(R @ first[name], W, atol=1e-2)  # the negative control: P is needed, and so is R
@@ -172,16 +172,15 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
     run = resolve(TrainConfig(out=tmp_path, interface="pit-trainable", settings=given))
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
-    rates = {name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["names"]}
+    of = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    rates = {name: of[p] for name, p in model.named_parameters()}
     skew = {name for name in rates if name.endswith("parametrizations.weight.original")}
     assert len(skew) == 2 * len(KINDS)
     assert {rates[name] for name in skew} == {(2e-3, 0.0)}
     assert rates["norm.weight"] == (4e-3, 0.0)
     assert rates["interface.parametrizations.cholesky_factor.original"][0] == 5 * 4e-3
-    # The body's matrices are no parameters any more; the same seed draws the same blocks, another one others.
-    assert not any(
-        name.startswith("blocks") and name not in skew and "gate" not in name and "norm" not in name for name in rates
-    )
+    matrices = {name for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim > 1}
+    assert not matrices  # W0 is a buffer; the same seed draws the same one, another seed another
     drawn = [
         dict(build_model(dataclasses.replace(run, seed=seed)).named_buffers())[
             "blocks.0.mlp.up.parametrizations.weight.0.base"
