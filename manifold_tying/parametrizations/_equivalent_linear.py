@@ -20,7 +20,7 @@ from manifold_tying.parametrizations._primitive import (
     take,
 )
 
-_BLOCK_ENTRIES = 2**20  # of a block of tokens: what fits a processor's cache
+_BLOCK_ENTRIES = 2**21  # of a block of tokens: what fits a processor's cache
 _FEWEST_ROWS = 256  # below, products are slow
 
 Side = tuple[Blocks, Tensor]
@@ -158,18 +158,18 @@ class _InputCentric(torch.autograd.Function):
         R, P = (GR, HR), (GP, HP)
         whole = len(order_R) == len(base)
         W0 = (base.index_select(0, order_R) if whole else base).to(grad.dtype)
-        sums: list[Tensor] = []
+        of_R = torch.zeros_like(GR), torch.zeros_like(HR)
+        of_P = torch.zeros_like(GP), torch.zeros_like(HP)
 
         def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
             g = take(grad, order_R, room("taken", len(order_R)))
-            of_R = outer(g, v, R)
+            outer(g, v, R, of_R)
             g = multiply(g, R, True, room("rotated", len(order_R)))
             grad_h = torch.mm(
                 g if whole else put(grad, g, order_R, room("u", len(base))), W0, out=room("h", x.shape[-1])
             )
             g = take(grad_h, order_P, room("taken of h", len(order_P)))
-            of_P = outer(g, take(x, order_P, room("of x", len(order_P))), P)
-            sums[:] = [a + b for a, b in zip(sums, [*of_R, *of_P], strict=True)] if sums else [*of_R, *of_P]
+            outer(g, take(x, order_P, room("of x", len(order_P))), P, of_P)
             return (put(grad_h, multiply(g, P, True, room("of x", len(order_P))), order_P, grad_x),)
 
         (grad_x,) = _by_blocks(of_block, base, (grad, v, x), (x.shape[-1],))
@@ -177,9 +177,8 @@ class _InputCentric(torch.autograd.Function):
         if bias is not None:
             grad_bias = grad.sum(0)
             # v has the bias in it, which R does not rotate.
-            of_R = outer(take(grad_bias[None], order_R), take(bias[None], order_R), R)
-            sums[:2] = [a - b for a, b in zip(sums, of_R, strict=False)]
-        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, *sums, None, None
+            outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
+        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, *of_R, *of_P, None, None
 
 
 Room = Callable[[str, int], Tensor | None]

@@ -106,13 +106,20 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = N
     return torch.cat([w, z[..., whole:] @ H], -1) if H.shape[-1] else w
 
 
-def outer(left: Tensor, right: Tensor, like: Blocks) -> Blocks:
-    """Block by block left_jᵀ right_j, both (..., T, covered): what a product with the blocks leaves as their gradient."""
+def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = None) -> Blocks:
+    """Block by block left_jᵀ right_j, both (..., T, covered): what a product with the blocks leaves as their gradient.
+
+    With ``add_to``, of the blocks' dtype and (k, b, b), added to it in place.
+    """
     G, H = like
     whole = G.shape[-3] * G.shape[-1]
-    grad_G = _split(left, G).mT @ _split(right, G)
-    grad_H = left[..., whole:].mT @ right[..., whole:]
-    return grad_G.to(G.dtype), grad_H.to(H.dtype)
+    left_G, left_H = _split(left, G).mT, left[..., whole:].mT
+    right_G, right_H = _split(right, G), right[..., whole:]
+    if add_to is None:
+        return (left_G @ right_G).to(G.dtype), (left_H @ right_H).to(H.dtype)
+    if left.dtype == G.dtype:
+        return add_to[0].baddbmm_(left_G, right_G), add_to[1].addmm_(left_H, right_H)
+    return add_to[0].add_(left_G @ right_G), add_to[1].add_(left_H @ right_H)
 
 
 def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:

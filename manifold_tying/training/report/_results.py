@@ -109,9 +109,7 @@ def _notes(rows: Sequence[Row], arms: Sequence[str], baseline: str | None) -> li
     """What a reader must know before comparing two lines of the table."""
     notes = []
     if baseline is None:
-        notes.append(
-            f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it."
-        )
+        notes.append(f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it.")
     if len({tuple(seeds_of(rows, arm)) for arm in arms}) > 1:
         listed = "; ".join(f"{arm}: {', '.join(map(str, seeds_of(rows, arm)))}" for arm in arms)
         notes.append(
