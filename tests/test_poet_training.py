@@ -112,7 +112,8 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
     probes = Probes(model, schedule)
     parts = {path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)}
     names = [f"blocks.1.{kind}" for kind in KINDS]
-    first = {name: model.get_submodule(name).weight.detach().clone() for name in names}
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
+    first = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     touched: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in names}
     largest = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +136,7 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
     for name in names:
         found, turned = looked["weights"][name], probes._turned[name]
         R, P, rows, columns = turned._with(*parts[name][0].sides(parts[name][1].detach()), 10 % 4)
-        W = model.get_submodule(name).weight.detach()
+        W = layers[name].weight.detach()
         assert torch.allclose(R @ first[name] @ P, W, atol=1e-5)
         assert not torch.allclose(R @ first[name], W, atol=1e-2)  # the negative control: P is needed, and so is R
         assert found["R"]["vector"] == pytest.approx(diagnostics.vector_probe(R).item(), abs=1e-12)
@@ -310,7 +311,7 @@ def test_train_command_takes_a_body(tmp_path: Path, corpus: Path) -> None:
         "poet-full",
         0.25,
         None,
-        1,
+        2,
     )
     model = build_model(run_of := resolve(TrainConfig(out=out, interface="untied", settings=_again(there))))
     load_checkpoint(checkpoints(out)[-1], model, None, run_of.as_json())

@@ -28,8 +28,8 @@ def save_checkpoint(
     optimizer: Optimizer,
     config: dict[str, Any],
     *,
-    schedule: MergeSchedule | None,
-    probes: Probes,
+    schedule: MergeSchedule | None = None,
+    probes: Probes | None = None,
 ) -> Path:
     """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``."""
     final = run / _FOLDER / f"step-{step:08d}"
@@ -41,7 +41,7 @@ def save_checkpoint(
         state = optimizer.state_dict()
         tensors = {f"{i}.{k}": v.contiguous() for i, values in state["state"].items() for k, v in values.items()}
         save_file(tensors, draft / _OPTIMIZER)
-        save_file(probes.state_dict(), draft / _PROBES)
+        save_file(probes.state_dict() if probes else {}, draft / _PROBES)
         sizes = {name: (draft / name).stat().st_size for name in (_MODEL, _OPTIMIZER, _PROBES)}
         content = {
             "format": FORMAT, "step": step, "config": config, "sizes": sizes, "param_groups": state["param_groups"],
