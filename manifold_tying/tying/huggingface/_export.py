@@ -32,7 +32,9 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         path: a folder, made where it is missing.
     """
     check_model(model)
-    embedding, head = halves(model)
+    embedding, _ = halves(model)
+    if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ValueError(f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load it whole")
     config = copy.deepcopy(model.config)
     del config.quantization_config
     config.tie_word_embeddings = False

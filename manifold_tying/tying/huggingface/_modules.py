@@ -46,7 +46,7 @@ class PITEmbedding(_Half):
         self.padding_idx = padding_idx
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        e = self.interface.embed(input_ids)
+        e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
         if self.padding_idx is not None and torch.is_grad_enabled():
             e = torch.where((input_ids == self.padding_idx)[..., None], e.detach(), e)
         return e if self.scale == 1.0 else e * self.scale
@@ -71,5 +71,5 @@ class PITHead(_Half):
         self.out_features = interface.vocab_size
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = self.interface.logits(hidden_states)
+        logits = self.interface(hidden_states, head=True)
         return logits if self.bias is None else logits + self.bias

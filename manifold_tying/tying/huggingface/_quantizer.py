@@ -57,9 +57,12 @@ class InterfaceLoader(HfQuantizer):
         check_files(model, context.get("checkpoint_files") or ())
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
-        interface = halves(model)[0].interface
-        check_memory(interface)
-        memory = parametrized(interface)["memory"]
+        embedding, _ = halves(model)
+        check_memory(embedding.interface)
+        memory = parametrized(embedding.interface)["memory"]
+        # transformers puts new parameters there, which require gradients
+        embedding.weight.requires_grad_(False)
+        memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
         setattr(memory.original, "manifold", memory[0].manifold)  # noqa: B010 - as manifold_tying.stiefel leaves it
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
