@@ -71,7 +71,9 @@ class OnStiefel(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)
-        return matrix if matrix.is_meta else self.manifold.projx(matrix)  # there is nothing to project before it is loaded
+        return (
+            matrix if matrix.is_meta else self.manifold.projx(matrix)
+        )  # there is nothing to project before it is loaded
 
 
 class OrthonormalFactor(Constraint):

@@ -32,8 +32,8 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     ours = {id(part) for part in embedding.interface.modules()}
     if body := [name for name, owner, _ in constraints(model) if id(owner) not in ours]:
         raise ValueError(
-            f"expected plain weights around the interface, but {', '.join(body)} are constrained, which a transformers checkpoint "
-            "cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
+            f"expected plain weights around the interface, but {', '.join(body)} are constrained, which a checkpoint of "
+            "transformers cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
         )
     model.config.tie_word_embeddings = True  # PEFT sets it to False when it merges
     write(model, Path(path))
@@ -59,7 +59,9 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
         raise ValueError(
             f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
         )
-    model, report = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True, output_loading_info=True, **options
+    )
     if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
     return model

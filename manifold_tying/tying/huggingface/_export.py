@@ -32,9 +32,11 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         path: a folder, made where it is missing.
     """
     check_model(model)
-    embedding, _ = halves(model)
+    halves(model)
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ValueError(f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load it whole")
+        raise ValueError(
+            f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load it whole"
+        )
     config = copy.deepcopy(model.config)
     del config.quantization_config
     config.tie_word_embeddings = False
@@ -46,8 +48,8 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         stock.generation_config = generation
     if any(family in config.model_type for family in ASSUME_TYING):
         warnings.warn(
-            f"{config.model_type}: converters for serving (llama.cpp, vLLM) take this family's tables as tied and would drop the "
-            "head or refuse it; transformers itself reads this checkpoint as it is. Compare logits before serving it elsewhere",
+            f"{config.model_type}: converters for serving (llama.cpp, vLLM) take this family's tables as tied and would drop "
+            "the head or refuse it; transformers itself reads this checkpoint as it is. Compare logits before serving it elsewhere",
             stacklevel=2,
         )
     write(stock, Path(path))

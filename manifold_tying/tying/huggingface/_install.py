@@ -43,7 +43,9 @@ def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tup
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(head)
         if model.get_input_embeddings() is not embedding or model.get_output_embeddings() is not head:
-            raise ValueError(f"{type(model).__name__} does not keep the embedding and head that are set; it cannot be converted")
+            raise ValueError(
+                f"{type(model).__name__} does not keep the embedding and head that are set; it cannot be converted"
+            )
     except BaseException:
         model.set_input_embeddings(before[0])
         model.set_output_embeddings(before[1])
@@ -75,7 +77,9 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
     get_input, get_output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
     embedding, head = get_input and get_input(), get_output and get_output()
     if not isinstance(embedding, PITEmbedding) or not isinstance(head, PITHead):
-        raise ValueError(f"expected a model converted by manifold_tying.convert, got {type(model).__name__} with its own tables")
+        raise ValueError(
+            f"expected a model converted by manifold_tying.convert, got {type(model).__name__} with its own tables"
+        )
     if embedding.interface is not head.interface:
         raise ValueError("embedding and head have come apart: they hold two interfaces. Convert the model again")
     return embedding, head

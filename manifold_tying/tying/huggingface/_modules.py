@@ -36,7 +36,9 @@ class PITEmbedding(_Half):
     is refused, for its shape, by every reader that knows nothing of this module.
     """
 
-    def __init__(self, interface: PIT, dtype: torch.dtype, *, scale: float = 1.0, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, interface: PIT, dtype: torch.dtype, *, scale: float = 1.0, padding_idx: int | None = None
+    ) -> None:
         super().__init__(interface)
         device = next(interface.parameters()).device
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)

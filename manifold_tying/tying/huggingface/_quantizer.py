@@ -6,7 +6,7 @@ model counts as quantized only while it is being loaded. This module needs trans
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -57,7 +57,7 @@ class InterfaceLoader(HfQuantizer):
         check_files(model, context.get("checkpoint_files") or ())
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
-        embedding, _ = halves(model)
+        embedding = halves(model)[0]
         check_memory(embedding.interface)
         memory = parametrized(embedding.interface)["memory"]
         # transformers puts new parameters there, which require gradients
@@ -74,7 +74,9 @@ class InterfaceLoader(HfQuantizer):
 def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torch.dtype) -> None:
     """The modules that a config.json entry asks for, on the meta device."""
     if config.format != FORMAT:
-        raise ValueError(f"expected a converted checkpoint of format {FORMAT}, got {config.format}; use a newer manifold-tying")
+        raise ValueError(
+            f"expected a converted checkpoint of format {FORMAT}, got {config.format}; use a newer manifold-tying"
+        )
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
             "config.json has an entry of manifold-tying beside tie_word_embeddings=false: one of them is wrong. A converted "
@@ -86,7 +88,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
     options = dict(config.options)
     bridge, scale, padding_idx = options.pop("bridge"), options.pop("scale"), options.pop("padding_idx")
     with torch.device("meta"):
-        interface = PIT(*embedding.weight.shape, **options)
+        interface = PIT(*cast(Tensor, embedding.weight).shape, **options)
         if bridge:
             interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
     interface = interface.to(linalg.working_dtype(dtype))
@@ -103,7 +105,7 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
         if Path(file).suffix != ".safetensors":
             raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]

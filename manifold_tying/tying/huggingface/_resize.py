@@ -56,8 +56,8 @@ def resize_token_embeddings(
     model.vocab_size = V
     warnings.warn(
         f"vocabulary {old.vocab_size} -> {V}: rows of the memory were "
-        f"{'appended' if V > old.vocab_size else 'cut off'} and all of them rotated and scaled so that ZᵀZ = I; the rows of tokens "
-        f"that stay moved by {_moved(old, new):.1e} of their norm, and with them embeddings and logits. T and the body stay",
+        f"{'appended' if V > old.vocab_size else 'cut off'} and all of them rotated and scaled so that ZᵀZ = I; the rows of "
+        f"tokens that stay moved by {_moved(old, new):.1e} of their norm, and with them embeddings and logits. T and the body stay",
         stacklevel=2,
     )
     return halves(model)[0]
@@ -76,7 +76,11 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
             )
     else:
         added = V - old.vocab_size
-        rows = Z.mean(0).expand(added, -1) if mean_resizing else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
+        rows = (
+            Z.mean(0).expand(added, -1)
+            if mean_resizing
+            else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
+        )
         Y = torch.cat([Z, rows])
     keep = {name: options[name] for name in ("memory", "retraction", "diagonal", "bounds")}
     new = PIT(V, old.hidden_size, **keep).to(Z.device, old.memory.dtype)

@@ -32,8 +32,8 @@ def check_model(model: nn.Module) -> None:
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; of a PEFT or compiled model take the "
-            "one it wraps: peft_model.merge_and_unload(), compiled._orig_mod"
+            f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; of a PEFT or compiled model take "
+            "the one it wraps: peft_model.merge_and_unload(), compiled._orig_mod"
         )
     if getattr(model, "is_quantized", False):
         raise ValueError(
@@ -52,23 +52,29 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
         source: which of two untied tables to keep.
     """
     if source is not None and source not in get_args(Source):
-        raise ValueError(f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model")
+        raise ValueError(
+            f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
+        )
     check_model(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, PITEmbedding):
         raise ValueError(f"{type(model).__name__} is converted already; export it first to convert it in another way")
     if head is None:
-        raise ValueError(f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)")
+        raise ValueError(
+            f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)"
+        )
     table, out = _weight(embedding, "embedding"), _weight(head, "head")
     if table.shape != out.shape:
-        raise ValueError(f"expected embedding and head of one shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}")
+        raise ValueError(
+            f"expected embedding and head of one shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}"
+        )
     scale = _scale(embedding)
     bias = _bias(head)
     untied = out is not table and not torch.equal(out, table)
     if untied and source is None:
         raise ValueError(
-            f"{type(model).__name__} has different tables for embedding and head, and PIT has one memory for both: no transform "
-            'makes up for the lost one. Say which table to keep, source="input" or source="output", and train the model again'
+            f"{type(model).__name__} has different tables for embedding and head, and PIT has one memory for both: no "
+            'transform makes up for the lost one. Say which table to keep, source="input" or source="output", and train the model again'
         )
     padding_idx = getattr(embedding, "padding_idx", None)
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
@@ -80,7 +86,9 @@ def _weight(module: nn.Module, side: str) -> Tensor:
     if weight is None or weight.ndim != 2:
         raise ValueError(f"expected the {side} to have a parameter weight (V, d) of its own, got {kind}")
     if weight.is_meta:
-        raise ValueError(f"expected the {side}'s weight to be in memory, but it is offloaded or on the meta device; load it")
+        raise ValueError(
+            f"expected the {side}'s weight to be in memory, but it is offloaded or on the meta device; load it"
+        )
     if not torch.isfinite(weight).all():
         raise ValueError(f"expected the {side}'s weight to be finite, got NaN or Inf in it")
     return weight
@@ -116,5 +124,7 @@ def _bias(head: nn.Module) -> nn.Parameter | None:
     out = functional_call(head, parts, (small,))
     expected = small @ small.T + (0 if bias is None else small[:, 0])
     if out.shape != expected.shape or not torch.allclose(out.double(), expected, rtol=1e-9, atol=1e-9):
-        raise ValueError(f"expected a head that computes h Wᵀ + bias; {type(head).__name__} does more, and that would be lost")
+        raise ValueError(
+            f"expected a head that computes h Wᵀ + bias; {type(head).__name__} does more, and that would be lost"
+        )
     return bias
