@@ -90,9 +90,9 @@ def conversion_losses(
     model.eval()
     try:
         losses = {"source": float(model(**inputs).loss)}
-        for choice in (*get_args(Transform), "bridge"):
-            transform = "identity" if choice == "bridge" else choice
-            interface = PIT.from_embedding(tables.weight, transform=transform, bridge=choice == "bridge")
+        choices: dict[str, dict[str, Any]] = {name: {"transform": name} for name in get_args(Transform)}
+        for choice, options in {**choices, "bridge": {"bridge": True}}.items():
+            interface = PIT.from_embedding(tables.weight, **options)
             dtype = tables.weight.dtype
             embedding = PITEmbedding(interface, dtype, scale=tables.scale)
             before = swap(model, embedding, PITHead(interface, dtype, tables.bias))

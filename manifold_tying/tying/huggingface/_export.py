@@ -48,8 +48,8 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         stock.generation_config = generation
     if any(family in config.model_type for family in ASSUME_TYING):
         warnings.warn(
-            f"{config.model_type}: converters for serving (llama.cpp, vLLM) take this family's tables as tied and would drop "
-            "the head or refuse it; transformers itself reads this checkpoint as it is. Compare logits before serving it elsewhere",
+            f"{config.model_type}: programs that serve this family (llama.cpp, vLLM) take its tables as tied, and would drop "
+            "the head or refuse it. transformers reads the checkpoint as it is. Compare logits before serving it elsewhere",
             stacklevel=2,
         )
     write(stock, Path(path))

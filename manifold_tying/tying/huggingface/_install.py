@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from manifold_tying.parametrizations import CholeskyFactor
+from manifold_tying.parametrizations._orthonormal import OnStiefel
 from manifold_tying.parametrizations._register import parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
@@ -87,12 +88,12 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
     """What rebuilds the modules without their tensors, as config.json holds it."""
-    factor = parametrized(embedding.interface)["cholesky_factor"][0]
     memory = parametrized(embedding.interface)["memory"]
-    assert isinstance(factor, CholeskyFactor)
+    point, factor = memory[0], parametrized(embedding.interface)["cholesky_factor"][0]
+    assert isinstance(point, OnStiefel) and isinstance(factor, CholeskyFactor)
     return {
         "memory": "trainable" if memory.original.requires_grad else "frozen",
-        "retraction": memory[0].manifold.retraction,
+        "retraction": point.manifold.retraction,
         "diagonal": factor.diagonal,
         "bounds": factor.bounds and list(factor.bounds),
         "bridge": embedding.interface.bridge is not None,

@@ -55,9 +55,9 @@ def resize_token_embeddings(
     model.config.get_text_config().vocab_size = V
     model.vocab_size = V
     warnings.warn(
-        f"vocabulary {old.vocab_size} -> {V}: rows of the memory were "
-        f"{'appended' if V > old.vocab_size else 'cut off'} and all of them rotated and scaled so that ZᵀZ = I; the rows of "
-        f"tokens that stay moved by {_moved(old, new):.1e} of their norm, and with them embeddings and logits. T and the body stay",
+        f"vocabulary {old.vocab_size} -> {V}: rows of the memory were {'appended' if V > old.vocab_size else 'cut off'}, and "
+        f"all rotated and scaled so that ZᵀZ = I; the rows of tokens that stay moved by {_moved(old, new):.1e} of their norm, "
+        "and with them embeddings and logits. T and the body stay",
         stacklevel=2,
     )
     return halves(model)[0]

@@ -74,7 +74,7 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
     if untied and source is None:
         raise ValueError(
             f"{type(model).__name__} has different tables for embedding and head, and PIT has one memory for both: no "
-            'transform makes up for the lost one. Say which table to keep, source="input" or source="output", and train the model again'
+            'transform replaces the other. Say which to keep, source="input" or source="output", and train the model again'
         )
     padding_idx = getattr(embedding, "padding_idx", None)
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
