@@ -97,6 +97,19 @@ def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> Non
     assert torch.equal(logits(saved), logits(model.eval()))
 
 
+def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> None:
+    model = mt.convert(build(), memory="trainable")
+    Trainer(model, arguments(tmp_path, 5), train_dataset=Repeated()).train()
+    with pytest.raises(ValueError, match="leaves the manifold"):
+        mt.save(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match="leaves the manifold"):
+        mt.load(tmp_path / "checkpoint-5")
+    assert not (tmp_path / "saved").exists()
+    interface(model).memory = interface(model).memory.detach()
+    mt.save(model, tmp_path / "saved")
+    assert defect(interface(mt.load(tmp_path / "saved")).memory) <= 1e-6
+
+
 def test_trainer_resumes_a_converted_model(tmp_path: Path) -> None:
     models = []
     for resume in (False, True):

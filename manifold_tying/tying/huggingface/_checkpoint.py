@@ -7,13 +7,19 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from manifold_tying.parametrizations import constraints
+from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._install import METHOD, halves
 from manifold_tying.tying.huggingface._register import register
 from manifold_tying.tying.huggingface._tables import check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+LARGEST_DEFECT = 1e-3
 
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
@@ -35,6 +41,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             f"expected plain weights around the interface, but {', '.join(body)} are constrained, which a checkpoint of "
             "transformers cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
         )
+    check_memory(embedding.interface)
     model.config.tie_word_embeddings = True  # PEFT sets it to False when it merges
     write(model, Path(path))
 
@@ -64,6 +71,23 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
     return model
+
+
+@torch.no_grad()
+def check_memory(interface: PIT) -> None:
+    """ValueError unless ZᵀZ is about I, tried on a few vectors, and L is finite."""
+    if any(tensor.is_meta for tensor in interface.parameters()):
+        return  # offloaded: not in memory now
+    Z, L = interface.memory, interface.cholesky_factor
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)
+    error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
+    if not error <= LARGEST_DEFECT or not torch.isfinite(L).all():
+        raise ValueError(
+            f"expected a memory with ZᵀZ = I and a finite Cholesky factor, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
+            "damaged, or an optimizer that leaves the manifold has trained them (take manifold_tying.optim, with "
+            "param_groups(model)). The nearest such memory: interface.memory = interface.memory"
+        )
 
 
 def write(model: "PreTrainedModel", path: Path) -> None:

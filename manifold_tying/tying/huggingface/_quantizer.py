@@ -18,12 +18,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from manifold_tying import linalg
 from manifold_tying.parametrizations._register import parametrized
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._checkpoint import check_memory
 from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
-
-LARGEST_DEFECT = 1e-3
 
 
 @register_quantization_config(METHOD)
@@ -119,20 +118,6 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
         raise ValueError(
             f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
             f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
-        )
-
-
-@torch.no_grad()
-def check_memory(interface: PIT) -> None:
-    """ValueError unless ZᵀZ is about I, tried on a few vectors, and L is finite."""
-    Z, L = interface.memory, interface.cholesky_factor
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)
-    error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
-    if not error <= LARGEST_DEFECT or not torch.isfinite(L).all():
-        raise ValueError(
-            f"expected a memory with ZᵀZ = I and a finite Cholesky factor, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
-            "damaged, or were trained by an optimizer that leaves the manifold"
         )
 
 
