@@ -13,6 +13,7 @@ from rich.table import Table
 from manifold_tying import diagnostics
 from manifold_tying.tying import convert, export, load, save
 from manifold_tying.tying.huggingface import PITEmbedding, halves
+from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,13 +118,9 @@ def _summary(model: "PreTrainedModel", path: Path) -> Table:
 
 
 def _read(path: Path) -> "PreTrainedModel":
-    try:
-        from transformers import AutoModelForCausalLM
-    except ModuleNotFoundError as error:  # pragma: no cover - needs an environment without the extra
-        raise ValueError(f"{error}: pip install 'manifold-tying[huggingface]'") from error
     if not (path / "config.json").is_file():
         raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {path / 'config.json'}")
-    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    return import_transformers().AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
 
 
 def _check_out(model: Path, out: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._install import METHOD, halves
-from manifold_tying.tying.huggingface._register import register
+from manifold_tying.tying.huggingface._register import import_transformers, register
 from manifold_tying.tying.huggingface._tables import check_model
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
     """
-    from transformers import AutoModelForCausalLM
-
+    automatic = import_transformers().AutoModelForCausalLM
     register()
     config = Path(path, "config.json")
     if not config.is_file():
@@ -66,7 +65,6 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
         raise ValueError(
             f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
         )
-    automatic: Any = AutoModelForCausalLM  # its types leave the report out
     model, report = automatic.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
     if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")

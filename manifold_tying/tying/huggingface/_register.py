@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _QUANTIZERS = "transformers.quantizers.auto"
+
+
+def import_transformers() -> Any:
+    """transformers, or ModuleNotFoundError that says what to install."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: pip install 'manifold-tying[huggingface]'", name=error.name) from error
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from manifold_tying.tying.huggingface._modules import PITEmbedding
+from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,9 +29,7 @@ class StockTables:
 
 def check_model(model: nn.Module) -> None:
     """ValueError unless model is a transformers model itself, neither wrapped nor quantized."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, import_transformers().PreTrainedModel):
         raise ValueError(
             f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; of a PEFT or compiled model take "
             "the one it wraps: peft_model.merge_and_unload(), compiled._orig_mod"
