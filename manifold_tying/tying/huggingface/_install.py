@@ -66,6 +66,7 @@ def record(model: "PreTrainedModel") -> None:
         if not target.startswith(f"{outside}.") and not source.startswith(f"{inside}.")
     }
     # On the instance, and complete: transformers expands names that do not end in "weight" only where the tensors exist.
+    # Float32 under dtype=torch.bfloat16. transformers 5.23 takes it from the empty modules as well.
     model._tied_weights_keys = {**others, **shared}
     model.all_tied_weights_keys = {**others, **shared}
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), f"{inside}.interface"}
