@@ -26,5 +26,10 @@ from manifold_tying.tying import PIT as PIT
 from manifold_tying.tying import TokenInterface as TokenInterface
 from manifold_tying.tying import TransposeTying as TransposeTying
 from manifold_tying.tying import Untied as Untied
+from manifold_tying.tying import conversion_losses as conversion_losses
+from manifold_tying.tying import convert as convert
+from manifold_tying.tying import export as export
+from manifold_tying.tying import load as load
+from manifold_tying.tying import save as save
 
 __version__ = "0.1.0"

@@ -64,7 +64,8 @@ class CholeskyFactor(Constraint):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
         positive = weight.diagonal(dim1=-2, dim2=-1)
-        if weight.shape[-1] != weight.shape[-2] or weight.triu(1).any() or not (positive > 0).all():
+        square = weight.shape[-1] == weight.shape[-2]
+        if not square or (not weight.is_meta and (weight.triu(1).any() or not (positive > 0).all())):
             raise ValueError(f"expected a lower triangular matrix with diagonal > 0, got one of {tuple(weight.shape)}")
         if self.bounds is not None:
             positive = positive.clamp(*self.bounds)

@@ -45,6 +45,8 @@ def equivalence_(
     (['0'], ['2'])
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears:
+        raise ValueError(f"the model has no nn.Linear; {_other_matrices(model)}")
     include = (include,) if isinstance(include, str) else tuple(include)
     given = () if exclude is None else (exclude,) if isinstance(exclude, str) else tuple(exclude)
     for pattern in (*include, *given):
@@ -71,6 +73,15 @@ def equivalence_(
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
         print(f"left as they are: {', '.join(left) or 'none'}")
     return taken, left
+
+
+def _other_matrices(model: nn.Module) -> str:
+    """What else has a weight that :func:`equivalence` takes, for instance the Conv1D layers of GPT-2 in transformers."""
+    weights = [(type(module).__name__, module._parameters.get("weight")) for module in model.modules()]
+    kinds = sorted({kind for kind, weight in weights if weight is not None and weight.ndim >= 2})
+    if not kinds:
+        return "there is no weight matrix in it"
+    return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer that is meant"
 
 
 def _owners(model: nn.Module, weight: Tensor) -> int:

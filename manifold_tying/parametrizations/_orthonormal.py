@@ -70,7 +70,10 @@ class OnStiefel(Constraint):
         return self.layout.to_weight(stored).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        return self.manifold.projx(self.layout.to_matrix(weight))
+        matrix = self.layout.to_matrix(weight)
+        return (
+            matrix if matrix.is_meta else self.manifold.projx(matrix)
+        )  # there is nothing to project before it is loaded
 
 
 class OrthonormalFactor(Constraint):

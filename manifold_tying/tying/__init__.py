@@ -5,4 +5,9 @@ from manifold_tying.tying._pit import PIT as PIT
 from manifold_tying.tying._pit import Memory as Memory
 from manifold_tying.tying._tables import TransposeTying as TransposeTying
 from manifold_tying.tying._tables import Untied as Untied
+from manifold_tying.tying.huggingface import conversion_losses as conversion_losses
+from manifold_tying.tying.huggingface import convert as convert
+from manifold_tying.tying.huggingface import export as export
+from manifold_tying.tying.huggingface import load as load
+from manifold_tying.tying.huggingface import save as save
 from manifold_tying.tying.interface import TokenInterface as TokenInterface

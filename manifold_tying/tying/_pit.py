@@ -62,11 +62,12 @@ class PIT(TokenInterface):
             )
         if memory not in get_args(Memory):
             raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
-        factor = CholeskyFactor(diagonal, bounds)
-        Z = nn.Parameter(torch.randn(vocab_size, hidden_size), requires_grad=memory == "trainable")
+        dtype = linalg.working_dtype(torch.get_default_dtype())
+        factor = CholeskyFactor(diagonal, bounds, dtype)
+        Z = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype), requires_grad=memory == "trainable")
         self.register_parameter("memory", Z)
         stiefel(self, "memory", retraction=retraction)
-        self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size)))
+        self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size, dtype=dtype)))
         parametrize.register_parametrization(self, "cholesky_factor", factor)
         # Follows the model's dtype through .to(...), where Z and L stay wide: the dtype that embeddings come out in.
         self.register_buffer("_like", torch.empty(0), persistent=False)
@@ -147,14 +148,15 @@ class PIT(TokenInterface):
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
         return linear_cross_entropy(self._readout(hidden), self.memory, targets, ignore_index=ignore_index)
 
-    def materialize(self) -> tuple[Tensor, Tensor]:
-        """(E, W_out), computed in float64; with a bridge B, (E B, B W_out)."""
+    def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """(E, W_out), computed in float64 and cast once, to Z's dtype by default; with a bridge B, (E B, B W_out)."""
         with torch.no_grad():
             Z, L = self.memory.double(), self.cholesky_factor.double()
             E, W_out = divide_by_transform(Z, L), L @ (L.mT @ Z.mT)
             if self.bridge is not None:
                 E, W_out = E @ self.bridge.double(), self.bridge.double() @ W_out
-            return E.to(self.memory.dtype).contiguous(), W_out.to(self.memory.dtype).contiguous()
+            dtype = dtype or self.memory.dtype
+            return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
 
     def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
         """Optional regularizers: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""

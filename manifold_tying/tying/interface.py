@@ -38,9 +38,9 @@ class TokenInterface(nn.Module, ABC):
     def materialize(self) -> tuple[Tensor, Tensor]:
         """(E (V, d), W_out (d, V)) as plain dense tensors, detached copies."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """The same as :meth:`embed`."""
-        return self.embed(ids)
+    def forward(self, inputs: Tensor, *, head: bool = False) -> Tensor:
+        """:meth:`embed`, or :meth:`logits` where ``head``: as calls of the module, for what hooks into those."""
+        return self.logits(inputs) if head else self.embed(inputs)
 
     def extra_repr(self) -> str:
         return f"vocab_size={self.vocab_size}, hidden_size={self.hidden_size}"

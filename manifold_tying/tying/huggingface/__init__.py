@@ -1,0 +1,13 @@
+"""Hugging Face models: tied tables to a PIT interface and back to a stock checkpoint. Imports transformers when it is used."""
+
+from manifold_tying.tying.huggingface._checkpoint import load as load
+from manifold_tying.tying.huggingface._checkpoint import save as save
+from manifold_tying.tying.huggingface._convert import conversion_losses as conversion_losses
+from manifold_tying.tying.huggingface._convert import convert as convert
+from manifold_tying.tying.huggingface._export import export as export
+from manifold_tying.tying.huggingface._install import halves as halves
+from manifold_tying.tying.huggingface._modules import PITEmbedding as PITEmbedding
+from manifold_tying.tying.huggingface._modules import PITHead as PITHead
+from manifold_tying.tying.huggingface._register import register_with_transformers
+
+register_with_transformers()

@@ -1,0 +1,108 @@
+"""Converted models on disk: a transformers checkpoint with the interface in the place of the tables."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from manifold_tying.parametrizations import constraints
+from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._install import METHOD, halves
+from manifold_tying.tying.huggingface._register import import_transformers, register
+from manifold_tying.tying.huggingface._tables import check_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+LARGEST_DEFECT = 1e-3
+
+
+def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
+    """Write a converted model: safetensors, config.json, generation_config.json; :func:`load` has back the same numbers.
+
+    ``AutoModelForCausalLM.from_pretrained`` reads it wherever manifold_tying is imported, and refuses it elsewhere: under the
+    name of the stock table there is an empty tensor. For other programs write a stock checkpoint by :func:`export`.
+    ``model.save_pretrained``, as the Trainer calls it, writes the same.
+
+    Args:
+        model: converted by :func:`convert`.
+        path: a folder, made where it is missing. Weights that are there already are replaced, once the new ones are complete.
+    """
+    check_model(model)
+    embedding, _ = halves(model)
+    ours = {id(part) for part in embedding.interface.modules()}
+    if body := [name for name, owner, _ in constraints(model) if id(owner) not in ours]:
+        raise ValueError(
+            f"expected plain weights around the interface, but {', '.join(body)} are constrained, which a checkpoint of "
+            "transformers cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
+        )
+    check_memory(embedding.interface)
+    model.config.tie_word_embeddings = True  # PEFT sets it to False when it merges
+    write(model, Path(path))
+
+
+def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
+    """The model that :func:`save` wrote, bit for bit.
+
+    Args:
+        path: its folder.
+        options: of ``AutoModelForCausalLM.from_pretrained``, for instance dtype=torch.bfloat16: Z and L stay float32 then.
+
+    Raises:
+        ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
+    """
+    automatic = import_transformers().AutoModelForCausalLM
+    register()
+    config = Path(path, "config.json")
+    if not config.is_file():
+        raise ValueError(f"expected the folder of a converted model, but there is no {config}")
+    if json.loads(config.read_text()).get("quantization_config", {}).get("quant_method") != METHOD:
+        raise ValueError(
+            f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
+        )
+    model, report = automatic.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
+    if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
+        raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
+    return model
+
+
+@torch.no_grad()
+def check_memory(interface: PIT) -> None:
+    """ValueError unless ZᵀZ is about I, tried on a few vectors, and L is finite."""
+    if any(tensor.is_meta for tensor in interface.parameters()):
+        return  # offloaded: not in memory now
+    Z, L = interface.memory, interface.cholesky_factor
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)
+    error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
+    if not error <= LARGEST_DEFECT or not torch.isfinite(L).all():
+        raise ValueError(
+            f"expected a memory with ZᵀZ = I and a finite Cholesky factor, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
+            "damaged, or an optimizer that leaves the manifold has trained them (take manifold_tying.optim, with "
+            "param_groups(model)). The nearest such memory: interface.memory = interface.memory"
+        )
+
+
+def write(model: "PreTrainedModel", path: Path) -> None:
+    """``save_pretrained`` into a folder beside, then moved over file by file, and shards of an earlier save dropped."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder to write to, but {path} is a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        model.save_pretrained(beside)
+        path.mkdir(exist_ok=True)
+        written = {file.name for file in beside.iterdir()}
+        for file in beside.iterdir():
+            os.replace(file, path / file.name)
+        for pattern in ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*"):
+            for file in path.glob(pattern):
+                if file.name not in written:
+                    file.unlink()
+    finally:
+        shutil.rmtree(beside)

@@ -1,0 +1,105 @@
+"""Transpose tying to Pseudo-Inverse Tying, in a transformers model, in place."""
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from manifold_tying.tying._pit import PIT, Memory, Transform
+from manifold_tying.tying.huggingface._install import install, swap
+from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
+from manifold_tying.tying.huggingface._tables import Source, read_tables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+M = TypeVar("M", bound="PreTrainedModel")
+
+
+def convert(
+    model: M,
+    *,
+    transform: Transform = "head",
+    bridge: bool = False,
+    memory: Memory = "frozen",
+    source: Source | None = None,
+) -> M:
+    """Replace the tied tables of a transformers causal language model by a :class:`manifold_tying.PIT` interface, in place.
+
+    The table E0 = U H (polar factors, float64) becomes the memory Z = U and a transform T = L Lᵀ. (PIT, section 4.1.) Around
+    them the model stays as it is: multipliers, soft-capping, an embedding's own scale, the head's bias, the padding row.
+
+    Without a bridge this is the start of a training, not an equal model: E0ᵀE0 = H², where PIT has W_out E = I, so no T gives
+    the same function unless H² = I. :func:`conversion_losses` says what each choice costs on your data.
+
+    Args:
+        model: any transformers model with an embedding and a head. Z and L are float32 (float64 in a float64 model).
+        transform: "identity" (T = I, the paper), "head" (T = H: the head computes what it did) or "embedding" (T = H⁻¹: the
+            embedding does).
+        bridge: keep the model's function exactly: T = I, and a trainable d x d matrix, H at the start, applied to embeddings
+            and to hidden states. It gives up W_out E = I at the level of the model: only Z and T have it then, not the maps
+            from tokens to hidden states and back.
+        memory: "frozen" (the paper's default) or "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``:
+            an ordinary optimizer leaves the manifold.
+        source: for a model with two different tables, the one to keep, "input" or "output". The other is lost, with a warning.
+
+    Returns:
+        the model itself.
+
+    Raises:
+        ValueError: untied tables without ``source``; V < d; a table of deficient rank; an embedding or a head that computes
+            more than is known here; a model that is converted, quantized or wrapped. The model is as it was then.
+    """
+    tables = read_tables(model, source)
+    interface = PIT.from_embedding(tables.weight, transform=transform, bridge=bridge, memory=memory)
+    if tables.untied:
+        warnings.warn(
+            f"{type(model).__name__} had two tables; kept is the one of the {source}, and the model has to be trained again",
+            stacklevel=2,
+        )
+    install(
+        model,
+        interface,
+        tables.weight.dtype,
+        scale=tables.scale,
+        padding_idx=tables.padding_idx,
+        bias=tables.bias,
+    )
+    return model
+
+
+@torch.no_grad()
+def conversion_losses(
+    model: "PreTrainedModel", batch: Mapping[str, Tensor], *, source: Source | None = None
+) -> dict[str, float]:
+    """Loss of the model on a batch as it is and right after each conversion, in nats per token; the model stays as it is.
+
+    Args:
+        model: as for :func:`convert`.
+        batch: keyword arguments of the model, ``input_ids`` and what else it takes; ``labels`` are ``input_ids`` by default.
+        source: as for :func:`convert`.
+
+    Returns:
+        {"source": the model's own, "identity", "head", "embedding": without a bridge, "bridge"}.
+    """
+    tables = read_tables(model, source)
+    inputs: dict[str, Any] = {"labels": batch["input_ids"], **batch}
+    training = model.training
+    model.eval()
+    try:
+        losses = {"source": float(model(**inputs).loss)}
+        choices: dict[str, dict[str, Any]] = {name: {"transform": name} for name in get_args(Transform)}
+        for choice, options in {**choices, "bridge": {"bridge": True}}.items():
+            interface = PIT.from_embedding(tables.weight, **options)
+            dtype = tables.weight.dtype
+            embedding = PITEmbedding(interface, dtype, scale=tables.scale)
+            before = swap(model, embedding, PITHead(interface, dtype, tables.bias))
+            try:
+                losses[choice] = float(model(**inputs).loss)
+            finally:
+                swap(model, *before)
+    finally:
+        model.train(training)
+    return losses

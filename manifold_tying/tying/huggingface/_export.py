@@ -1,0 +1,73 @@
+"""A converted model as a stock, untied transformers checkpoint."""
+
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from manifold_tying.parametrizations import constraints
+from manifold_tying.tying.huggingface._checkpoint import write
+from manifold_tying.tying.huggingface._install import halves
+from manifold_tying.tying.huggingface._tables import check_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ASSUME_TYING = ("gemma", "cohere")
+"""Model families whose converters for serving read one table for both sides."""
+
+
+@torch.no_grad()
+def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint that plain transformers loads, with the same logits: E and W_outᵀ as two dense tables, untied.
+
+    E = Z T⁻¹ and W_out = T Zᵀ (with a bridge B: E B and B W_out) are computed in float64 and cast once, to the model's dtype.
+    Constraints on the body become the plain weights they stand for. V d parameters more than the converted model has.
+
+    Args:
+        model: converted by :func:`convert`; not changed.
+        path: a folder, made where it is missing.
+    """
+    check_model(model)
+    halves(model)
+    if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
+        raise ValueError(
+            f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load it whole"
+        )
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    config.tie_word_embeddings = False
+    config.get_text_config().tie_word_embeddings = False
+    with torch.device("meta"):
+        stock = type(model)(config)
+    stock.load_state_dict(_plain_state(model), assign=True)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        stock.generation_config = generation
+    if any(family in config.model_type for family in ASSUME_TYING):
+        warnings.warn(
+            f"{config.model_type}: programs that serve this family (llama.cpp, vLLM) take its tables as tied, and would drop "
+            "the head or refuse it. transformers reads the checkpoint as it is. Compare logits before serving it elsewhere",
+            stacklevel=2,
+        )
+    write(stock, Path(path))
+
+
+def _plain_state(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
+    """The state of the stock model with the same function."""
+    embedding, head = halves(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside, outside = names[id(embedding)], names[id(head)]
+    replaced = (f"{inside}.interface.", f"{outside}.interface.")
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(replaced) and ".parametrizations." not in name
+    }
+    for name, owner, attribute in constraints(model):
+        if not name.startswith(replaced):
+            state[name] = getattr(owner, attribute).detach()
+    E, W_out = embedding.interface.materialize(embedding.weight.dtype)
+    return {**state, f"{inside}.weight": E, f"{outside}.weight": W_out.T.contiguous()}

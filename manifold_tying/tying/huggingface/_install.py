@@ -1,0 +1,103 @@
+"""A PIT interface into a transformers model: the modules, the tying that transformers sees, and the entry in the config."""
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from manifold_tying.parametrizations import CholeskyFactor
+from manifold_tying.parametrizations._orthonormal import OnStiefel
+from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
+from manifold_tying.tying.huggingface._resize import resize_token_embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+METHOD = "manifold-tying"
+"""The ``quant_method`` by which a checkpoint's config.json names this package to transformers."""
+FORMAT = 1
+
+
+def install(
+    model: "PreTrainedModel",
+    interface: PIT,
+    dtype: torch.dtype,
+    *,
+    scale: float,
+    padding_idx: int | None,
+    bias: nn.Parameter | None,
+) -> None:
+    """Make ``interface`` the model's embedding and head, in the model's dtype; a model that refuses them stays as it was."""
+    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx).train(model.training)
+    swap(model, embedding, PITHead(interface, dtype, bias).train(model.training))
+    record(model)
+    setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
+
+
+def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Set both modules through the model's accessors, both or none; returns the ones before."""
+    before = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        model.set_input_embeddings(embedding)
+        model.set_output_embeddings(head)
+        if model.get_input_embeddings() is not embedding or model.get_output_embeddings() is not head:
+            raise ValueError(
+                f"{type(model).__name__} does not keep the embedding and head that are set; it cannot be converted"
+            )
+    except BaseException:
+        model.set_input_embeddings(before[0])
+        model.set_output_embeddings(before[1])
+        raise
+    return before
+
+
+def record(model: "PreTrainedModel") -> None:
+    """Tell transformers which names are one tensor, what stays float32, and what to write into config.json."""
+    embedding, head = halves(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside, outside = names[id(embedding)], names[id(head)]
+    shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
+    others = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if not target.startswith(f"{outside}.") and not source.startswith(f"{inside}.")
+    }
+    # On the instance, and complete: transformers expands names that do not end in "weight" only where the tensors exist.
+    # Float32 under dtype=torch.bfloat16. transformers 5.23 takes it from the empty modules as well.
+    model._tied_weights_keys = {**others, **shared}
+    model.all_tied_weights_keys = {**others, **shared}
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), f"{inside}.interface"}
+    model.config.tie_word_embeddings = True
+    model.config.quantization_config = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
+
+
+def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
+    """The converted embedding and head of a model; ValueError where it has none, or two that are not tied."""
+    get_input, get_output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
+    embedding, head = get_input and get_input(), get_output and get_output()
+    if not isinstance(embedding, PITEmbedding) or not isinstance(head, PITHead):
+        raise ValueError(
+            f"expected a model converted by manifold_tying.convert, got {type(model).__name__} with its own tables"
+        )
+    if embedding.interface is not head.interface:
+        raise ValueError("embedding and head have come apart: they hold two interfaces. Convert the model again")
+    return embedding, head
+
+
+def options(embedding: PITEmbedding) -> dict[str, Any]:
+    """What rebuilds the modules without their tensors, as config.json holds it."""
+    memory = parametrized(embedding.interface)["memory"]
+    point, factor = memory[0], parametrized(embedding.interface)["cholesky_factor"][0]
+    assert isinstance(point, OnStiefel) and isinstance(factor, CholeskyFactor)
+    return {
+        "memory": "trainable" if memory.original.requires_grad else "frozen",
+        "retraction": point.manifold.retraction,
+        "diagonal": factor.diagonal,
+        "bounds": factor.bounds and list(factor.bounds),
+        "bridge": embedding.interface.bridge is not None,
+        "scale": embedding.scale,
+        "padding_idx": embedding.padding_idx,
+    }

@@ -1,0 +1,77 @@
+"""The two modules that stand in a transformers model where its embedding and its head stood."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying.tying._pit import PIT
+
+
+class _Half(nn.Module):
+    """One side of an interface. Both sides hold the same PIT module, so nothing that replaces tensors can untie them."""
+
+    def __init__(self, interface: PIT) -> None:
+        super().__init__()
+        self.interface = interface
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
+        if not memo:  # not on the way through a whole model
+            raise ValueError(
+                f"{type(self).__name__} is one half of a tied pair: a copy of it alone would be untied from the other half. "
+                "Copy the whole model. With PEFT, take embedding and head out of modules_to_save; train the interface by "
+                'memory="trainable" and requires_grad instead'
+            )
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class PITEmbedding(_Half):
+    """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
+
+    ``weight`` is an empty tensor under the name of the stock table. It says the model's dtype, and a checkpoint that holds it
+    is refused, for its shape, by every reader that knows nothing of this module.
+    """
+
+    def __init__(
+        self, interface: PIT, dtype: torch.dtype, *, scale: float = 1.0, padding_idx: int | None = None
+    ) -> None:
+        super().__init__(interface)
+        device = next(interface.parameters()).device
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        self.num_embeddings = interface.vocab_size
+        self.embedding_dim = interface.hidden_size
+        self.scale = scale
+        self.padding_idx = padding_idx
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
+        if self.padding_idx is not None and torch.is_grad_enabled():
+            e = torch.where((input_ids == self.padding_idx)[..., None], e.detach(), e)
+        return e if self.scale == 1.0 else e * self.scale
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:g}, padding_idx={self.padding_idx}"
+
+
+class PITHead(_Half):
+    """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
+
+    weight: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, interface: PIT, dtype: torch.dtype, bias: nn.Parameter | None = None) -> None:
+        super().__init__(interface)
+        # Mamba asks its head's weight for the dtype; anything that would compute with it fails by its shape.
+        device = next(interface.parameters()).device
+        self.register_buffer("weight", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.register_parameter("bias", bias)
+        self.in_features = interface.hidden_size
+        self.out_features = interface.vocab_size
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits = self.interface(hidden_states, head=True)
+        return logits if self.bias is None else logits + self.bias

@@ -1,0 +1,125 @@
+"""How transformers itself loads a converted checkpoint: ``from_pretrained`` asks by the ``quant_method`` of config.json.
+
+transformers has one way for a package to put its own modules into a model before the weights are read, that of quantizers. The
+model counts as quantized only while it is being loaded. This module needs transformers; :mod:`._register` imports it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from manifold_tying import linalg
+from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._checkpoint import check_memory
+from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
+
+
+@register_quantization_config(METHOD)
+class InterfaceConfig(QuantizationConfigMixin):
+    """The entry in config.json, see ``_install.options``."""
+
+    def __init__(self, quant_method: str = METHOD, format: int = 0, **options: Any) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]  # transformers types it as its own enumeration
+        self.format = format
+        self.options = options
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": self.quant_method, "format": self.format, **self.options}
+
+
+@register_quantizer(METHOD)
+class InterfaceLoader(HfQuantizer):
+    """Puts an empty interface into the model before the weights are read, checks it after, and leaves no other trace."""
+
+    quantization_config: InterfaceConfig
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: "PreTrainedModel", **context: Any) -> None:
+        install_empty(model, self.quantization_config, context.get("dtype") or torch.get_default_dtype())
+        check_files(model, context.get("checkpoint_files") or ())
+
+    def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
+        embedding = halves(model)[0]
+        check_memory(embedding.interface)
+        memory = parametrized(embedding.interface)["memory"]
+        # transformers puts new parameters there, which require gradients
+        embedding.weight.requires_grad_(False)
+        memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
+        setattr(memory.original, "manifold", memory[0].manifold)  # noqa: B010 - as manifold_tying.stiefel leaves it
+        del model.hf_quantizer
+        del model.is_quantized, model.quantization_method
+        for module in model.modules():
+            getattr(module, "config", self).__dict__.pop("_is_quantized", None)
+        model.config.quantization_config = self.quantization_config.to_dict()
+
+
+def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torch.dtype) -> None:
+    """The modules that a config.json entry asks for, on the meta device."""
+    if config.format != FORMAT:
+        raise ValueError(
+            f"expected a converted checkpoint of format {FORMAT}, got {config.format}; use a newer manifold-tying"
+        )
+    if not getattr(model.config, "tie_word_embeddings", False):
+        raise ValueError(
+            "config.json has an entry of manifold-tying beside tie_word_embeddings=false: one of them is wrong. A converted "
+            "checkpoint has true; an exported one has no such entry"
+        )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no head; load a converted checkpoint with AutoModelForCausalLM")
+    options = dict(config.options)
+    bridge, scale, padding_idx = options.pop("bridge"), options.pop("scale"), options.pop("padding_idx")
+    with torch.device("meta"):
+        interface = PIT(*cast(Tensor, embedding.weight).shape, **options)
+        if bridge:
+            interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
+    interface = interface.to(linalg.working_dtype(dtype))
+    bias = getattr(head, "bias", None)
+    install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias)
+
+
+def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
+    """ValueError unless the files hold the interface that config.json says, and no table beside it."""
+    if not files:
+        return
+    found: dict[str, list[int]] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    embedding, head = halves(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside, outside = names[id(embedding)], names[id(head)]
+    expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in embedding.named_parameters()}
+    of_interface = {
+        name: shape
+        for name, shape in found.items()
+        if name.startswith((f"{inside}.", f"{outside}.")) and name != f"{outside}.bias"
+    }
+    if of_interface != expected:
+        raise ValueError(
+            f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
+            f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
+        )
+
+
+def _listed(shapes: Mapping[str, Sequence[int] | Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())) or "none"

@@ -1,0 +1,103 @@
+"""Another vocabulary size for a converted model, with ZᵀZ = I kept."""
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import linalg
+from manifold_tying.tying._pit import PIT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from manifold_tying.tying.huggingface._modules import PITEmbedding
+
+
+def resize_token_embeddings(
+    model: "PreTrainedModel",
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> "PITEmbedding":
+    """What a converted model's ``resize_token_embeddings`` does: rows of Z are cut off or appended, Y, and Z' = Y (YᵀY)^(-1/2).
+
+    T (and a bridge) stay, so every token's embedding and logit move by as much as YᵀY is away from I; a warning says by how
+    much. That much cannot be had for less: W_out E = I ties the rows to each other. A head's bias is cut off or padded by
+    zeros.
+
+    Args:
+        model: converted by :func:`manifold_tying.convert`; changed in place.
+        new_num_tokens: the new V; None for the present one.
+        pad_to_multiple_of: round V up to a multiple of it.
+        mean_resizing: new rows are the mean row of Z (all equal: for a trainable memory), or, where False, Gaussian with the
+            mean square of the old ones.
+
+    Returns:
+        the new embedding.
+    """
+    from manifold_tying.tying.huggingface._install import halves, install, options
+
+    embedding, head = halves(model)
+    old = embedding.interface
+    V = old.vocab_size if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        V = -(-V // pad_to_multiple_of) * pad_to_multiple_of
+    if V == old.vocab_size:
+        return embedding
+    if V < old.hidden_size:
+        raise ValueError(f"expected at least d = {old.hidden_size} tokens, since ZᵀZ = I needs V >= d; got {V}")
+    new = _resized(old, V, options(embedding), mean_resizing, embedding.weight.dtype)
+    bias = None if head.bias is None else _padded(head.bias, V)
+    padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
+    install(model, new, embedding.weight.dtype, scale=embedding.scale, padding_idx=padding_idx, bias=bias)
+    model.config.get_text_config().vocab_size = V
+    model.vocab_size = V
+    warnings.warn(
+        f"vocabulary {old.vocab_size} -> {V}: rows of the memory were {'appended' if V > old.vocab_size else 'cut off'}, and "
+        f"all rotated and scaled so that ZᵀZ = I; the rows of tokens that stay moved by {_moved(old, new):.1e} of their norm, "
+        "and with them embeddings and logits. T and the body stay",
+        stacklevel=2,
+    )
+    return halves(model)[0]
+
+
+@torch.no_grad()
+def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.dtype) -> PIT:
+    Z = old.memory.double()
+    if V < old.vocab_size:
+        Y = Z[:V]
+        smallest = torch.linalg.eigvalsh(linalg.gram(Y))[0].clamp_min(0).sqrt()
+        if not smallest > 1e-5:
+            raise ValueError(
+                f"cannot cut the vocabulary off at {V}: the rows that stay do not span the hidden space (smallest singular "
+                f"value {smallest:.0e}), so no memory with ZᵀZ = I has them; keep more tokens"
+            )
+    else:
+        added = V - old.vocab_size
+        rows = (
+            Z.mean(0).expand(added, -1)
+            if mean_resizing
+            else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
+        )
+        Y = torch.cat([Z, rows])
+    keep = {name: options[name] for name in ("memory", "retraction", "diagonal", "bounds")}
+    new = PIT(V, old.hidden_size, **keep).to(Z.device, old.memory.dtype)
+    new.memory = linalg.polar(Y)[0].to(old.memory.dtype)
+    new.cholesky_factor = old.cholesky_factor
+    if old.bridge is not None:
+        new.bridge = old.bridge
+    return new.to(dtype)
+
+
+def _padded(bias: nn.Parameter, V: int) -> nn.Parameter:
+    values = torch.zeros(V, dtype=bias.dtype, device=bias.device)
+    values[: len(bias)] = bias.detach()[:V]
+    return nn.Parameter(values, requires_grad=bias.requires_grad)
+
+
+def _moved(old: PIT, new: PIT) -> float:
+    n = min(old.vocab_size, new.vocab_size)
+    before: Tensor = old.memory[:n].detach().double()
+    return float((new.memory[:n].detach() - before).norm() / before.norm())

@@ -1,0 +1,129 @@
+"""The embedding and head of a stock transformers model, read through its accessors and checked by what they compute."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from manifold_tying.tying.huggingface._modules import PITEmbedding
+from manifold_tying.tying.huggingface._register import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Source = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class StockTables:
+    """What conversion takes from a model: the table (V, d) to decompose, and what its two modules compute around it."""
+
+    weight: Tensor
+    scale: float
+    padding_idx: int | None
+    bias: nn.Parameter | None
+    untied: bool
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError unless model is a transformers model itself, neither wrapped nor quantized."""
+    if not isinstance(model, import_transformers().PreTrainedModel):
+        raise ValueError(
+            f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; of a PEFT or compiled model take "
+            "the one it wraps: peft_model.merge_and_unload(), compiled._orig_mod"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"expected a model in floating point, got {type(model).__name__} quantized by "
+            f"{getattr(model, 'quantization_method', 'unknown')}; load it without quantization"
+        )
+
+
+def read_tables(model: "PreTrainedModel", source: Source | None = None) -> StockTables:
+    """The tables of a stock model; ValueError with the reason where a conversion could not compute what the model does.
+
+    Nothing goes by module names: what embedding and head do with a table is tried out on a small one.
+
+    Args:
+        model: with an embedding and a head, tied unless ``source`` is given.
+        source: which of two untied tables to keep.
+    """
+    if source is not None and source not in get_args(Source):
+        raise ValueError(
+            f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
+        )
+    check_model(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, PITEmbedding):
+        raise ValueError(f"{type(model).__name__} is converted already; export it first to convert it in another way")
+    if head is None:
+        raise ValueError(
+            f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)"
+        )
+    table, out = _weight(embedding, "embedding"), _weight(head, "head")
+    if table.shape != out.shape:
+        raise ValueError(
+            f"expected embedding and head of one shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}"
+        )
+    scale = _scale(embedding)
+    bias = _bias(head)
+    untied = out is not table and not torch.equal(out, table)
+    if untied and source is None:
+        raise ValueError(
+            f"{type(model).__name__} has different tables for embedding and head, and PIT has one memory for both: no "
+            'transform replaces the other. Say which to keep, source="input" or source="output", and train the model again'
+        )
+    padding_idx = getattr(embedding, "padding_idx", None)
+    return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
+
+
+def _weight(module: nn.Module, side: str) -> Tensor:
+    weight = module._parameters.get("weight")
+    kind = type(module).__name__
+    if weight is None or weight.ndim != 2:
+        raise ValueError(f"expected the {side} to have a parameter weight (V, d) of its own, got {kind}")
+    if weight.is_meta:
+        raise ValueError(
+            f"expected the {side}'s weight to be in memory, but it is offloaded or on the meta device; load it"
+        )
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"expected the {side}'s weight to be finite, got NaN or Inf in it")
+    return weight
+
+
+@torch.no_grad()
+def _scale(embedding: nn.Module) -> float:
+    """s of an embedding that computes s · (rows of its weight), 1 for all but a few (Gemma 3: √d)."""
+    weight = embedding._parameters["weight"]
+    assert weight is not None
+    rows = max(8, (getattr(embedding, "padding_idx", None) or 0) + 1)
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
+    ids = torch.arange(8, device=weight.device)
+    out = functional_call(embedding, {"weight": small}, (ids,))
+    scale = float((out * small[:8]).sum() / small[:8].square().sum())
+    if not torch.allclose(out.double(), scale * small[:8], rtol=1e-9, atol=1e-9):
+        raise ValueError(
+            f"expected an embedding that looks rows up, with a constant factor at most; {type(embedding).__name__} does more, "
+            "and that would be lost"
+        )
+    return 1.0 if abs(scale - 1) < 1e-9 else scale
+
+
+@torch.no_grad()
+def _bias(head: nn.Module) -> nn.Parameter | None:
+    """The bias of a head that computes h weightᵀ + bias; ValueError for one that does anything else."""
+    weight, bias = head._parameters["weight"], head._parameters.get("bias")
+    assert weight is not None
+    generator = torch.Generator().manual_seed(0)
+    small = torch.randn(8, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
+    parts = {"weight": small, **({} if bias is None else {"bias": small[:, 0].clone()})}
+    out = functional_call(head, parts, (small,))
+    expected = small @ small.T + (0 if bias is None else small[:, 0])
+    if out.shape != expected.shape or not torch.allclose(out.double(), expected, rtol=1e-9, atol=1e-9):
+        raise ValueError(
+            f"expected a head that computes h Wᵀ + bias; {type(head).__name__} does more, and that would be lost"
+        )
+    return bias

@@ -1,0 +1,333 @@
+"""Hugging Face models: what a conversion keeps and refuses, checkpoints, exports, and the tools that run on them afterwards."""
+
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import manifold_tying as mt
+from manifold_tying.linalg import defect
+from manifold_tying.tying.huggingface import halves
+
+
+def interface(model: Any) -> Any:
+    return halves(model)[0].interface
+
+
+def trained(model: Any) -> Any:
+    """With a T that is far from where conversions put it, so that a lost T shows."""
+    pit = interface(model)
+    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bridge_keeps_the_function_of_every_family(family: str) -> None:
+    model = build(family)
+    before = logits(model)
+    assert mt.convert(model, bridge=True) is model
+    assert difference(logits(model), before) <= 1e-5
+    assert defect(interface(model).memory) <= 1e-6
+    mt.convert(other := build(family), transform="head")  # the control: without a bridge it is another function
+    assert difference(logits(other), before) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transforms_keep_their_side(family: str) -> None:
+    model = build(family)
+    E0 = model.get_input_embeddings().weight.detach().double().numpy()
+    hidden = torch.randn(5, D)
+    head, embedding = model.get_output_embeddings()(hidden), model.get_input_embeddings()(ids())
+    sides = {}
+    choices: tuple[Any, ...] = ("identity", "head", "embedding")
+    for transform in choices:
+        converted = mt.convert(copy.deepcopy(model), transform=transform)
+        new_embedding, new_head = halves(converted)
+        sides[transform] = (difference(new_embedding(ids()), embedding), difference(new_head(hidden), head))
+        E, W_out = interface(converted).materialize()
+        assert mt.diagnostics.delta_ti(E, W_out) <= 1e-3
+    U, _ = scipy.linalg.polar(E0)
+    torch.testing.assert_close(interface(converted).memory.double(), torch.tensor(U), atol=1e-6, rtol=0)
+    assert sides["head"][1] <= 1e-5 < sides["head"][0]
+    assert sides["embedding"][0] <= 1e-5 < sides["embedding"][1]
+    assert min(sides["identity"]) > 1e-5
+
+
+def test_an_embedding_scale_inside_the_module_is_kept() -> None:
+    embedding, _ = halves(mt.convert(build("Gemma 3")))
+    assert embedding.scale == pytest.approx(D**0.5, rel=1e-6)
+    assert halves(mt.convert(build("Granite")))[0].scale == 1.0  # Granite's multiplier stands in the model
+
+
+def test_the_bias_of_a_head_is_kept_and_trains() -> None:
+    model = build("Phi")
+    bias = model.get_output_embeddings().bias
+    mt.convert(model)
+    kept = halves(model)[1].bias
+    assert kept is bias and kept is not None and kept.requires_grad
+
+
+def test_padding_rows_and_padded_vocabulary() -> None:
+    model = build("Llama", vocab_size=128)
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table[0] = 0
+        table[V:] = 0
+    before = logits(model)
+    mt.convert(model, bridge=True, memory="trainable")
+    assert difference(logits(model), before) <= 1e-5
+    pit = interface(model)
+    assert not pit.memory[0].any() and not pit.memory[V:].any()
+    embedding = halves(model)[0]
+    embedding(torch.tensor([[0, 5]])).sum().backward()
+    gradient = pit.parametrizations.memory.original.grad
+    assert not gradient[0].any() and gradient[5].any()
+
+
+def test_a_wide_table_is_refused() -> None:
+    refused(build(vocab_size=12), "V >= d")
+
+
+def test_a_table_of_deficient_rank_is_refused() -> None:
+    model = build()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 3] = model.get_input_embeddings().weight[:, 4]
+    refused(model, "full column rank")
+
+
+def test_untied_tables_are_refused_without_a_source() -> None:
+    refused(build(tie_word_embeddings=False), "source=")
+
+
+def test_an_embedding_that_does_more_is_refused() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    model = build()
+    model.get_input_embeddings().__class__ = Shifted
+    refused(model, "does more")
+
+
+def test_other_models_are_refused() -> None:
+    refused(mt.convert(build()), "converted already")
+    with pytest.raises(ValueError, match="PreTrainedModel"):
+        mt.convert(nn.Linear(3, 3))  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="converted by manifold_tying"):
+        mt.save(build(), "nowhere")
+
+
+@pytest.mark.parametrize("options", [{"transform": "none"}, {"memory": "none"}, {"source": "none"}])
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    refused(build(), "unknown", **options)
+
+
+def refused(model: Any, reason: str, **options: Any) -> None:
+    tokens = ids() % model.config.vocab_size
+    modules, config, before = list(model.modules()), model.config.to_dict(), logits(model, tokens)
+    with pytest.raises(ValueError, match=reason):
+        mt.convert(model, **options)
+    assert list(model.modules()) == modules and model.config.to_dict() == config
+    assert torch.equal(logits(model, tokens), before)
+
+
+@pytest.mark.parametrize("source", ["input", "output"])
+def test_untied_tables_with_a_source(source: Any) -> None:
+    model = build(tie_word_embeddings=False)
+    side = model.get_input_embeddings() if source == "input" else model.get_output_embeddings()
+    table = side.weight.detach().clone()
+    with pytest.warns(UserWarning, match=source):
+        mt.convert(model, source=source)
+    torch.testing.assert_close(interface(model).materialize()[1].T, table, rtol=1e-4, atol=1e-5)  # transform="head"
+
+
+def test_conversion_losses_say_what_each_choice_costs() -> None:
+    model = build().train()
+    batch = {"input_ids": ids(), "labels": ids()}
+    before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
+    losses = mt.conversion_losses(model, batch)
+    assert list(losses) == ["source", "identity", "head", "embedding", "bridge"]
+    assert list(model.modules()) == modules and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for choice, loss in losses.items():
+        twin = build()
+        if choice != "source":
+            options: Any = {"bridge": True} if choice == "bridge" else {"transform": choice}
+            mt.convert(twin, **options)
+        assert twin(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
+    assert losses["bridge"] == pytest.approx(losses["source"], rel=1e-5)
+    assert losses["identity"] != pytest.approx(losses["source"], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bridge", [False, True])
+def test_save_load_and_export(family: str, bridge: bool, tmp_path: Path) -> None:
+    model = trained(mt.convert(build(family), bridge=bridge, memory="trainable" if bridge else "frozen"))
+    before = logits(model)
+    mt.save(model, tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    shapes = {name: tensor.shape for name, tensor in load_file(file).items()}
+    assert not any(shape == (V, D) and name.endswith(".weight") for name, shape in shapes.items() if "wpe" not in name)
+    loaded = mt.load(tmp_path / "saved")
+    assert torch.equal(logits(loaded), before)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), before)
+    stored = loaded.state_dict()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+    frozen = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert {name: p.requires_grad for name, p in loaded.named_parameters()} == frozen
+    assert not hasattr(loaded, "hf_quantizer") and halves(loaded)[0].interface is halves(loaded)[1].interface
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mt.export(loaded, tmp_path / "exported")
+    assert any("as tied" in str(w.message) for w in caught) == (family in ("Gemma 3", "Cohere"))
+    stock: Any = AutoModelForCausalLM
+    exported, report = stock.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values()) and not exported.config.tie_word_embeddings
+    assert type(exported.get_input_embeddings()) is type(build(family).get_input_embeddings())
+    assert difference(logits(exported), before) <= 1e-5
+    assert torch.equal(logits(model), before)
+
+
+def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -> None:
+    model = trained(mt.convert(build(), bridge=True)).to(torch.bfloat16)
+    mt.export(model, tmp_path)
+    pit = interface(model)
+    Z, L, B = (t.detach().double().numpy() for t in (pit.memory, pit.cholesky_factor, pit.bridge))
+    T = L @ L.T
+    tables = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tables["lm_head.weight"], torch.tensor(Z @ T @ B.T).bfloat16())
+    assert torch.equal(tables["model.embed_tokens.weight"], torch.tensor(Z @ np.linalg.inv(T) @ B).bfloat16())
+
+
+def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
+    model = mt.convert(build())
+    mt.save(model, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "plain")  # as the Trainer does
+    program = (
+        "import sys; from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
+        "for path in sys.argv[1:]:\n"
+        "    for kind in (AutoModelForCausalLM, LlamaForCausalLM):\n"
+        "        try:\n"
+        "            kind.from_pretrained(path)\n"
+        "        except RuntimeError as error:\n"
+        "            print('refused', error)\n"
+    )
+    paths = [str(tmp_path / "saved"), str(tmp_path / "plain")]
+    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, check=True)
+    assert done.stdout.count("refused") == 4, done.stdout + done.stderr
+    assert "MISMATCH" in done.stderr
+
+
+def test_importing_us_does_not_import_transformers_and_still_registers(tmp_path: Path) -> None:
+    mt.save(mt.convert(build()), tmp_path)
+    program = (
+        "import sys, manifold_tying\n"
+        "assert not any(name.split('.')[0] in ('transformers', 'peft', 'safetensors') for name in sys.modules)\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).get_input_embeddings()).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "PITEmbedding"
+
+
+@pytest.mark.parametrize(
+    "damage", ["tie flag", "format", "bridge", "shape", "stock table", "memory", "lost", "no entry"]
+)
+def test_checkpoints_whose_parts_disagree_are_refused(damage: str, tmp_path: Path) -> None:
+    mt.save(mt.convert(build()), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    memory = next(name for name in tensors if name.endswith("memory.original"))
+    match damage:
+        case "tie flag":
+            config["tie_word_embeddings"] = False
+        case "format":
+            config["quantization_config"]["format"] = 99
+        case "bridge":
+            config["quantization_config"]["bridge"] = True
+        case "no entry":
+            del config["quantization_config"]
+        case "shape":
+            tensors[memory] = tensors[memory][:-1].contiguous()
+        case "stock table":
+            tensors["lm_head.weight"] = torch.randn(V, D)
+        case "memory":
+            tensors[memory] = tensors[memory] * 1.5
+        case "lost":
+            del tensors["model.layers.0.mlp.up_proj.weight"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError):
+        mt.load(tmp_path)
+    if damage not in ("lost", "no entry"):
+        with pytest.raises(ValueError):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:
+    model = mt.convert(build())
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    torch.testing.assert_close(logits(mt.load(tmp_path)), logits(model))
+    (tmp_path / "notes.txt").write_text("kept")
+    mt.save(trained(model), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "notes.txt"
+    }  # fmt: skip
+    assert torch.equal(logits(mt.load(tmp_path)), logits(model))
+
+
+def test_constrained_bodies_are_exported_as_plain_weights_and_not_saved(tmp_path: Path) -> None:
+    model = mt.convert(build())
+    mt.orthogonal(model.get_submodule("model.layers.0.self_attn.q_proj"))
+    taken, left = mt.equivalence_(model, include="*.mlp.*", block_size=8, verbose=False)
+    assert len(taken) == 6 and not any("interface" in name for name in (*taken, *left))
+    with pytest.raises(ValueError, match="q_proj"):
+        mt.save(model, tmp_path / "saved")
+    mt.export(model, tmp_path / "exported")
+    assert difference(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")), logits(model)) <= 1e-5
+
+
+def test_low_precision_keeps_the_factors(tmp_path: Path) -> None:
+    model = mt.convert(build(), bridge=True)
+    reference = logits(model)
+    mt.save(model, tmp_path)
+    moved = copy.deepcopy(model).to(torch.bfloat16)
+    loaded = mt.load(tmp_path, dtype=torch.bfloat16)
+    for low in (moved, loaded):
+        assert low.dtype == torch.bfloat16 and low.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        assert {p.dtype for p in interface(low).parameters()} == {torch.float32}
+        assert halves(low)[0](ids()).dtype == torch.bfloat16 == low(ids()).logits.dtype
+        stock = build().to(torch.bfloat16)
+        assert difference(logits(low), reference) <= 2 * difference(logits(stock), reference)
+    assert torch.equal(logits(moved), logits(loaded))
+    loaded.save_pretrained(tmp_path / "again")
+    again = mt.load(tmp_path / "again")
+    assert again.dtype == torch.bfloat16 and torch.equal(logits(again), logits(loaded))
+    assert copy.deepcopy(model).half().dtype == torch.float16
+
+
+def test_deepcopy_is_whole_and_independent() -> None:
+    model = mt.convert(build(), memory="trainable")
+    before = logits(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(logits(twin), before)
+    assert interface(twin) is halves(twin)[1].interface and interface(twin) is not interface(model)
+    trained(twin)
+    assert difference(logits(twin), before) > 1e-3 and torch.equal(logits(model), before)
+    assert twin.resize_token_embeddings.__self__ is twin
+    with pytest.raises(ValueError, match="one half"):
+        copy.deepcopy(halves(model)[0])

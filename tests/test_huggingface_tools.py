@@ -1,0 +1,295 @@
+"""What people run on a converted model: generation, Trainer, checkpointing, compilation, PEFT, resizing, offloading."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import peft
+import pytest
+import torch
+from accelerate import cpu_offload
+from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+
+import manifold_tying as mt
+from manifold_tying.linalg import defect
+from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.tying.huggingface import halves
+
+# transformers 5.23 renames what PEFT 0.21 and everybody's scripts call
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
+]
+
+
+def interface(model: Any) -> Any:
+    return halves(model)[0].interface
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_and_without_cache(family: str) -> None:
+    model = mt.convert(build(family), bridge=True)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(ids(), **options)
+    assert torch.equal(cached, model.generate(ids(), use_cache=False, **options))
+    assert torch.equal(cached, build(family).generate(ids(), **options))
+    assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
+
+
+class Repeated(Dataset[dict[str, Tensor]]):
+    """The same few sentences again and again."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = ids(4, 12)[index % 4]
+        return {"input_ids": row, "labels": row}
+
+
+def arguments(out: Path, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=4, save_steps=5, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=100, learning_rate=1e-2, weight_decay=0.0, seed=0, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+def optimizer_for(model: nn.Module) -> RiemannianAdam:
+    return RiemannianAdam(param_groups(model, manifold_lr=3e-3, weight_decay=0.1), lr=1e-2)
+
+
+def test_param_groups_find_memory_and_transform() -> None:
+    model = mt.convert(build(), memory="trainable")
+    of: dict[str, dict[str, Any]] = {}
+    for group in param_groups(model, manifold_lr=3e-3, weight_decay=0.1):
+        of |= dict.fromkeys(group["names"], group)
+    (memory,) = [name for name in of if name.endswith("memory.original")]
+    (factor,) = [name for name in of if "cholesky_factor" in name]
+    assert of[memory]["manifold"].name == "Stiefel" and of[memory]["lr"] == 3e-3 and of[memory]["weight_decay"] == 0
+    assert of[factor]["weight_decay"] == 0 and "manifold" not in of[factor]
+    assert of["model.layers.0.mlp.up_proj.weight"]["weight_decay"] == 0.1
+    assert set(of) == {name for name, p in model.named_parameters() if p.requires_grad}
+    frozen = param_groups(mt.convert(build()))
+    assert not any("manifold" in group for group in frozen)
+
+
+def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> None:
+    def run(out: Path, steps: int, resume: bool = False) -> Any:
+        model = mt.convert(build(), bridge=True, memory="trainable").train()
+        trainer = Trainer(
+            model, arguments(out, steps), train_dataset=Repeated(), optimizers=(optimizer_for(model), cast(Any, None))
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return model
+
+    start = build()(ids(4, 12), labels=ids(4, 12)).loss
+    model = run(tmp_path / "whole", 10)
+    pit = interface(model)
+    assert model(ids(4, 12), labels=ids(4, 12)).loss < start - 0.3
+    assert defect(pit.memory) <= 1e-6
+    assert difference(pit.memory, interface(mt.convert(build())).memory) > 1e-3
+    saved = mt.load(tmp_path / "whole" / "checkpoint-10")
+    assert torch.equal(logits(saved), logits(model.eval()))
+
+
+def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> None:
+    model = mt.convert(build(), memory="trainable")
+    Trainer(model, arguments(tmp_path, 5), train_dataset=Repeated()).train()
+    with pytest.raises(ValueError, match="leaves the manifold"):
+        mt.save(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match="leaves the manifold"):
+        mt.load(tmp_path / "checkpoint-5")
+    assert not (tmp_path / "saved").exists()
+    interface(model).memory = interface(model).memory.detach()
+    mt.save(model, tmp_path / "saved")
+    assert defect(interface(mt.load(tmp_path / "saved")).memory) <= 1e-6
+
+
+def test_trainer_resumes_a_converted_model(tmp_path: Path) -> None:
+    models = []
+    for resume in (False, True):
+        model = mt.convert(build(), memory="trainable")
+        trainer = Trainer(
+            model, arguments(tmp_path, 10), train_dataset=Repeated(), optimizers=(optimizer_for(model), cast(Any, None))
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5") if resume else None)
+        models.append(model.eval())
+    assert difference(logits(models[1]), logits(models[0])) <= 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = mt.convert(build(), bridge=True, memory="trainable").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(ids(), labels=ids()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and any("memory" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_in_one_graph() -> None:
+    model = mt.convert(build(), bridge=True, memory="trainable").train()
+    loss = model(ids(), labels=ids()).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(ids(), labels=ids()).loss
+    compiled.backward()
+    torch.testing.assert_close(compiled, loss)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name])
+
+
+def test_offloaded_models_compute_the_same(tmp_path: Path) -> None:
+    model = mt.convert(build(), bridge=True)
+    before = logits(model)
+    offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert interface(offloaded).bridge.is_meta
+    assert torch.equal(logits(offloaded), before)
+    with pytest.raises(ValueError, match="offloaded"):
+        mt.export(offloaded, tmp_path)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("Llama", "all-linear"), ("Llama", ["q_proj", "v_proj"]), ("GPT-2", ["c_attn"])]
+)
+def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: Any, tmp_path: Path) -> None:
+    model = mt.convert(build(family), bridge=True)
+    before = logits(model)
+    lora = adapted(model, target_modules=targets, **({"fan_in_fan_out": True} if family == "GPT-2" else {}))
+    assert not any("interface" in name for name, p in lora.named_parameters() if p.requires_grad)
+    optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=3e-2)
+    for _ in range(5):
+        lora(ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    lora.eval()
+    after = logits(lora)
+    assert difference(after, before) > 1e-3
+    lora.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(mt.convert(build(family), bridge=True), tmp_path / "adapter").eval()
+    assert difference(logits(again), after) <= 1e-5
+    merged = lora.merge_and_unload()
+    assert difference(logits(merged), after) <= 1e-5
+    mt.save(merged, tmp_path / "saved")
+    assert torch.equal(logits(mt.load(tmp_path / "saved")), logits(merged))
+    mt.export(merged, tmp_path / "exported")
+    assert difference(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")), after) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "not supported"),
+        ({"target_modules": ["lm_head"]}, "not supported"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "one half"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "one half"),
+    ],
+)
+def test_adapters_on_the_interface_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        adapted(mt.convert(build()), **options)
+
+
+@pytest.mark.parametrize("size", [V + 9, V - 9])
+@pytest.mark.parametrize("bridge", [False, True])
+def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, bridge: bool, tmp_path: Path) -> None:
+    model = trained(mt.convert(build("Phi"), bridge=bridge, memory="trainable"))
+    old, T, bias = interface(model), interface(model).transform.detach(), model.get_output_embeddings().bias.detach()
+    kept = min(V, size)
+    with pytest.warns(UserWarning, match=f"{V} -> {size}") as caught:
+        embedding = model.resize_token_embeddings(size)
+    new = interface(model)
+    assert embedding is model.get_input_embeddings() and new is model.get_output_embeddings().interface
+    assert new.memory.shape == (size, D) and defect(new.memory) <= 1e-6 and torch.equal(new.transform, T)
+    assert model.config.vocab_size == size and logits(model, ids() % size).shape[-1] == size
+    assert torch.equal(model.get_output_embeddings().bias[:kept], bias[:kept])
+    assert not model.get_output_embeddings().bias[kept:].any()
+    moved = (new.memory[:kept] - old.memory[:kept]).detach().norm() / old.memory[:kept].detach().norm()
+    assert f"{float(moved):.1e}" in str(caught[0].message)
+    assert any(p.requires_grad for name, p in new.named_parameters() if "memory" in name)
+    assert E_of(new).shape == (size, D)
+    # the nearest orthonormal matrix to the rows that were cut or appended
+    rows = old.memory[:size] if size < V else torch.cat([old.memory, old.memory.mean(0).expand(size - V, -1)])
+    U, _, Wt = torch.linalg.svd(rows.detach().double(), full_matrices=False)
+    torch.testing.assert_close(new.memory.double(), U @ Wt, atol=1e-6, rtol=0)
+    mt.save(model, tmp_path)
+    assert torch.equal(logits(mt.load(tmp_path), ids() % size), logits(model, ids() % size))
+
+
+def trained(model: Any) -> Any:
+    interface(model).cholesky_factor = torch.linalg.cholesky(torch.eye(D) + 0.3).contiguous()
+    return model
+
+
+def E_of(pit: mt.PIT) -> Tensor:
+    return pit.materialize()[0]
+
+
+def test_resizing_corner_cases() -> None:
+    model = mt.convert(build())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+        assert model.resize_token_embeddings(V) is model.get_input_embeddings()
+    with pytest.raises(ValueError, match="V >= d"):
+        model.resize_token_embeddings(D - 1)
+    with pytest.warns(UserWarning, match=f"{V} -> 128"):
+        model.resize_token_embeddings(V + 1, pad_to_multiple_of=32, mean_resizing=False)
+    new = interface(model).memory[V:]
+    assert torch.linalg.matrix_rank(new) == D  # rows of their own, where the mean would be one row
+    assert copy.deepcopy(model).resize_token_embeddings(128).num_embeddings == 128
+    padded = mt.convert(build())
+    interface(padded).memory = torch.cat([torch.zeros(V - D, D), torch.eye(D)])
+    with pytest.raises(ValueError, match="span"):
+        padded.resize_token_embeddings(V - D)
+    assert interface(padded).vocab_size == V == padded.config.vocab_size
+
+
+def test_constraints_on_the_bodies() -> None:
+    model = mt.convert(build(), bridge=True)
+    before = logits(model)
+    taken, left = mt.equivalence_(model, block_size=8, verbose=False)
+    assert len(taken) == 14 and left == []
+    assert difference(logits(model), before) <= 1e-5
+    layer = model.model.layers[0].self_attn.q_proj
+    mt.orthogonal(mt.materialize(layer))
+    weight = layer.weight
+    torch.testing.assert_close(weight.mT @ weight, torch.eye(D), atol=1e-5, rtol=0)
+    model.train()(ids(), labels=ids()).loss.backward()
+    assert all(p.grad is not None for p in model.model.layers[0].parameters() if p.requires_grad)
+
+
+def test_equivalence_on_gpt2_names_the_layers_that_it_does_not_take() -> None:
+    model = mt.convert(build("GPT-2"), bridge=True)
+    before = logits(model)
+    with pytest.raises(ValueError, match=r"Conv1D"):
+        mt.equivalence_(model, block_size=8)
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            mt.equivalence(module, block_size=8)
+    assert difference(logits(model), before) <= 1e-5
+    model.train()(ids(), labels=ids()).loss.backward()
+    conv = model.transformer.h[0].attn.c_attn
+    assert conv.parametrizations.weight.original.grad.any()
+    singular = torch.linalg.svdvals(conv.weight.detach())
+    with torch.no_grad():
+        conv.parametrizations.weight.original.normal_(0, 0.02)
+    torch.testing.assert_close(torch.linalg.svdvals(conv.weight.detach()), singular, rtol=1e-3, atol=1e-5)
+    assert difference(logits(model), before) > 1e-4
