@@ -25,6 +25,7 @@ from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonor
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar
 from manifold_tying.linalg._rows import Total as Total
+from manifold_tying.linalg._rows import assign_ as assign_
 from manifold_tying.linalg._rows import by_rows as by_rows
 from manifold_tying.linalg._rows import check_rows as check_rows
 from manifold_tying.linalg._rows import defect as defect

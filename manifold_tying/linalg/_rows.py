@@ -42,6 +42,15 @@ def whole(X: Tensor) -> Tensor:
     return X.full_tensor() if is_distributed(X) else X  # type: ignore[operator]
 
 
+def assign_(X: Tensor, value: Tensor) -> None:
+    """X <- value (n, p), a plain tensor that every process has; a DTensor sharded by rows takes its own."""
+    if not is_distributed(X):
+        X.copy_(value)
+        return
+    mine, first = local(X), first_row(X)
+    mine.copy_(value[first : first + len(mine)])
+
+
 def row_total(X: Tensor) -> Total:
     """What sums p x p matrices over the processes that share the rows of X (..., n, p); see :func:`check_rows`."""
     if not is_distributed(X):

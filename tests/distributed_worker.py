@@ -1,0 +1,419 @@
+"""What tests/test_distributed.py runs in each of four processes, and the models and data that it compares them by.
+
+Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
+``python distributed_worker.py RANK FOLDER``; writes ``FOLDER/RANK.json``.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import manifold_tying as mt
+from manifold_tying import linalg
+from manifold_tying.models import Llama, LlamaConfig
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianSGD, param_groups
+from manifold_tying.tying import shard_model, shard_vocabulary
+
+PROCESSES = 4
+STEPS, MERGE_EVERY = 50, 20
+PATIENCE = timedelta(seconds=280)  # processes wait while smaller groups work
+V, D = 49, 16  # 13, 13, 13 and 10 rows on four processes
+CONFIG = LlamaConfig(vocab_size=V, hidden_size=D, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=24)
+ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "poet")
+SHAPES = ((9, 4), (37, 12), (150, 130))  # on four processes: 3, 3, 3, 0; uneven; wide enough for every path of products
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "element": lambda params: RiemannianAdam(params, lr=0.05),
+    "every-other": lambda params: RiemannianAdam(params, lr=0.05, retract_every=2),
+    "row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
+    "matrix": lambda params: RiemannianAdam(params, lr=0.05, second_moment="matrix", maximize=True),
+    "sgd": lambda params: RiemannianSGD(params, lr=0.05, momentum=0.9),
+    "far": lambda params: RiemannianSGD(params, lr=300.0),
+}
+
+
+def build(arm: str) -> Llama:
+    """A model, the same in every process."""
+    torch.manual_seed(1)
+    interface: mt.TokenInterface
+    if arm == "transpose":
+        interface = mt.TransposeTying(V, D)
+    elif arm.startswith("pit"):
+        interface = mt.PIT(V, D, memory="trainable" if arm == "pit-trainable" else "frozen")
+    else:
+        interface = mt.Untied(V, D)
+    model = Llama(CONFIG, interface)
+    if arm == "poet":
+        mt.equivalence_(model, block_size=5, seed=3, verbose=False)
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Twelve sequences of six tokens, which 1, 2, 3 and 4 processes can share, and the tokens after."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(V, (12, 1), generator=generator)
+    sequences = (starts + 3 * torch.arange(7)) % V
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    mean: Callable[[Tensor], Tensor] = lambda loss: loss,
+    share: Callable[[Tensor], Tensor] = lambda whole: whole,
+    steps: range = range(STEPS),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[float]:
+    """Losses over the steps."""
+    optimizer = optimizer or RiemannianAdam(param_groups(model), lr=3e-3)
+    clock = (
+        MergeSchedule(model, optimizer, every=MERGE_EVERY)
+        if any(part.endswith("merges") for part, _ in model.named_buffers())
+        else None
+    )
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(*(share(part) for part in batch(step)))
+        loss.backward()
+        optimizer.step()
+        if clock is not None:
+            clock.step()
+        losses.append(mean(loss.detach()).item())
+    return losses
+
+
+def points(shape: tuple[int, int]) -> list[Tensor]:
+    """Two points of one shape, so that they are moved as one stack."""
+    torch.manual_seed(2)
+    return [mt.Stiefel().random(*shape).detach().as_subclass(Tensor) for _ in range(2)]
+
+
+def gradient(shape: tuple[int, int], step: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + step))
+
+
+def move(points: list[Tensor], kind: str, distribute: Callable[[Tensor], Tensor] = lambda X: X) -> list[Tensor]:
+    """The points after five steps."""
+    params = [nn.Parameter(distribute(X.clone())) for X in points]
+    optimizer = KINDS[kind]([{"params": params, "manifold": mt.Stiefel()}])
+    for step in range(5):
+        for i, p in enumerate(params):
+            p.grad = distribute(gradient(tuple(p.shape), 2 * step + i))
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+# ---- what follows runs in the workers only ----
+
+
+class Group:
+    """The first ``size`` processes, as this one of them sees it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.mesh = DeviceMesh("cpu", torch.arange(size))
+        self.rank = dist.get_rank()
+
+    @property
+    def member(self) -> bool:
+        return self.rank < self.size
+
+    def share(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.size)[self.rank]
+
+    def mean(self, loss: Tensor) -> Tensor:
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self.mesh.get_group())
+        return loss / self.size
+
+    def rows(self, X: Tensor) -> Tensor:
+        return distribute_tensor(X, self.mesh, [Shard(0)], src_data_rank=None)
+
+
+class LossModule(nn.Module):
+    """DDP calls forward alone."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(ids, targets)
+
+
+def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
+    model = build(arm)
+    if layout == "vocabulary":
+        shard_vocabulary(model.interface, group.mesh)
+        losses = train(model, model.loss, steps=range(10))  # a dozen small all-reduces per loss
+    elif layout == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(
+            LossModule(model), process_group=group.mesh.get_group(), broadcast_buffers=False
+        )
+        losses = train(model, wrapped, group.mean, group.share)
+    else:
+        if layout == "checkpointed":
+            checkpoint_blocks(model)
+        shard_model(model, group.mesh, blocks=model.blocks if layout == "checkpointed" else ())
+        losses = train(model, model.loss, group.mean, group.share, range(10 if layout == "checkpointed" else STEPS))
+    result: dict[str, Any] = {"losses": losses}
+    if isinstance(model.interface, mt.PIT):
+        Z = linalg.whole(model.interface.memory.detach())
+        result["defect"] = linalg.defect(Z).item()
+        result["sharded defect"] = linalg.defect(model.interface.memory).item()
+    if arm == "poet":
+        layer: Any = model.blocks[0].mlp.up
+        part = layer.parametrizations.weight[0]
+        result["order"] = part.out_order.tolist()
+        result["base"] = part.base.flatten()[:20].tolist()
+    return result
+
+
+def checkpoint_blocks(model: Llama) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def moved(group: Group) -> dict[str, Any]:
+    """Gathered points, and the numbers that each all-reduce of a last step summed."""
+    results: dict[str, Any] = {}
+    for shape in SHAPES:
+        for kind in KINDS:
+            with counted() as sums:
+                ends = move(points(shape), kind, group.rows)
+            whole = [linalg.whole(X) for X in ends]
+            results[f"{shape} {kind}"] = {
+                "points": [X.tolist() for X in whole],
+                "defect": max(linalg.defect(X).item() for X in ends),
+                "sums": sums,
+            }
+    return results
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many numbers each collective moves; anything but an all-reduce counts as -1."""
+    sums: list[int] = []
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "scatter")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sums.append(tensor.numel() if name == "all_reduce" else -1)
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, wrap(name))
+    try:
+        yield sums
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+
+
+def refusals(group: Group) -> dict[str, str]:
+    """What each wrong use says."""
+    X = points((9, 4))[0]
+    said = {}
+
+    def attempt(name: str, use: Callable[[], Any]) -> None:
+        try:
+            use()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+
+    def optimize(X: Tensor, manifold: Any) -> RiemannianAdam:
+        return RiemannianAdam([{"params": [nn.Parameter(X)], "manifold": manifold}])
+
+    columns = distribute_tensor(X, group.mesh, [Shard(1)], src_data_rank=None)
+    attempt("columns", lambda: optimize(columns, mt.Stiefel()))
+    attempt("qr", lambda: optimize(group.rows(X), mt.Stiefel("qr")))
+    attempt("spd", lambda: optimize(group.rows(torch.eye(4)), mt.SPD()))
+    attempt("mixed", lambda: mt.Stiefel().proju(group.rows(X), X))
+    attempt("rank", lambda: mt.Stiefel().projx(group.rows(torch.ones(9, 4))))
+    spd = nn.Sequential(mt.spd(nn.Linear(4, 4), "weight"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    attempt("policy", lambda: shard_model(spd, group.mesh, mp_policy=policy))
+    return said
+
+
+def not_finite(group: Group) -> dict[str, Any]:
+    """A NaN that only the last process has."""
+    result = {}
+    for nonfinite in ("raise", "skip"):
+        p = nn.Parameter(group.rows(points((37, 12))[0]))
+        other = nn.Parameter(group.rows(torch.ones(5, 2)))
+        optimizer = RiemannianAdam(
+            [{"params": [p], "manifold": mt.Stiefel(), "names": ["Z"]}, {"params": [other]}],
+            nonfinite=nonfinite,  # type: ignore[arg-type]
+        )
+        G = gradient((37, 12), 0)
+        G[-1, -1] = torch.nan
+        before = [linalg.local(x).clone() for x in (p.detach(), other.detach())]
+        p.grad, other.grad = group.rows(G), group.rows(torch.ones(5, 2))
+        try:
+            optimizer.step()
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        after = [linalg.local(x) for x in (p.detach(), other.detach())]
+        result[nonfinite] = {"said": said, "unchanged": all(map(torch.equal, before, after))}
+    return result
+
+
+def from_meta(arm: str, group: Group) -> dict[str, Any]:
+    """Tables of an interface that was never whole anywhere."""
+    with torch.device("meta"):
+        model = build(arm)
+    shard_model(model, group.mesh, blocks=model.blocks)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    model.interface.reset_parameters()  # type: ignore[operator]
+    E, W_out = model.interface.materialize()
+    return {"E": E.tolist(), "W_out": W_out.tolist(), "types": [isinstance(p, DTensor) for p in model.parameters()]}
+
+
+def low_precision(group: Group) -> dict[str, Any]:
+    """The dtypes under a bfloat16 policy, of L and Z inside and of what the blocks see."""
+    model = build("pit-trainable")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_model(model, group.mesh, blocks=model.blocks, mp_policy=policy)
+    seen: dict[str, str] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args: seen.update({name: str(args[0].dtype)})
+
+    lists: Any = model.interface.parametrizations
+    lists["memory"][0].register_forward_pre_hook(note("Z"))
+    lists["cholesky_factor"][0].register_forward_pre_hook(note("L"))
+    mlp: Any = model.blocks[0].mlp
+    mlp.up.register_forward_pre_hook(note("up"))
+    return {"losses": train(model, model.loss, group.mean, group.share, range(3)), "seen": seen}
+
+
+def scores_of(group: Group) -> dict[str, Any]:
+    """Logits, their gradients and tables with the vocabulary split, against whole ones."""
+    result = {}
+    for arm in ("transpose", "pit-trainable"):
+        found = []
+        for split in (False, True):
+            interface = build(arm).interface
+            if split:
+                shard_vocabulary(interface, group.mesh)
+            hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+            logits = linalg.whole(interface.logits(hidden))
+            logits.square().mean().backward()
+            assert hidden.grad is not None
+            gradients = [linalg.whole(p.grad) for p in interface.parameters() if p.grad is not None]
+            found.append([logits.detach(), hidden.grad, *gradients, *interface.materialize()])
+        result[arm] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
+    return result
+
+
+def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    whole, part = get_state_dict(model, optimizer)
+    return {"model": whole, "optimizer": part}
+
+
+def saved(group: Group, folder: Path) -> list[float]:
+    """Losses of five steps, after which model and optimizer are saved."""
+    model = shard_model(build("pit-trainable"), group.mesh)
+    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    losses = train(model, model.loss, group.mean, group.share, range(5), optimizer)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group.mesh.get_group())
+    return losses
+
+
+def resumed(group: Group, folder: Path) -> dict[str, Any]:
+    """Losses of the five steps after, on another number of processes."""
+    model = shard_model(build("pit-trainable"), group.mesh)
+    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, process_group=group.mesh.get_group())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses = train(model, model.loss, group.mean, group.share, range(5, 10), optimizer)
+    states = [{key: list(linalg.local(x).shape) for key, x in optimizer.state[p].items()} for p in model.parameters()]
+    shapes = [list(linalg.local(p).shape) for p in model.parameters()]
+    return {"losses": losses, "states": states, "shapes": shapes}
+
+
+def replicated_twice() -> dict[str, Any]:
+    """HSDP: two replicas of two shards each, and a vocabulary split in two under FSDP in two."""
+    mesh = DeviceMesh("cpu", torch.arange(PROCESSES).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_model(build("pit-trainable"), mesh)
+
+    def share(whole: Tensor) -> Tensor:
+        return whole.chunk(PROCESSES)[dist.get_rank()]
+
+    def mean(loss: Tensor) -> Tensor:
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        return loss / PROCESSES
+
+    losses = train(model, model.loss, mean, share, range(10))
+    memory = model.interface.parametrizations.memory.original  # type: ignore[union-attr]
+    kinds = [isinstance(memory.placements[0], Replicate), memory.placements[1].is_shard(0)]
+    return {"losses": losses, "kinds": kinds, "defect": linalg.defect(memory).item()}
+
+
+def main(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, timeout=PATIENCE),
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=PATIENCE,
+    )
+    groups = [Group(size) for size in range(1, PROCESSES + 1)]
+    results: dict[str, Any] = {}
+
+    def run(name: str, group: Group, work: Callable[[], Any]) -> None:
+        if group.member:
+            print(name, group.size, flush=True)
+            results[f"{name} {group.size}"] = work()
+
+    two = groups[1]
+    run("refusals", two, lambda: refusals(two))
+    run("low precision", two, lambda: low_precision(two))
+    run("pit-trainable checkpointed", two, lambda: trained("pit-trainable", "checkpointed", two))
+    run("saved", two, lambda: saved(two, folder / "checkpoint"))
+    dist.barrier()
+    for group in (groups[0], groups[2], groups[3]):
+        run("resumed", group, lambda group=group: resumed(group, folder / "checkpoint"))
+    run("hsdp", groups[3], replicated_twice)
+    for group in groups:
+        run("moved", group, lambda group=group: moved(group))
+        for layout in ("fsdp", "ddp", "vocabulary"):
+            for arm in ARMS:
+                run(f"{arm} {layout}", group, lambda a=arm, b=layout, group=group: trained(a, b, group))
+        for arm in ("untied", "pit-trainable"):
+            run(f"{arm} from meta", group, lambda arm=arm, group=group: from_meta(arm, group))
+        run("scores", group, lambda group=group: scores_of(group))
+        run("not finite", group, lambda group=group: not_finite(group))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
