@@ -19,16 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_worker import (
-    ARMS,
+    FEW,
     KINDS,
+    MERGE_EVERY,
     PROCESSES,
+    RUNS,
     SHAPES,
     STEPS,
     D,
     V,
     build,
-    move,
-    points,
     train,
 )
 
@@ -36,7 +36,7 @@ import manifold_tying as mt
 
 pytestmark = pytest.mark.slow
 SIZES = range(1, PROCESSES + 1)
-PATIENCE = 270  # seconds
+PATIENCE = 450  # seconds; on an idle machine it takes one
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +77,50 @@ def alone(arm: str) -> list[float]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layout", ["fsdp", "ddp", "vocabulary"])
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("arm", "layout"), RUNS)
 def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found: list[dict[str, Any]]) -> None:
-    reference = torch.tensor(alone(arm))
-    assert (
-        len(reference) == STEPS and reference[-1] < reference[0] - 0.1
-    )  # it learns, so that there is something to miss
+    assert alone(arm)[-1] < alone(arm)[0] - 0.1  # it learns, so that there is something to miss
     for rank in range(size):
         result = found[rank][f"{arm} {layout} {size}"]
-        torch.testing.assert_close(torch.tensor(result["losses"]), reference, rtol=1e-5, atol=0)
+        assert_same_losses(result["losses"], alone(arm)[: FEW if layout == "vocabulary" else STEPS])
         if "defect" in result:
             assert result["defect"] <= 1e-6 and abs(result["sharded defect"] - result["defect"]) < 1e-9
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[dict[str, Any]]) -> None:
+    expected = build("poet")
+    train(expected, expected.loss)
+    mlp: Any = expected.blocks[0].mlp
+    part = mlp.up.parametrizations.weight[0]
+    assert part.merges == STEPS // MERGE_EVERY and part.merges > 0
+    results = [found[rank][f"poet {layout} {size}"] for rank in range(size)]
+    for result in results:
+        assert result["order"] == part.out_order.tolist()
+        assert result["base"] == results[0]["base"]  # bit for bit
+        torch.testing.assert_close(torch.tensor(result["base"]), part.base.flatten()[:20], rtol=0, atol=1e-5)
+
+
+def test_other_layouts_have_the_same_losses(found: list[dict[str, Any]]) -> None:
+    reference = alone("pit-trainable")
+    for rank in range(2):
+        assert_same_losses(found[rank]["pit-trainable checkpointed 2"]["losses"], reference[:FEW])
+    for rank in range(PROCESSES):
+        hsdp = found[rank]["hsdp 4"]
+        assert_same_losses(hsdp["losses"], reference[:FEW])
+        assert hsdp["kinds"] == [True, True] and hsdp["defect"] <= 1e-6
+
+
+def test_saved_by_two_and_resumed_by_others(found: list[dict[str, Any]]) -> None:
+    reference = alone("pit-trainable")
+    assert_same_losses(found[0]["saved 2"], reference[:5])
+    for size in (1, 3, 4):
+        for rank in range(size):
+            result = found[rank][f"resumed {size}"]
+            assert_same_losses(result["losses"], reference[5:10])
+            for state, shape in zip(result["states"], result["shapes"], strict=True):
+                assert state == {"step": [], "exp_avg": shape, "exp_avg_sq": shape}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -97,23 +129,20 @@ def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found
 def test_points_move_as_on_one_process(
     shape: tuple[int, int], kind: str, size: int, found: list[dict[str, Any]]
 ) -> None:
-    start = points(shape)
-    expected = move(start, kind)
     for rank in range(size):
         result = found[rank][f"moved {size}"][f"{shape} {kind}"]
-        for X, before, here in zip(expected, start, result["points"], strict=True):
-            torch.testing.assert_close(torch.tensor(here), X, rtol=0, atol=1e-5)
-            assert not torch.allclose(X, before, atol=1e-2)
-        assert result["defect"] <= 1e-6
+        assert result["error"] < 1e-5 < 1e-2 < result["way"] and result["defect"] <= 1e-6
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_sums_two_gram_matrices_and_gathers_nothing(shape: tuple[int, int], found: list[dict[str, Any]]) -> None:
-    square = shape[1] ** 2
-    one_step = [1, 2 * square, 2 * square]  # whether all is finite; XᵀG and YᵀY of both points at once
-    for size in SIZES:
-        sums = found[0][f"moved {size}"][f"{shape} element"]["sums"]
-        assert sums == [square, square] + 5 * one_step  # each point is checked when the optimizer is made
+def test_a_step_sums_two_gram_matrices_and_gathers_nothing(found: list[dict[str, Any]]) -> None:
+    for shape in SHAPES:
+        square = shape[1] ** 2
+        made = [square, square]  # each point is checked when the optimizer is made
+        step = [1, 2 * square, 2 * square]  # whether all is finite; XᵀG and YᵀY of both points at once
+        if shape == (150, 130):  # nearly square, so that steps of this length lose digits: once more for YᵀY
+            step.append(2 * square)
+        for size in SIZES:
+            assert found[0][f"moved {size}"][f"{shape} element"]["sums"] == made + 5 * step
 
 
 @pytest.mark.parametrize("size", SIZES)

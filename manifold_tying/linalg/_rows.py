@@ -34,12 +34,12 @@ def is_distributed(X: Tensor) -> bool:
 
 def local(X: Tensor) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor itself."""
-    return X.to_local() if is_distributed(X) else X  # type: ignore[operator]
+    return X.to_local() if is_distributed(X) else X  # type: ignore[attr-defined]
 
 
 def whole(X: Tensor) -> Tensor:
     """All of a DTensor on every process, which all of its processes have to ask for; any other tensor itself."""
-    return X.full_tensor() if is_distributed(X) else X  # type: ignore[operator]
+    return X.full_tensor() if is_distributed(X) else X  # type: ignore[attr-defined]
 
 
 def assign_(X: Tensor, value: Tensor) -> None:

@@ -33,8 +33,8 @@ class Stiefel(geoopt.Manifold):
     - "cayley-neumann": the same with the inverse replaced by ``terms`` terms of its Neumann series (POET, section 3), then
       projected; for ‖U‖ < 2.
 
-    Points and vectors may be DTensors sharded by rows, as FSDP2 makes them: projecting, checking and moving by the polar
-    retraction take one all-reduce of p x p each and give DTensors again; the other retractions, ``expmap`` and the rest refuse.
+    Points and vectors may be DTensors sharded by rows, as FSDP2 makes them: projecting, transporting, checking and moving by
+    the polar retraction take one all-reduce of p x p each and give DTensors again. The other retractions refuse them.
 
     Args:
         retraction: one of the four names.

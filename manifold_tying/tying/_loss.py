@@ -65,7 +65,8 @@ def _loss_and_gradients(
     loss = torch.zeros((), dtype=wide, device=h.device)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    rows = max(1, -(-len(h) // (CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION)))
+    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.processes)
+    rows = max(1, -(-len(h) // parts))
     buffer = torch.empty(min(rows, len(h)), len(W), dtype=wide, device=h.device)
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)

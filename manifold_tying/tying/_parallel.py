@@ -1,7 +1,7 @@
 """A model and its token interfaces on many devices, by torch's FSDP2 and DTensor."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -104,7 +104,7 @@ def shard_vocabulary(interface: I_, mesh: "DeviceMesh") -> I_:
 def _check_trivializations(model: nn.Module, interfaces: list[TokenInterface]) -> None:
     apart = {module for interface in interfaces for module in interface.modules()}
     for path, owner, name in constraints(model):
-        if owner not in apart and not isinstance(cast(nn.Module, parametrized(owner)[name][0]), OnStiefel):
+        if owner not in apart and not isinstance(parametrized(owner)[name][0], OnStiefel):
             raise ValueError(
                 f"the policy's param_dtype would cast what {path} is computed from below float32; leave the policy out and "
                 "run under torch.autocast"

@@ -32,6 +32,11 @@ class Vocabulary:
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
         return cls(len(linalg.local(table)), first, mesh.get_group(sharding[0]))
 
+    @property
+    def processes(self) -> int:
+        """How many have a share."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
     def index(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of the rows at hand for token ids, and whether each is at hand; some row's number where it is not."""
         if self.group is None:
