@@ -1,7 +1,7 @@
-"""What tests/test_distributed.py runs in each of four processes, and the models and data that it compares them by.
+"""What tests/test_distributed.py runs in each of four processes.
 
 Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
-``python distributed_worker.py RANK FOLDER``; writes ``FOLDER/RANK.json``.
+``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.
 """
 
 import json
@@ -15,6 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from distributed_models import (
+    FEW,
+    KINDS,
+    PROCESSES,
+    RUNS,
+    SHAPES,
+    STEPS,
+    D,
+    build,
+    gradient,
+    move,
+    points,
+    train,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,104 +37,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import manifold_tying as mt
 from manifold_tying import linalg
-from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianSGD, param_groups
+from manifold_tying.models import Llama
+from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
-PROCESSES = 4
-STEPS, FEW, MERGE_EVERY = 50, 10, 20
 PATIENCE = timedelta(seconds=440)  # processes wait while smaller groups work
-V, D = 49, 16  # 13, 13, 13 and 10 rows on four processes
-CONFIG = LlamaConfig(vocab_size=V, hidden_size=D, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=24)
-ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "poet")
-# poet's interface is that of untied
-RUNS = [
-    (arm, layout) for arm in ARMS for layout in ("fsdp", "ddp", "vocabulary") if (arm, layout) != ("poet", "vocabulary")
-]
-SHAPES = ((9, 4), (37, 12), (150, 130))  # on four processes: 3, 3, 3, 0; uneven; wide enough for every path of products
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "element": lambda params: RiemannianAdam(params, lr=0.05),
-    "every-other": lambda params: RiemannianAdam(params, lr=0.05, retract_every=2),
-    "row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
-    "matrix": lambda params: RiemannianAdam(params, lr=0.05, second_moment="matrix", maximize=True),
-    "sgd": lambda params: RiemannianSGD(params, lr=0.05, momentum=0.9),
-    "far": lambda params: RiemannianSGD(params, lr=300.0),
-}
-
-
-def build(arm: str) -> Llama:
-    """A model, the same in every process."""
-    torch.manual_seed(1)
-    interface: mt.TokenInterface
-    if arm == "transpose":
-        interface = mt.TransposeTying(V, D)
-    elif arm.startswith("pit"):
-        interface = mt.PIT(V, D, memory="trainable" if arm == "pit-trainable" else "frozen")
-    else:
-        interface = mt.Untied(V, D)
-    model = Llama(CONFIG, interface)
-    if arm == "poet":
-        mt.equivalence_(model, block_size=5, seed=3, verbose=False)
-    return model
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Twelve sequences of six tokens, which 1, 2, 3 and 4 processes can share, and the tokens after."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(V, (12, 1), generator=generator)
-    sequences = (starts + 3 * torch.arange(7)) % V
-    return sequences[:, :-1], sequences[:, 1:]
-
-
-def train(
-    model: nn.Module,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    mean: Callable[[Tensor], Tensor] = lambda loss: loss,
-    share: Callable[[Tensor], Tensor] = lambda whole: whole,
-    steps: range = range(STEPS),
-    optimizer: torch.optim.Optimizer | None = None,
-) -> list[float]:
-    """Losses over the steps."""
-    optimizer = optimizer or RiemannianAdam(param_groups(model), lr=3e-3)
-    clock = (
-        MergeSchedule(model, optimizer, every=MERGE_EVERY)
-        if any(part.endswith("merges") for part, _ in model.named_buffers())
-        else None
-    )
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = loss_of(*(share(part) for part in batch(step)))
-        loss.backward()
-        optimizer.step()
-        if clock is not None:
-            clock.step()
-        losses.append(mean(loss.detach()).item())
-    return losses
-
-
-def points(shape: tuple[int, int]) -> list[Tensor]:
-    """Two points of one shape, so that they are moved as one stack."""
-    torch.manual_seed(2)
-    return [mt.Stiefel().random(*shape).detach().as_subclass(Tensor) for _ in range(2)]
-
-
-def gradient(shape: tuple[int, ...], step: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + step))
-
-
-def move(points: list[Tensor], kind: str, distribute: Callable[[Tensor], Tensor] = lambda X: X) -> list[Tensor]:
-    """The points after five steps."""
-    params = [nn.Parameter(distribute(X.clone())) for X in points]
-    optimizer = KINDS[kind]([{"params": params, "manifold": mt.Stiefel()}])
-    for step in range(5):
-        for i, p in enumerate(params):
-            p.grad = distribute(gradient(p.shape, 2 * step + i))
-        optimizer.step()
-    return [p.detach() for p in params]
-
-
-# ---- what follows runs in the workers only ----
 
 
 class Group:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_worker import (
+from distributed_models import (
     FEW,
     KINDS,
     MERGE_EVERY,
