@@ -45,7 +45,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     program = Path(__file__).with_name("distributed_worker.py")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(mt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
     processes = []
     for rank, log in enumerate(logs):
