@@ -2,7 +2,7 @@
 
     python -m benchmarks.poet_step --rows poet-60m --rounds 5
 
-A step is forward, backward and optimizer on random tokens, in sequences of 256 as in the paper, as `manifold-tying train --body`
+A step is forward, backward and optimizer on random tokens, in sequences of 256 as in the paper, as `manifold-tying train`
 builds it with untied tables; merges, one in several hundred steps, are left out. Extra memory is the peak of a fresh process
 over what it takes after its imports: weights, gradients, the optimizer's state and activations. "Table 1" is the paper's count
 for the body, bytes of its numbers in float32: the weights and two moments of AdamW, W0 with three times the trainable

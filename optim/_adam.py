@@ -9,7 +9,15 @@ from torch.optim.adamw import adamw
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim._base import Group, RiemannianOptimizer, check_kernels, check_range, is_polar
+from manifold_tying.optim._base import (
+    Group,
+    RiemannianOptimizer,
+    check_kernels,
+    check_range,
+    is_polar,
+    local_gradients,
+    local_parts,
+)
 from manifold_tying.optim._finite import NonFinite
 
 SecondMoment = Literal["element", "row", "matrix"]
@@ -17,7 +25,6 @@ SecondMoment = Literal["element", "row", "matrix"]
 EXACT_EVERY = 100
 # A fixed number of products costs 22 of 2p³ more than a look at the data: more than the wait, where p is large.
 WIDEST_AHEAD = 2048
-_AVERAGED_OVER: dict[str, tuple[int, ...]] = {"element": (), "row": (-1,), "matrix": (-2, -1)}
 
 
 class RiemannianAdam(RiemannianOptimizer):
@@ -101,7 +108,7 @@ class RiemannianAdam(RiemannianOptimizer):
         state["exp_avg"] = torch.zeros_like(p)
         manifold = self._manifolds[p]
         if isinstance(manifold, Stiefel):
-            state["exp_avg_sq"] = torch.zeros_like(_mean_square(p, group["second_moment"]))
+            state["exp_avg_sq"] = _zero_second_moment(p, group["second_moment"])
         else:
             state["exp_avg_sq"] = torch.zeros_like(manifold.component_inner(p, p))
 
@@ -115,10 +122,10 @@ class RiemannianAdam(RiemannianOptimizer):
         states = [self.state[p] for p in params]
         self._adamw(
             group,
-            params,
-            [p.grad for p in params if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            local_parts(params),
+            local_gradients(params),
+            local_parts(state["exp_avg"] for state in states),
+            local_parts(state["exp_avg_sq"] for state in states),
             [state["step"] for state in states],
             fused=group["fused"],
             weight_decay=group["weight_decay"],
@@ -164,7 +171,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
         """The usual case in place, a block of rows at a time, with torch's fused kernel for what is element-wise."""
-        kernel = batch[0].device.type in ("cpu", "cuda") and all(p.is_contiguous() for p in batch)
+        kernel = batch[0].device.type in ("cpu", "cuda") and all(p.is_contiguous() for p in local_parts(batch))
         usual = is_polar(manifold) and group["second_moment"] == "element"
         if not (usual and kernel) or torch.compiler.is_compiling():
             super()._update_batch(group, manifold, batch, projects)
@@ -174,11 +181,13 @@ class RiemannianAdam(RiemannianOptimizer):
             self._update_in_place(group, batch, projects)
 
     def _update_in_place(self, group: Group, batch: list[Tensor], projects: bool) -> None:
-        alone = len(batch) == 1
-        gradients = [p.grad.contiguous() for p in batch if p.grad is not None]
-        X, G = (batch[0], gradients[0]) if alone else (torch.stack(batch), torch.stack(gradients))
+        alone, total = len(batch) == 1, linalg.row_total(batch[0])
+        points, gradients = local_parts(batch), [g.contiguous() for g in local_gradients(batch)]
+        X, G = (points[0], gradients[0]) if alone else (torch.stack(points), torch.stack(gradients))
         states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
-        minus_normal = linalg.symmetric(X.mT @ G).neg_() if projects else None
+        exp_avgs = local_parts(state["exp_avg"] for state in states)
+        exp_avg_sqs = local_parts(state["exp_avg_sq"] for state in states)
+        minus_normal = linalg.symmetric(total(X.mT @ G)).neg_() if projects else None
         blocks = linalg.row_blocks(X)
         buffer = torch.empty_like(X[..., blocks[0], :])
         for rows in blocks:
@@ -190,8 +199,8 @@ class RiemannianAdam(RiemannianOptimizer):
                 group,
                 [part] if alone else list(part),
                 [gradient] if alone else list(gradient),
-                [state["exp_avg"][..., rows, :] for state in states],
-                [state["exp_avg_sq"][..., rows, :] for state in states],
+                [m[..., rows, :] for m in exp_avgs],
+                [v[..., rows, :] for v in exp_avg_sqs],
                 # the kernel adds 1, unless it is masked: for all blocks at the last one
                 [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states],
                 fused=True,
@@ -199,18 +208,20 @@ class RiemannianAdam(RiemannianOptimizer):
                 found_inf=found_inf,
             )
         ahead = found_inf is not None and group["steps_taken"] % EXACT_EVERY != 0
-        linalg.reorthonormalize_(X, fixed=ahead, keep=found_inf)
+        linalg.reorthonormalize_(X, total, fixed=ahead, keep=found_inf)
         if not alone:
-            torch._foreach_copy_(batch, list(X))
+            torch._foreach_copy_(points, list(X))
 
     def _direction(
-        self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
+        self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         """m̂ / (√v̂ + eps) after updating the moments m = ``exp_avg`` and v = ``exp_avg_sq``."""
         (beta1, beta2), step = group["betas"], state["step"]
-        ours = isinstance(manifold, Stiefel)
+        manifold = self._manifolds[like]
         square = (
-            _mean_square(gradients, group["second_moment"]) if ours else manifold.component_inner(points, gradients)
+            _mean_square(gradients, group["second_moment"], like)
+            if isinstance(manifold, Stiefel)
+            else manifold.component_inner(points, gradients)
         )
         state["exp_avg"].lerp_(gradients, 1 - beta1)
         state["exp_avg_sq"].lerp_(square, 1 - beta2)
@@ -231,6 +242,16 @@ class RiemannianAdam(RiemannianOptimizer):
         )
 
 
-def _mean_square(x: Tensor, second_moment: str) -> Tensor:
-    over = _AVERAGED_OVER[second_moment]
-    return x.square().mean(over, keepdim=True) if over else x.square()
+def _mean_square(x: Tensor, second_moment: str, like: Tensor) -> Tensor:
+    """Of the part x of a matrix of ``like``'s shape, distributed as it is."""
+    if second_moment == "matrix":
+        return linalg.row_total(like)(x.square().sum((-2, -1), keepdim=True)) / like.shape[-2:].numel()
+    return x.square().mean(-1, keepdim=True) if second_moment == "row" else x.square()
+
+
+def _zero_second_moment(p: Tensor, second_moment: str) -> Tensor:
+    if second_moment == "element":
+        return torch.zeros_like(p)
+    if second_moment == "row":
+        return torch.zeros_like(p[..., :1])
+    return linalg.local(p).new_zeros(*linalg.local(p).shape[:-2], 1, 1)

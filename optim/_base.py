@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manifold_tying import linalg
-from manifold_tying.manifolds import Stiefel
+from manifold_tying.manifolds import Stiefel, tangent_part
 from manifold_tying.optim._finite import FiniteCheck, NonFinite
 
 Group = dict[str, Any]
@@ -22,6 +22,9 @@ class RiemannianOptimizer(Optimizer):
 
     A parameter's manifold is that of its group (key "manifold", as ``param_groups`` makes them), else its own attribute
     ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
+
+    Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
+    two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
     """
 
     _first_moment: str  # its key in a point's state
@@ -63,6 +66,10 @@ class RiemannianOptimizer(Optimizer):
             )
         if p.is_floating_point() and p.dtype.itemsize < 4:
             raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
+        if isinstance(manifold, Stiefel):
+            manifold.check_placement(p, label)
+        elif linalg.is_distributed(p):
+            raise ValueError(f"{label} is distributed over processes, which works on Stiefel only, got {manifold}")
         if not p.is_meta:
             ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
             if not ok:
@@ -93,8 +100,9 @@ class RiemannianOptimizer(Optimizer):
 
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in params if p.grad is not None]
-        return self._finite.passes([self._names[p] for p in params], gradients, self._runs_ahead(params))
+        gradients = [linalg.local(p.grad) for p in params if p.grad is not None]
+        names = [self._names[p] for p in params]
+        return self._finite.passes(names, gradients, self._runs_ahead(params), linalg.process_total(params))
 
     def _manifold_step(self, group: Group, params: list[Tensor]) -> None:
         every = group["retract_every"]
@@ -103,36 +111,39 @@ class RiemannianOptimizer(Optimizer):
         for p in params:
             if not self.state[p]:
                 self._initialize(p, self.state[p], group)
-            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, p.device].append(p)
+            where = (p.device_mesh, p.placements) if linalg.is_distributed(p) else p.device  # type: ignore[attr-defined]
+            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, where].append(p)
         for batch in batches.values():
             self._update_batch(group, self._manifolds[batch[0]], batch, projects)
 
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
-        """One update of points of the same shape on the same manifold, as one stack."""
-        points, gradients = stack(batch), stack([p.grad for p in batch if p.grad is not None])
+        """One update of points of the same shape on the same manifold, distributed alike, as one stack."""
+        total = linalg.row_total(batch[0])
+        points, gradients = stack(local_parts(batch)), stack(local_gradients(batch))
         states = [self.state[p] for p in batch]
         for state in states:
             state["step"] += 1
         keys = [key for key in states[0] if key != "step"]
-        stacked = {key: stack([state[key] for state in states]) for key in keys}
+        stacked = {key: stack([linalg.local(state[key]) for state in states]) for key in keys}
         steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype)
         stacked["step"] = steps.view(-1, *[1] * (points.ndim - 1))
         if group["maximize"]:
             gradients = -gradients
         if projects:
-            gradients = manifold.egrad2rgrad(points, gradients)
-        step = group["lr"] * self._direction(group, manifold, points, gradients, stacked)
+            polar = is_polar(manifold)  # the only one that may lie on several processes
+            gradients = tangent_part(total, points, gradients) if polar else manifold.egrad2rgrad(points, gradients)
+        step = group["lr"] * self._direction(group, batch[0], points, gradients, stacked)
         if is_polar(manifold):
-            moved = linalg.reorthonormalize_(points - step)
+            moved = linalg.reorthonormalize_(points - step, total)
         elif isinstance(manifold, Stiefel):
             moved = manifold.move(points, -step)
         else:
             moved, transported = manifold.retr_transp(points, -step, stacked[self._first_moment])
             stacked[self._first_moment].copy_(transported)
-        for i, p in enumerate(batch):
+        for i, p in enumerate(local_parts(batch)):
             p.copy_(moved[i])
             for key in keys if len(batch) > 1 else ():
-                states[i][key].copy_(stacked[key][i])
+                linalg.local(states[i][key]).copy_(stacked[key][i])
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -156,9 +167,12 @@ class RiemannianOptimizer(Optimizer):
 
     @abstractmethod
     def _direction(
-        self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
+        self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        """What a step of length lr subtracts; updates ``state``, all with a leading batch dimension, in place."""
+        """What a step of length lr subtracts; updates ``state`` in place.
+
+        All are the parts at hand with a leading batch dimension; ``like`` is one of the parameters that they are parts of.
+        """
 
     def _runs_ahead(self, params: list[Tensor]) -> bool:
         """Whether the whole step can run on the device without the host waiting for it."""
@@ -189,6 +203,16 @@ def check_range(group: Group, **minimum: float) -> None:
     every = group["retract_every"]
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"expected retract_every to be a whole number >= 1, got {every!r}")
+
+
+def local_parts(params: Iterable[Tensor]) -> list[Tensor]:
+    """What this process has of each parameter, to be updated in place."""
+    return [linalg.local(p) for p in params]
+
+
+def local_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """What this process has of each gradient."""
+    return [linalg.local(p.grad) for p in params if p.grad is not None]
 
 
 def stack(tensors: Iterable[Tensor]) -> Tensor:

@@ -5,6 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from manifold_tying import linalg
+
 NonFinite = Literal["raise", "skip"]
 
 
@@ -20,8 +22,13 @@ class FiniteCheck:
         self.found_inf: Tensor | None = None
         self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
-    def passes(self, names: list[str], gradients: list[Tensor], deferred: bool) -> bool:
-        """Whether to run the update; ValueError that names the parameters where it is to raise."""
+    def passes(
+        self, names: list[str], gradients: list[Tensor], deferred: bool, total: linalg.Total = linalg.nothing_to_add
+    ) -> bool:
+        """Whether to run the update; ValueError that names the parameters where it is to raise.
+
+        ``total`` sums over the processes that gradients lie on, so that all of them decide alike.
+        """
         self._read()
         self.found_inf = None
         for name, gradient in zip(names, gradients, strict=True):
@@ -29,8 +36,10 @@ class FiniteCheck:
                 raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
         if not gradients:
             return True
+        if total is not linalg.nothing_to_add:  # a process may have no rows of some
+            gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
         if deferred:
-            bad = ~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite()
+            bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), total)
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
             self._unread.append((bad.to("cpu", non_blocking=True), names, event))
@@ -38,9 +47,10 @@ class FiniteCheck:
                 event.record()
             return True
         # One number to look at: a sum of norms is finite unless an entry is not, or a square overflowed.
-        if torch.nn.utils.get_total_norm(gradients).isfinite():
+        if not _agreed(~torch.nn.utils.get_total_norm(gradients).isfinite(), total):
             return True
-        bad_names = [name for name, g in zip(names, gradients, strict=True) if not torch.isfinite(g).all()]
+        bad = _agreed(~torch.stack([torch.isfinite(g).all() for g in gradients]), total)
+        bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
         if bad_names and self.nonfinite == "raise":
             raise ValueError(_message("the", bad_names))
         return not bad_names
@@ -51,6 +61,11 @@ class FiniteCheck:
             if self.nonfinite == "raise" and bad.any():
                 bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
                 raise ValueError(_message("at an earlier step the", bad_names))
+
+
+def _agreed(bad: Tensor, total: linalg.Total) -> Tensor:
+    """True where it is on any process."""
+    return bad if total is linalg.nothing_to_add else total(bad.float()) > 0
 
 
 def _message(when: str, names: list[str]) -> str:

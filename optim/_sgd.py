@@ -2,12 +2,19 @@
 
 from typing import Any
 
-import geoopt
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from manifold_tying.optim._base import Group, RiemannianOptimizer, check_kernels, check_range
+from manifold_tying import linalg
+from manifold_tying.optim._base import (
+    Group,
+    RiemannianOptimizer,
+    check_kernels,
+    check_range,
+    local_gradients,
+    local_parts,
+)
 from manifold_tying.optim._finite import NonFinite
 
 
@@ -68,10 +75,11 @@ class RiemannianSGD(RiemannianOptimizer):
         state["momentum_buffer"] = torch.zeros_like(p)
 
     def _euclidean_step(self, group: Group, params: list[Tensor]) -> None:
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
+        found = [self.state[p].get("momentum_buffer") for p in params]
+        buffers = [None if buffer is None else linalg.local(buffer) for buffer in found]
         sgd(
-            params,
-            [p.grad for p in params if p.grad is not None],
+            local_parts(params),
+            local_gradients(params),
             buffers,
             foreach=group["foreach"],
             fused=group["fused"],
@@ -83,11 +91,13 @@ class RiemannianSGD(RiemannianOptimizer):
             maximize=group["maximize"],
         )
         if group["momentum"] != 0:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
+            for p, before, buffer in zip(params, found, buffers, strict=True):
+                if before is None:
+                    assert buffer is not None, "sgd made it"
+                    self.state[p]["momentum_buffer"] = linalg.distributed_like(p, buffer)
 
     def _direction(
-        self, group: Group, manifold: geoopt.Manifold, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
+        self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         buffer, momentum = state["momentum_buffer"], group["momentum"]
         # As in torch.optim.SGD, the first gradient enters the buffer undamped, and without momentum all do.

@@ -7,7 +7,6 @@ cast back; autocast and TF32 are off inside.
 from manifold_tying.linalg._basics import check_finite as check_finite
 from manifold_tying.linalg._basics import check_square as check_square
 from manifold_tying.linalg._basics import check_tall as check_tall
-from manifold_tying.linalg._basics import defect as defect
 from manifold_tying.linalg._basics import full_precision as full_precision
 from manifold_tying.linalg._basics import gram as gram
 from manifold_tying.linalg._basics import identity_like as identity_like
@@ -25,3 +24,18 @@ from manifold_tying.linalg._inverse_sqrt import reorthonormalize_ as reorthonorm
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar
+from manifold_tying.linalg._rows import Total as Total
+from manifold_tying.linalg._rows import assign_ as assign_
+from manifold_tying.linalg._rows import by_rows as by_rows
+from manifold_tying.linalg._rows import check_rows as check_rows
+from manifold_tying.linalg._rows import defect as defect
+from manifold_tying.linalg._rows import distributed_like as distributed_like
+from manifold_tying.linalg._rows import first_row as first_row
+from manifold_tying.linalg._rows import is_distributed as is_distributed
+from manifold_tying.linalg._rows import local as local
+from manifold_tying.linalg._rows import normal_rows_ as normal_rows_
+from manifold_tying.linalg._rows import nothing_to_add as nothing_to_add
+from manifold_tying.linalg._rows import orthonormalize_rows_ as orthonormalize_rows_
+from manifold_tying.linalg._rows import process_total as process_total
+from manifold_tying.linalg._rows import row_total as row_total
+from manifold_tying.linalg._rows import whole as whole

@@ -80,15 +80,9 @@ def identity_like(A: Tensor) -> Tensor:
     return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
 
 
-def defect(X: Tensor) -> Tensor:
-    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal."""
-    G = gram(X.double())
-    return torch.linalg.matrix_norm(G - identity_like(G)) / X.shape[-1] ** 0.5
-
-
 def row_blocks(Y: Tensor) -> list[slice]:
     """Blocks of rows that fit a processor's cache, for one large matrix on a CPU; else a single block, all rows."""
     if Y.ndim > 2 or Y.device.type != "cpu" or torch.compiler.is_compiling():
         return [slice(0, Y.shape[-2])]
     rows = max(256, _BLOCK_ENTRIES // Y.shape[-1])
-    return [slice(start, min(start + rows, len(Y))) for start in range(0, len(Y), rows)]
+    return [slice(start, min(start + rows, len(Y))) for start in range(0, max(1, len(Y)), rows)]

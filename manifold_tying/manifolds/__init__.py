@@ -5,3 +5,4 @@ from manifold_tying.manifolds._spd import nearest_spd as nearest_spd
 from manifold_tying.manifolds._stiefel import Retraction as Retraction
 from manifold_tying.manifolds._stiefel import Stiefel as Stiefel
 from manifold_tying.manifolds._stiefel import check_retraction as check_retraction
+from manifold_tying.manifolds._stiefel import tangent_part as tangent_part

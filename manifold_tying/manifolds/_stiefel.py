@@ -33,6 +33,9 @@ class Stiefel(geoopt.Manifold):
     - "cayley-neumann": the same with the inverse replaced by ``terms`` terms of its Neumann series (POET, section 3), then
       projected; for ‖U‖ < 2.
 
+    Points and vectors may be DTensors sharded by rows, as FSDP2 makes them: projecting, transporting, checking and moving by
+    the polar retraction take one all-reduce of p x p each and give DTensors again. The other retractions refuse them.
+
     Args:
         retraction: one of the four names.
         terms: of the Neumann series, even is better (see :func:`manifold_tying.linalg.cayley_neumann`).
@@ -52,20 +55,24 @@ class Stiefel(geoopt.Manifold):
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """Orthogonal projection to the tangent space: U - X sym(XᵀU)."""
-        with linalg.full_precision(x.device):
-            return u - x @ linalg.symmetric(x.mT @ u)
+        return linalg.by_rows(tangent_part, x, u)
 
     egrad2rgrad = proju
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the manifold, the polar factor."""
-        return linalg.polar(x)[0]
+        if x.is_meta:
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        if not linalg.is_distributed(x):
+            return linalg.polar(x)[0]
+        return linalg.by_rows(lambda total, rows: linalg.orthonormalize_rows_(rows.clone(), total), x)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """The point reached from x along tangent vector u by this manifold's retraction."""
         with linalg.full_precision(x.device):
             if self.retraction == "polar":
-                return linalg.reorthonormalize(x + u)
+                return linalg.by_rows(lambda total, x, u: linalg.reorthonormalize(x + u, total), x, u)
+            self.check_placement(x)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
             # The curve has a limit; entries past 1e4 are as good as there, and their products would leave float32's range.
@@ -74,6 +81,16 @@ class Stiefel(geoopt.Manifold):
             # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; the others only grow.
             shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1
             return (linalg.polar(moved)[0] if shrinks else linalg.reorthonormalize(moved)).to(x.dtype)
+
+    def check_placement(self, x: Tensor, label: str = "point") -> None:
+        """ValueError for a point that is distributed over processes in a way which this retraction cannot move."""
+        if linalg.is_distributed(x):
+            linalg.check_rows(x, label)
+            if self.retraction != "polar":
+                raise ValueError(
+                    f"the {label} is distributed over processes, where only retraction 'polar' works, got {self.retraction!r}; "
+                    "choose 'polar'"
+                )
 
     def move(self, x: Tensor, v: Tensor) -> Tensor:
         """``retr(x, proju(x, v))`` for any ambient v."""
@@ -94,7 +111,8 @@ class Stiefel(geoopt.Manifold):
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr UᵀV, shape (...)."""
-        return (u * (u if v is None else v)).sum((-1, -2), keepdim=keepdim)
+        total = linalg.row_total(x)
+        return total((linalg.local(u) * linalg.local(u if v is None else v)).sum((-1, -2), keepdim=keepdim))
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
@@ -103,6 +121,11 @@ class Stiefel(geoopt.Manifold):
         shape = size2shape(*size)
         self._assert_check_shape(shape, "x")
         return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
+
+    def random_(self, x: Tensor) -> Tensor:
+        """Fill x (n, p) with a uniform random point; a DTensor with the rows that one process draws from the same seed."""
+        with torch.no_grad():
+            return x.copy_(self.projx(linalg.normal_rows_(x)))
 
     def origin(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
@@ -120,17 +143,27 @@ class Stiefel(geoopt.Manifold):
         return ok, reason
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        error = (linalg.gram(x) - linalg.identity_like(x)).abs().max().item()
+        G = linalg.row_total(x)(linalg.gram(linalg.local(x)))
+        if G.numel() == 0:  # no matrices on this process
+            return True, None
+        error = (G - linalg.identity_like(G)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        error = 2 * linalg.symmetric(x.mT @ u).abs().max().item()
+        XtU = linalg.row_total(x)(linalg.local(x).mT @ linalg.local(u))
+        error = 2 * linalg.symmetric(XtU).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀU + UᵀX| is {error:.1e}, allowed is {atol:.1e}")
 
     def extra_repr(self) -> str:
         return self.retraction
+
+
+def tangent_part(total: linalg.Total, x: Tensor, u: Tensor) -> Tensor:
+    """U - X sym(XᵀU) for the rows at hand of X and U."""
+    with linalg.full_precision(x.device):
+        return u - x @ linalg.symmetric(total(x.mT @ u))
 
 
 def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:

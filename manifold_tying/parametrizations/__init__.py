@@ -12,9 +12,11 @@ from manifold_tying.parametrizations._equivalence_model import equivalence_ as e
 from manifold_tying.parametrizations._equivalence_options import Init as Init
 from manifold_tying.parametrizations._equivalence_options import Scheme as Scheme
 from manifold_tying.parametrizations._merge import merge as merge
+from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal
+from manifold_tying.parametrizations._register import parametrized as parametrized
 from manifold_tying.parametrizations._register import spd as spd
 from manifold_tying.parametrizations._register import stiefel as stiefel

@@ -54,7 +54,8 @@ class CholeskyFactor(Constraint):
         return self.lower(stored).to(self.like.dtype)
 
     def lower(self, stored: Tensor) -> Tensor:
-        """L in the stored tensor's dtype."""
+        """L in the stored tensor's dtype; of a DTensor all of it, on every process."""
+        stored = linalg.whole(stored)
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
         if self.bounds is not None:
@@ -63,6 +64,8 @@ class CholeskyFactor(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
+        if weight.is_meta:
+            return torch.empty_like(weight)
         positive = weight.diagonal(dim1=-2, dim2=-1)
         square = weight.shape[-1] == weight.shape[-2]
         if not square or (not weight.is_meta and (weight.triu(1).any() or not (positive > 0).all())):

@@ -99,9 +99,12 @@ class Equivalence(Constraint):
 
         The one way to merge, for :func:`merge` and for the optimizer's schedule, which finds it without importing it.
         """
-        check_norm(found)
-        for _, part, stored in found:
-            part.fold(stored)
+        # Vectors that are sharded are gathered; W0 is everywhere, and each process folds them into its own alike.
+        vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
+        check_norm(vectors)
+        for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
+            part.fold(vector)
+            linalg.local(stored.detach()).zero_()
             stored.grad = None
 
     @staticmethod

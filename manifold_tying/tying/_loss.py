@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from manifold_tying import linalg
+from manifold_tying.tying._vocabulary import Vocabulary
+
 # Parts that the tokens are worked off in, as few as keep the memory below a tenth of all logits in the dtype of the products:
 # a product of few rows is slow. One part's logits are held in float32 and worked on in place, in lower precision with one
 # copy beside them.
@@ -18,7 +21,8 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
 
     Args:
         hidden: (..., d).
-        table: (V, d).
+        table: (V, d); as a DTensor sharded by rows the logits stay with the rows, and the processes, which all have the same
+            hidden states and targets, sum what a softmax needs: two numbers per token, and the gradient of ``hidden``.
         targets: (...), int64 in [0, V) or ``ignore_index``.
         ignore_index: positions with this target do not count; the loss is 0 when none counts.
 
@@ -39,22 +43,30 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
     grad = torch.is_grad_enabled()  # off inside of an autograd.Function, so it is asked here
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, table, targets.flatten(), ignore_index, dtype, wanted)
+    rows, vocabulary = linalg.local(table), Vocabulary.of(table)
+    return _LinearCrossEntropy.apply(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
 
 
 def _loss_and_gradients(
-    hidden: Tensor, table: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype, wanted: tuple[bool, bool]
+    hidden: Tensor,
+    table: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss and its gradients with respect to hidden and table, where wanted."""
+    """Mean loss and its gradients with respect to hidden and to the rows of the table at hand, where wanted."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     h, W = hidden.to(dtype), table.to(dtype)
     counted = targets != ignore_index
     weight = counted.to(wide) / counted.sum().clamp_min(1)
-    index = targets.masked_fill(~counted, 0)[:, None]
+    index, here = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
     loss = torch.zeros((), dtype=wide, device=h.device)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    rows = max(1, -(-len(h) // (CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION)))
+    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.processes)
+    rows = max(1, -(-len(h) // parts))
     buffer = torch.empty(min(rows, len(h)), len(W), dtype=wide, device=h.device)
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
@@ -63,14 +75,16 @@ def _loss_and_gradients(
             torch.mm(h[part], W.mT, out=x)
         else:
             x.copy_(h[part] @ W.mT)
-        picked = x.gather(1, index[part])
-        largest = x.amax(1, keepdim=True)
+        picked = vocabulary.pick(x, index[part], here[part])
+        largest = vocabulary.largest(x)
         total = x.sub_(largest).exp_().sum(1, keepdim=True)
+        picked, total = vocabulary.add(picked, total)
         loss += ((total.log() + largest - picked)[:, 0] * weight[part]).sum()
         if grad_hidden is None and grad_table is None:
             continue
         x.mul_(weight[part, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
-        x.scatter_add_(1, index[part], -weight[part, None])
+        if x.shape[1]:
+            x.scatter_add_(1, index[part], -weight[part, None] * here[part])
         p = x.to(dtype)
         if grad_hidden is not None:
             grad_hidden[part] = p @ W
@@ -80,6 +94,8 @@ def _loss_and_gradients(
             else:
                 grad_table += p.mT @ h[part]
         del p  # before the next part's product needs the memory
+    if grad_hidden is not None:
+        (grad_hidden,) = vocabulary.add(grad_hidden)
     return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
 
 
@@ -90,23 +106,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         table: Tensor,
         targets: Tensor,
+        vocabulary: Vocabulary,
         ignore_index: int,
         dtype: torch.dtype,
         wanted: tuple[bool, bool],
     ) -> Tensor:
         ctx.save_for_backward(hidden, table, targets)
-        ctx.options = (ignore_index, dtype, wanted)
+        ctx.options = (vocabulary, ignore_index, dtype, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             loss, *ctx.gradients = _loss_and_gradients(hidden, table, targets, *ctx.options)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             with torch.autocast(grad.device.type, enabled=False):
                 gradients = _loss_and_gradients(*ctx.saved_tensors, *ctx.options)[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
-        return hidden, table, None, None, None, None
+        return hidden, table, None, None, None, None, None

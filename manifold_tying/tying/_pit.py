@@ -1,7 +1,7 @@
 """Pseudo-Inverse Tying: embedding and head as coupled projections of one orthonormal token memory."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,10 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, stiefel
+from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
+from manifold_tying.tying._vocabulary import lookup, scores
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
 Memory = Literal["frozen", "trainable"]
@@ -131,19 +132,18 @@ class PIT(TokenInterface):
             Z, L = self.memory, self.cholesky_factor
             if not (ids.is_cuda or torch.compiler.is_compiling()):
                 rows, flat = flat.unique(return_inverse=True)
-                e = F.embedding(flat, divide_by_transform(F.embedding(rows, Z), L))
-            elif len(flat) > self.vocab_size:
+                e = F.embedding(flat, divide_by_transform(lookup(rows, Z), L))
+            elif len(flat) > self.vocab_size and not linalg.is_distributed(Z):
                 e = F.embedding(flat, divide_by_transform(Z, L))
             else:
-                e = divide_by_transform(F.embedding(flat, Z), L)
+                e = divide_by_transform(lookup(flat, Z), L)
             if self.bridge is not None:
                 e = e @ self.bridge
         return e.reshape(*ids.shape, self.hidden_size).to(self._like.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(h T) Zᵀ, (..., V)."""
-        g = self._readout(hidden)
-        return F.linear(g, self.memory.to(g.dtype))
+        return scores(self._readout(hidden), self.memory)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
         return linear_cross_entropy(self._readout(hidden), self.memory, targets, ignore_index=ignore_index)
@@ -151,12 +151,29 @@ class PIT(TokenInterface):
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """(E, W_out), computed in float64 and cast once, to Z's dtype by default; with a bridge B, (E B, B W_out)."""
         with torch.no_grad():
-            Z, L = self.memory.double(), self.cholesky_factor.double()
+            memory = linalg.whole(self.memory)
+            Z, L = memory.double(), self.cholesky_factor.double()
             E, W_out = divide_by_transform(Z, L), L @ (L.mT @ Z.mT)
             if self.bridge is not None:
-                E, W_out = E @ self.bridge.double(), self.bridge.double() @ W_out
-            dtype = dtype or self.memory.dtype
+                bridge = linalg.whole(self.bridge).double()
+                E, W_out = E @ bridge, bridge @ W_out
+            dtype = dtype or memory.dtype
             return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """A random memory from torch's default generator and T = I, as at construction; RuntimeError with a bridge.
+
+        Also the way up from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with the same
+        seed on all of them, processes get what one process would.
+        """
+        if self.bridge is not None:
+            raise RuntimeError("a bridge comes from a table; make the interface anew by from_embedding")
+        stored = parametrized(self)
+        Z, L = stored["memory"].original, stored["cholesky_factor"].original
+        cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)
+        eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
+        linalg.assign_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
 
     def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
         """Optional regularizers: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""

@@ -1,0 +1,204 @@
+"""Matrices whose rows lie on several processes: DTensors sharded by rows, as FSDP2 makes them.
+
+A product YᵀZ of such matrices is the sum of what each process has of it, so that everything which goes through p x p
+products needs one all-reduce of p x p numbers and never another process's rows. The formulas are written once, over the rows
+at hand and a ``total`` that sums over the processes; where one process has all rows, ``total`` does nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifold_tying.linalg._basics import identity_like, row_blocks
+
+Total = Callable[[Tensor], Tensor]
+"""Sums, in place where it can, over the processes that share the rows of a matrix; returns the sum."""
+
+_ENTRIES_DRAWN = 2**22
+
+
+def nothing_to_add(A: Tensor) -> Tensor:
+    """The ``total`` of a matrix that one process has all rows of."""
+    return A
+
+
+def is_distributed(X: Tensor) -> bool:
+    """Whether X is a DTensor.
+
+    Asked by an attribute: to import DTensor takes half a second, and who has none does not need it.
+    """
+    return hasattr(X, "device_mesh")
+
+
+def local(X: Tensor) -> Tensor:
+    """This process's part of a DTensor, in the same memory; any other tensor itself."""
+    return X.to_local() if is_distributed(X) else X  # type: ignore[attr-defined]
+
+
+def whole(X: Tensor) -> Tensor:
+    """All of a DTensor on every process, which all of its processes have to ask for; any other tensor itself."""
+    return X.full_tensor() if is_distributed(X) else X  # type: ignore[attr-defined]
+
+
+def assign_(X: Tensor, value: Tensor) -> None:
+    """X <- value (n, p), a plain tensor that every process has; a DTensor sharded by rows takes its own."""
+    if not is_distributed(X):
+        X.copy_(value)
+        return
+    mine, first = local(X), first_row(X)
+    mine.copy_(value[first : first + len(mine)])
+
+
+def row_total(X: Tensor) -> Total:
+    """What sums p x p matrices over the processes that share the rows of X (..., n, p); see :func:`check_rows`."""
+    if not is_distributed(X):
+        return nothing_to_add
+    check_rows(X)
+    dtensor: Any = X
+    groups = [
+        dtensor.device_mesh.get_group(i)
+        for i, placement in enumerate(dtensor.placements)
+        if getattr(placement, "dim", None) == X.ndim - 2
+    ]
+
+    def total(A: Tensor) -> Tensor:
+        A = A.contiguous()
+        for group in groups:
+            torch.distributed.all_reduce(A, group=group)
+        return A
+
+    return total if groups else nothing_to_add
+
+
+def process_total(tensors: Iterable[Tensor]) -> Total:
+    """What sums a tensor over all processes that any of these DTensors lies on; nothing to add where there is none."""
+    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_distributed(X))  # type: ignore[attr-defined]
+
+    def total(A: Tensor) -> Tensor:
+        for mesh in meshes:
+            for group in mesh.get_all_groups():
+                torch.distributed.all_reduce(A, group=group)
+        return A
+
+    return total if meshes else nothing_to_add
+
+
+def check_rows(X: Tensor, what: str = "matrix") -> None:
+    """ValueError for a DTensor (..., n, p) that is not replicated or sharded by rows or by leading dimensions."""
+    for placement in getattr(X, "placements", ()):
+        dim = getattr(placement, "dim", None)
+        if not (placement.is_replicate() or (dim is not None and 0 <= dim <= X.ndim - 2)):
+            raise ValueError(
+                f"expected the {what} of shape {tuple(X.shape)} to be sharded by rows, Shard({X.ndim - 2}), or replicated, "
+                f"got {placement}: columns that lie on several processes cannot be kept orthonormal by one all-reduce. Shard "
+                f"dimension {X.ndim - 2} (with fully_shard, by its shard_placement_fn)"
+            )
+
+
+def by_rows(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tensor:
+    """f(total, X, *others) on the rows at hand, for f with values of X's shape: a DTensor like X where X is one.
+
+    Nothing of a DTensor's is differentiated. ValueError where the others are not distributed as X is.
+    """
+    if not is_distributed(X):
+        return f(nothing_to_add, X, *others)
+    x: Any = X
+    for other in others:
+        if getattr(other, "placements", None) != x.placements or getattr(other, "device_mesh", None) != x.device_mesh:
+            raise ValueError(
+                f"expected tensors distributed alike, got {x.placements} on {x.device_mesh} and "
+                f"{getattr(other, 'placements', 'a plain tensor')}; redistribute them, or take .full_tensor() of all"
+            )
+    with torch.no_grad():
+        return distributed_like(X, f(row_total(X), local(X), *(local(other) for other in others)))
+
+
+def distributed_like(X: Tensor, part: Tensor) -> Tensor:
+    """A tensor of X's shape from this process's part of it, distributed as X is; the part itself where X is not."""
+    if not is_distributed(X):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    x: Any = X
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=X.shape, stride=X.stride())
+
+
+def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
+    """Y <- its polar factor Y (YᵀY)^(-1/2), for the rows Y (..., n, p) at hand of a matrix of condition up to about 1e6.
+
+    In float64 through the eigenvalues of YᵀY: one all-reduce, and one more past a condition of 1e3. ValueError, the same on
+    every process, where Y is rank-deficient or not finite: U is then not determined by p x p numbers.
+    """
+    for _ in range(2):
+        G = total(_gram_in_double(Y))
+        eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
+        smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
+        if not (smallest > 1e-13 * largest).all():
+            raise ValueError(
+                "expected a finite matrix of full column rank, whose nearest orthonormal one is determined, got squared "
+                f"singular values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
+            )
+        P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
+        for rows in row_blocks(Y):
+            Y[..., rows, :] = (Y[..., rows, :].double() @ P).to(Y.dtype)
+        if (smallest > 1e-6 * largest).all():
+            break
+    return Y
+
+
+def _gram_in_double(Y: Tensor) -> Tensor:
+    G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
+    for rows in row_blocks(Y):
+        part = Y[..., rows, :].double()
+        G += part.mT @ part
+    return G
+
+
+@torch.no_grad()
+def normal_rows_(X: Tensor) -> Tensor:
+    """Fill X (n, p) with standard normal numbers from torch's default generator of the CPU; returns X.
+
+    A DTensor sharded by rows gets on every process the rows that one process would draw, bit for bit, provided that the
+    processes have the same seed: each draws all numbers, a block of rows at a time, and keeps its own.
+    """
+    if not is_distributed(X):
+        return X.copy_(torch.randn(X.shape, dtype=X.dtype))
+    mine, first = local(X), first_row(X)
+    n, p = X.shape
+    # One draw of all numbers is that of parts of a multiple of 16, as long as the last one has at least 16.
+    block = max(16, _ENTRIES_DRAWN // p // 16 * 16)
+    start = 0
+    while start < n:
+        stop = n if n - start < block + 16 else start + block
+        drawn = torch.randn(stop - start, p, dtype=X.dtype)
+        low, high = max(start, first), min(stop, first + len(mine))
+        if low < high:
+            mine[low - first : high - first] = drawn[low - start : high - start]
+        start = stop
+    return X
+
+
+def first_row(X: Tensor) -> int:
+    """Which row of the DTensor X (n, p) the first one at hand is, where one dimension of the mesh shards the rows."""
+    x: Any = X
+    check_rows(X)
+    sharding = [i for i, placement in enumerate(x.placements) if placement.is_shard(0)]
+    if X.ndim != 2 or len(sharding) > 1 or not all(p.is_replicate() or p.is_shard(0) for p in x.placements):
+        raise ValueError(f"expected a matrix with rows sharded once, got {tuple(X.shape)} with {x.placements}")
+    if not sharding:
+        return 0
+    processes, rank = x.device_mesh.size(sharding[0]), x.device_mesh.get_local_rank(sharding[0])
+    return min(len(X), rank * -(-len(X) // processes))
+
+
+def defect(X: Tensor) -> Tensor:
+    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
+
+    X may be a DTensor sharded by rows: one all-reduce of p x p, the same number on every process, without a gradient.
+    """
+    if is_distributed(X):
+        X = X.detach()
+    G = row_total(X)(_gram_in_double(local(X)))
+    return torch.linalg.matrix_norm(G - identity_like(G)) / X.shape[-1] ** 0.5

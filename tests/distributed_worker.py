@@ -1,0 +1,350 @@
+"""What tests/test_distributed.py runs in each of four processes.
+
+Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
+``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_models import (
+    FEW,
+    KINDS,
+    PROCESSES,
+    RUNS,
+    SHAPES,
+    STEPS,
+    D,
+    build,
+    gradient,
+    move,
+    points,
+    train,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import manifold_tying as mt
+from manifold_tying import linalg
+from manifold_tying.models import Llama
+from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.tying import shard_model, shard_vocabulary
+
+PATIENCE = timedelta(seconds=440)  # processes wait while smaller groups work
+
+
+class Group:
+    """The first ``size`` processes, as this one of them sees it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.mesh = DeviceMesh("cpu", torch.arange(size))
+        self.rank = dist.get_rank()
+
+    @property
+    def member(self) -> bool:
+        return self.rank < self.size
+
+    def share(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.size)[self.rank]
+
+    def mean(self, loss: Tensor) -> Tensor:
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self.mesh.get_group())
+        return loss / self.size
+
+    def rows(self, X: Tensor) -> Tensor:
+        return distribute_tensor(X, self.mesh, [Shard(0)], src_data_rank=None)
+
+
+class LossModule(nn.Module):
+    """DDP calls forward alone."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(ids, targets)
+
+
+def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
+    model = build(arm)
+    if layout == "vocabulary":
+        shard_vocabulary(model.interface, group.mesh)
+        losses = train(model, model.loss, steps=range(FEW))  # a dozen small all-reduces per loss
+    elif layout == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(
+            LossModule(model), process_group=group.mesh.get_group(), broadcast_buffers=False
+        )
+        losses = train(model, wrapped, group.mean, group.share)
+    else:
+        if layout == "checkpointed":
+            checkpoint_blocks(model)
+        shard_model(model, group.mesh, blocks=model.blocks if layout == "checkpointed" else ())
+        losses = train(model, model.loss, group.mean, group.share, range(FEW if layout == "checkpointed" else STEPS))
+    result: dict[str, Any] = {"losses": losses}
+    if isinstance(model.interface, mt.PIT):
+        Z = linalg.whole(model.interface.memory.detach())
+        result["defect"] = linalg.defect(Z).item()
+        result["sharded defect"] = linalg.defect(model.interface.memory).item()
+    if arm == "poet":
+        mlp: Any = model.blocks[0].mlp
+        part = mlp.up.parametrizations.weight[0]
+        result["order"] = part.out_order.tolist()
+        result["base"] = part.base.flatten()[:20].tolist()
+    return result
+
+
+def checkpoint_blocks(model: Llama) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+
+
+def moved(group: Group) -> dict[str, Any]:
+    """How far points sharded by rows end from where whole ones do, and the size of every all-reduce on the way."""
+    results: dict[str, Any] = {}
+    for shape in SHAPES:
+        start = points(shape)
+        for kind in KINDS:
+            expected = move(start, kind)
+            with counted() as sums:
+                ends = move(start, kind, group.rows)
+            results[f"{shape} {kind}"] = {
+                "error": max(largest(linalg.whole(X) - Y) for X, Y in zip(ends, expected, strict=True)),
+                "way": min(largest(X - Y) for X, Y in zip(start, expected, strict=True)),
+                "defect": max(linalg.defect(X).item() for X in ends),
+                "sums": sums,
+            }
+    return results
+
+
+def largest(A: Tensor) -> float:
+    return A.abs().max().item()
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How many numbers each collective moves; anything but an all-reduce counts as -1."""
+    sums: list[int] = []
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "scatter")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sums.append(tensor.numel() if name == "all_reduce" else -1)
+            return originals[name](tensor, *args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, wrap(name))
+    try:
+        yield sums
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+
+
+def refusals(group: Group) -> dict[str, str]:
+    """What each wrong use says."""
+    X = points((9, 4))[0]
+    said = {}
+
+    def attempt(name: str, use: Callable[[], Any]) -> None:
+        try:
+            use()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+
+    def optimize(X: Tensor, manifold: Any) -> RiemannianAdam:
+        return RiemannianAdam([{"params": [nn.Parameter(X)], "manifold": manifold}])
+
+    columns = distribute_tensor(X, group.mesh, [Shard(1)], src_data_rank=None)
+    attempt("columns", lambda: optimize(columns, mt.Stiefel()))
+    attempt("qr", lambda: optimize(group.rows(X), mt.Stiefel("qr")))
+    attempt("spd", lambda: optimize(group.rows(torch.eye(4)), mt.SPD()))
+    attempt("mixed", lambda: mt.Stiefel().proju(group.rows(X), X))
+    attempt("rank", lambda: mt.Stiefel().projx(group.rows(torch.ones(9, 4))))
+    spd = nn.Sequential(mt.spd(nn.Linear(4, 4), "weight"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    attempt("policy", lambda: shard_model(spd, group.mesh, mp_policy=policy))
+    return said
+
+
+def not_finite(group: Group) -> dict[str, Any]:
+    """A NaN that only the last process has."""
+    result = {}
+    for nonfinite in ("raise", "skip"):
+        p = nn.Parameter(group.rows(points((37, 12))[0]))
+        other = nn.Parameter(group.rows(torch.ones(5, 2)))
+        optimizer = RiemannianAdam(
+            [{"params": [p], "manifold": mt.Stiefel(), "names": ["Z"]}, {"params": [other]}],
+            nonfinite=nonfinite,
+        )
+        G = gradient((37, 12), 0)
+        G[-1, -1] = torch.nan
+        before = [linalg.local(x).clone() for x in (p.detach(), other.detach())]
+        p.grad, other.grad = group.rows(G), group.rows(torch.ones(5, 2))
+        try:
+            optimizer.step()
+            said = ""
+        except ValueError as error:
+            said = str(error)
+        after = [linalg.local(x) for x in (p.detach(), other.detach())]
+        result[nonfinite] = {"said": said, "unchanged": all(map(torch.equal, before, after))}
+    return result
+
+
+def from_meta(arm: str, group: Group) -> dict[str, Any]:
+    """Tables of an interface that was never whole anywhere."""
+    with torch.device("meta"):
+        model = build(arm)
+    shard_model(model, group.mesh, blocks=model.blocks)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    model.interface.reset_parameters()  # type: ignore[operator]
+    E, W_out = model.interface.materialize()
+    return {"E": E.tolist(), "W_out": W_out.tolist(), "types": [isinstance(p, DTensor) for p in model.parameters()]}
+
+
+def low_precision(group: Group) -> dict[str, Any]:
+    """The dtypes under a bfloat16 policy, of L and Z inside and of what the blocks see."""
+    model = build("pit-trainable")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_model(model, group.mesh, blocks=model.blocks, mp_policy=policy)
+    seen: dict[str, str] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args: seen.update({name: str(args[0].dtype)})
+
+    lists: Any = model.interface.parametrizations
+    lists["memory"][0].register_forward_pre_hook(note("Z"))
+    lists["cholesky_factor"][0].register_forward_pre_hook(note("L"))
+    mlp: Any = model.blocks[0].mlp
+    mlp.up.register_forward_pre_hook(note("up"))
+    return {"losses": train(model, model.loss, group.mean, group.share, range(3)), "seen": seen}
+
+
+def scores_of(group: Group) -> dict[str, Any]:
+    """Logits, their gradients and tables with the vocabulary split, against whole ones."""
+    result = {}
+    for arm in ("transpose", "pit-trainable"):
+        found = []
+        for split in (False, True):
+            interface = build(arm).interface
+            if split:
+                shard_vocabulary(interface, group.mesh)
+            hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+            logits = linalg.whole(interface.logits(hidden))
+            logits.square().mean().backward()
+            assert hidden.grad is not None
+            gradients = [linalg.whole(p.grad) for p in interface.parameters() if p.grad is not None]
+            found.append([logits.detach(), hidden.grad, *gradients, *interface.materialize()])
+        result[arm] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
+    return result
+
+
+def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    whole, part = get_state_dict(model, optimizer)
+    return {"model": whole, "optimizer": part}
+
+
+def saved(folder: Path, group: Group) -> list[float]:
+    """Losses of five steps, after which model and optimizer are saved."""
+    model = shard_model(build("pit-trainable"), group.mesh)
+    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    losses = train(model, model.loss, group.mean, group.share, range(5), optimizer)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group.mesh.get_group())
+    return losses
+
+
+def resumed(folder: Path, group: Group) -> dict[str, Any]:
+    """Losses of the five steps after, on another number of processes."""
+    model = shard_model(build("pit-trainable"), group.mesh)
+    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, process_group=group.mesh.get_group())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses = train(model, model.loss, group.mean, group.share, range(5, 10), optimizer)
+    states = [{key: list(linalg.local(x).shape) for key, x in optimizer.state[p].items()} for p in model.parameters()]
+    shapes = [list(linalg.local(p).shape) for p in model.parameters()]
+    return {"losses": losses, "states": states, "shapes": shapes}
+
+
+def replicated_twice(_: Group) -> dict[str, Any]:
+    """HSDP: two replicas of two shards each."""
+    mesh = DeviceMesh("cpu", torch.arange(PROCESSES).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_model(build("pit-trainable"), mesh)
+
+    def share(whole: Tensor) -> Tensor:
+        return whole.chunk(PROCESSES)[dist.get_rank()]
+
+    def mean(loss: Tensor) -> Tensor:
+        loss = loss.clone()
+        dist.all_reduce(loss)
+        return loss / PROCESSES
+
+    losses = train(model, model.loss, mean, share, range(FEW))
+    lists: Any = model.interface.parametrizations
+    memory = lists["memory"].original
+    kinds = [isinstance(memory.placements[0], Replicate), memory.placements[1].is_shard(0)]
+    return {"losses": losses, "kinds": kinds, "defect": linalg.defect(memory).item()}
+
+
+def main(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, timeout=PATIENCE),
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=PATIENCE,
+    )
+    groups = [Group(size) for size in range(1, PROCESSES + 1)]
+    results: dict[str, Any] = {}
+
+    def run(name: str, group: Group, work: Callable[..., Any], *args: Any) -> None:
+        if group.member:
+            print(name, group.size, flush=True)
+            results[f"{name} {group.size}"] = work(*args, group)
+
+    two = groups[1]
+    run("refusals", two, refusals)
+    run("low precision", two, low_precision)
+    run("pit-trainable checkpointed", two, trained, "pit-trainable", "checkpointed")
+    run("saved", two, saved, folder / "checkpoint")
+    dist.barrier()
+    for group in (groups[0], groups[2], groups[3]):
+        run("resumed", group, resumed, folder / "checkpoint")
+    run("hsdp", groups[3], replicated_twice)
+    for group in groups:
+        run("moved", group, moved)
+        for arm, layout in RUNS:
+            run(f"{arm} {layout}", group, trained, arm, layout)
+        for arm in ("untied", "pit-trainable"):
+            run(f"{arm} from meta", group, from_meta, arm)
+        run("scores", group, scores_of)
+        run("not finite", group, not_finite)
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

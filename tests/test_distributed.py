@@ -1,0 +1,201 @@
+"""Many processes against one: points as row-sharded DTensors, models under FSDP2 and DDP, tables split by vocabulary.
+
+Four processes on loopback run tests/distributed_worker.py once; the tests here compare what groups of 1, 2, 3 and 4 of them
+found with what this process computes without any of it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_models import (
+    FEW,
+    KINDS,
+    MERGE_EVERY,
+    PROCESSES,
+    RUNS,
+    SHAPES,
+    STEPS,
+    D,
+    V,
+    build,
+    train,
+)
+
+import manifold_tying as mt
+
+pytestmark = pytest.mark.slow
+SIZES = range(1, PROCESSES + 1)
+PATIENCE = 450  # seconds; on an idle machine it takes one
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process wrote."""
+    folder = tmp_path_factory.mktemp("processes")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    program = Path(__file__).with_name("distributed_worker.py")
+    path = os.pathsep.join([str(Path(mt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+    try:
+        end = time.monotonic() + PATIENCE
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    codes = [p.returncode for p in processes]
+    assert codes == [0] * PROCESSES, "\n".join(
+        f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+@cache
+def alone(arm: str) -> list[float]:
+    """The losses of one process without DTensors."""
+    model = build(arm)
+    return train(model, model.loss)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("arm", "layout"), RUNS)
+def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found: list[dict[str, Any]]) -> None:
+    assert alone(arm)[-1] < alone(arm)[0] - 0.1  # it learns, so that there is something to miss
+    for rank in range(size):
+        result = found[rank][f"{arm} {layout} {size}"]
+        assert_same_losses(result["losses"], alone(arm)[: FEW if layout == "vocabulary" else STEPS])
+        if "defect" in result:
+            assert result["defect"] <= 1e-6 and abs(result["sharded defect"] - result["defect"]) < 1e-9
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[dict[str, Any]]) -> None:
+    expected = build("poet")
+    train(expected, expected.loss)
+    mlp: Any = expected.blocks[0].mlp
+    part = mlp.up.parametrizations.weight[0]
+    assert part.merges == STEPS // MERGE_EVERY and part.merges > 0
+    results = [found[rank][f"poet {layout} {size}"] for rank in range(size)]
+    for result in results:
+        assert result["order"] == part.out_order.tolist()
+        assert result["base"] == results[0]["base"]  # bit for bit
+        torch.testing.assert_close(torch.tensor(result["base"]), part.base.flatten()[:20], rtol=0, atol=1e-5)
+
+
+def test_other_layouts_have_the_same_losses(found: list[dict[str, Any]]) -> None:
+    reference = alone("pit-trainable")
+    for rank in range(2):
+        assert_same_losses(found[rank]["pit-trainable checkpointed 2"]["losses"], reference[:FEW])
+    for rank in range(PROCESSES):
+        hsdp = found[rank]["hsdp 4"]
+        assert_same_losses(hsdp["losses"], reference[:FEW])
+        assert hsdp["kinds"] == [True, True] and hsdp["defect"] <= 1e-6
+
+
+def test_saved_by_two_and_resumed_by_others(found: list[dict[str, Any]]) -> None:
+    reference = alone("pit-trainable")
+    assert_same_losses(found[0]["saved 2"], reference[:5])
+    for size in (1, 3, 4):
+        for rank in range(size):
+            result = found[rank][f"resumed {size}"]
+            assert_same_losses(result["losses"], reference[5:10])
+            for state, shape in zip(result["states"], result["shapes"], strict=True):
+                assert state == {"step": [], "exp_avg": shape, "exp_avg_sq": shape}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_points_move_as_on_one_process(
+    shape: tuple[int, int], kind: str, size: int, found: list[dict[str, Any]]
+) -> None:
+    for rank in range(size):
+        result = found[rank][f"moved {size}"][f"{shape} {kind}"]
+        assert result["error"] < 1e-5 < 1e-2 < result["way"] and result["defect"] <= 1e-6
+
+
+def test_a_step_sums_two_gram_matrices_and_gathers_nothing(found: list[dict[str, Any]]) -> None:
+    for shape in SHAPES:
+        square = shape[1] ** 2
+        made = [square, square]  # each point is checked when the optimizer is made
+        step = [1, 2 * square, 2 * square]  # whether all is finite; XᵀG and YᵀY of both points at once
+        if shape == (150, 130):  # nearly square, so that steps of this length lose digits: once more for YᵀY
+            step.append(2 * square)
+        for size in SIZES:
+            assert found[0][f"moved {size}"][f"{shape} element"]["sums"] == made + 5 * step
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: list[dict[str, Any]]) -> None:
+    for arm, tolerance in (("untied", 0.0), ("pit-trainable", 2e-7)):
+        torch.manual_seed(5)
+        expected = mt.Untied(V, D) if arm == "untied" else mt.PIT(V, D)
+        for rank in range(size):
+            result = found[rank][f"{arm} from meta {size}"]
+            assert all(result["types"])
+            for table, name in zip(expected.materialize(), ("E", "W_out"), strict=True):
+                torch.testing.assert_close(torch.tensor(result[name]), table, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) -> None:
+    for rank in range(size):
+        assert max(found[rank][f"scores {size}"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_processes_agree_on_what_is_not_finite(size: int, found: list[dict[str, Any]]) -> None:
+    for rank in range(size):
+        result = found[rank][f"not finite {size}"]
+        assert "parameter Z holds NaN" in result["raise"]["said"] and result["skip"]["said"] == ""
+        assert result["raise"]["unchanged"] and result["skip"]["unchanged"]
+
+
+def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        result = found[rank]["low precision 2"]
+        assert result["seen"] == {"Z": "torch.float32", "L": "torch.float32", "up": "torch.bfloat16"}
+        torch.testing.assert_close(
+            torch.tensor(result["losses"]), torch.tensor(alone("pit-trainable")[:3]), rtol=2e-3, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("columns", r"sharded by rows, Shard\(0\)"),
+        ("qr", "only retraction 'polar'"),
+        ("spd", "works on Stiefel only"),
+        ("mixed", "distributed alike"),
+        ("rank", "full column rank"),
+        ("policy", "torch.autocast"),
+    ],
+)
+def test_wrong_uses_are_refused(use: str, message: str, found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert re.search(message, found[rank]["refusals 2"][use])
+
+
+def assert_same_losses(losses: list[float], reference: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference), rtol=1e-5, atol=0)
