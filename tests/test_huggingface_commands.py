@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
-from manifold_tying.training._huggingface import (
-    ConvertConfig,
-    ExportConfig,
-    InspectConfig,
-    interface_numbers,
-    run_convert,
-    run_export,
-    run_inspect,
-)
+from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
+from manifold_tying.training._inspect import InspectConfig, interface_numbers, run_inspect
+from manifold_tying.training.cli import main
 
 
 @pytest.fixture
@@ -48,26 +43,42 @@ def test_convert_export_and_inspect(stock: Path, console: Console, tmp_path: Pat
         assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
         assert len(list((tmp_path / folder).glob("*.safetensors"))) == 1
     for name, kind in (
-        ("stock", "tied: one table"),
+        ("stock", "embed_tokens.weight, tied"),
         ("converted", "PIT with a bridge"),
-        ("exported", "equal tables, not tied"),
+        ("exported", "lm_head.weight, tied"),  # in value: this bridge was not trained
     ):
         run_inspect(InspectConfig(tmp_path / name), console)
         assert kind in printed(console)
 
 
-def test_what_inspect_shows() -> None:
-    stock = interface_numbers(build())
+def test_what_inspect_shows(tmp_path: Path) -> None:
+    def numbers(model: Any, name: str) -> dict[str, str]:
+        model.save_pretrained(tmp_path / name)
+        return {label: value for label, value, _ in interface_numbers(tmp_path / name)}
+
+    stock = numbers(build(), "stock")
     assert stock["V x d"] == "96 x 16" and 5 < float(stock["cond(E)"]) < 50
-    assert interface_numbers(build(tie_word_embeddings=False))["token interface"].startswith("untied")
-    plain = interface_numbers(mt.convert(build()))
-    assert plain["token interface"] == "PIT" and float(plain["defect of Z"]) < 1e-6
+    assert "untied" in numbers(build(tie_word_embeddings=False), "untied")["token interface"]
+    plain = numbers(mt.convert(build()), "plain")
+    assert plain["token interface"].endswith("PIT") and float(plain["defect"]) < 1e-6
     assert float(plain["cond(T)"]) == pytest.approx(float(stock["cond(E)"]), rel=2e-2)  # T = H
-    assert float(plain["ΔTI = ‖W_out E - I‖"]) < 1e-4
-    bridged = interface_numbers(mt.convert(build(), bridge=True))
+    assert float(plain["delta_ti"]) < 1e-4 and float(plain["principal_angle"]) < 1e-6
+    bridged = numbers(mt.convert(build(), bridge=True), "bridged")
     table = build().get_input_embeddings().weight.detach().double()
     expected = torch.linalg.matrix_norm(table.T @ table - torch.eye(16)).item()
-    assert float(bridged["ΔTI = ‖W_out E - I‖"]) == pytest.approx(expected, rel=1e-2)  # what the bridge gives up
+    assert float(bridged["delta_ti"]) == pytest.approx(expected, rel=5e-2)  # what the bridge gives up
+
+
+def test_the_command_line_knows_them(stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["convert", str(stock), str(tmp_path / "converted"), "--transform", "identity"])
+    main(["export", str(tmp_path / "converted"), str(tmp_path / "exported")])
+    main(["inspect", str(tmp_path / "converted")])
+    shown = capsys.readouterr().out
+    assert "cond(T)" in shown and "anchor_procrustes_error" in shown
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "expected a run or a saved model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path) -> None:

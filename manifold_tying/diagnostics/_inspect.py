@@ -38,6 +38,11 @@ def inspect_tables(path: str | Path) -> SavedTables:
         ValueError: a file is missing or damaged, or no table is found in it; says which and what to do.
         ImportError: safetensors is not installed.
     """
+    return saved_interface(path)[0]
+
+
+def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
+    """:func:`inspect_tables`, and the PIT interface that the tables are of, where they are of one."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"expected the folder of a run, a checkpoint or a Hugging Face model, got {folder}")
@@ -51,25 +56,25 @@ def inspect_tables(path: str | Path) -> SavedTables:
     raise ValueError(f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or a saved model")
 
 
-def _of_checkpoint(folder: Path) -> SavedTables:
+def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = _read_json(folder / "state.json")
     where = dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
     names = [name for name in where if name.startswith(_OURS)]
     tensors = {name.removeprefix(_OURS): tensor for name, tensor in _read(folder, where, names).items()}
     kind = f"checkpoint of step {state.get('step')}"
     if "weight" in tensors:
-        return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying")
+        return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
     if {"embedding", "head"} <= set(tensors):
-        return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied")
+        return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
     if _MEMORY in tensors:
         pit = _pit(tensors, folder, state.get("config", {}))
-        return SavedTables(*pit.materialize(), f"{kind}, {state.get('config', {}).get('interface', 'pit')}")
+        return SavedTables(*pit.materialize(), f"{kind}, {state.get('config', {}).get('interface', 'pit')}"), pit
     raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> PIT:
     V, d = tensors[_MEMORY].shape
-    with torch.random.fork_rng(devices=[]):  # it draws a memory, to be replaced
+    with torch.device("meta"):  # the tensors are there already
         pit = PIT(V, d, diagonal=config.get("diagonal", "softplus"), bounds=config.get("bounds"))
     if "bridge" in tensors:
         pit.bridge = torch.nn.Parameter(tensors["bridge"])
@@ -77,10 +82,13 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> PI
         pit.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{folder / _WHOLE} holds another kind of PIT than this version's: {error}") from error
+    for module in pit.modules():  # buffers that say a dtype and are in no file
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
     return pit
 
 
-def _of_hugging_face(folder: Path) -> SavedTables:
+def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     config = _read_json(folder / "config.json")
     where = _weight_map(folder)
     text = config.get("text_config", {})
@@ -89,7 +97,8 @@ def _of_hugging_face(folder: Path) -> SavedTables:
         names = [name for name in where if name.startswith(converted[0])]
         tensors = {name.removeprefix(converted[0]): tensor for name, tensor in _read(folder, where, names).items()}
         pit = _pit(tensors, folder, config.get("quantization_config", {}))
-        return SavedTables(*pit.materialize(), f"Hugging Face {config.get('model_type', 'model')}, PIT")
+        kind = "PIT" if pit.bridge is None else "PIT with a bridge"
+        return SavedTables(*pit.materialize(), f"Hugging Face {config.get('model_type', 'model')}, {kind}"), pit
     vocabulary = config.get("vocab_size", text.get("vocab_size"))
     embedding = _one(folder, where, _EMBEDDING, "embedding table", vocabulary)
     if embedding is None:
@@ -101,12 +110,13 @@ def _of_hugging_face(folder: Path) -> SavedTables:
         table = _read(folder, where, [head])[head]
         if table.shape != E.shape:
             raise ValueError(f"expected {head} of shape {tuple(E.shape)} as {embedding}, got {tuple(table.shape)}")
-        return SavedTables(E, table.mT, f"{kind} and {head}, {'tied' if torch.equal(E, table) else 'untied'}")
+        tying = "tied" if torch.equal(E, table) else "untied"
+        return SavedTables(E, table.mT, f"{kind} and {head}, {tying}"), None
     if not config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
         raise ValueError(
             f"{folder} is untied by its config.json and has no head; a shard may be missing: {_some(where)}"
         )
-    return SavedTables(E, E.mT, f"{kind}, tied")
+    return SavedTables(E, E.mT, f"{kind}, tied"), None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -1,18 +1,15 @@
-"""manifold-tying convert | export | inspect: transformers checkpoints in local folders."""
+"""manifold-tying convert | export: transformers checkpoints in local folders."""
 
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from manifold_tying import diagnostics
+from manifold_tying.training._inspect import interface_summary
 from manifold_tying.tying import convert, export, load, save
-from manifold_tying.tying.huggingface import PITEmbedding, halves
 from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
@@ -50,71 +47,20 @@ class ExportConfig:
     """Folder to write to; tokenizer files are copied."""
 
 
-@dataclass(frozen=True)
-class InspectConfig:
-    """Show sizes, tying, defect, cond(T) and ΔTI of a checkpoint's token interface."""
-
-    model: Annotated[Path, tyro.conf.Positional]
-    """Folder of a transformers checkpoint, converted or not."""
-
-
 def run_convert(config: ConvertConfig, console: Console) -> None:
     model = _read(config.model)
     _check_out(config.model, config.out)
     convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
     save(model, config.out)
     _copy_rest(config.model, config.out)
-    console.print(_summary(model, config.out))
+    console.print(interface_summary(config.out))
 
 
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
     export(load(config.model), config.out)
     _copy_rest(config.model, config.out)
-    console.print(_summary(_read(config.out), config.out))
-
-
-def run_inspect(config: InspectConfig, console: Console) -> None:
-    console.print(_summary(_read(config.model), config.model))
-
-
-def interface_numbers(model: "PreTrainedModel") -> dict[str, str]:
-    """What :func:`run_inspect` shows, by label."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    total = sum(p.numel() for p in model.parameters())
-    if isinstance(embedding, PITEmbedding):
-        pit = halves(model)[0].interface
-        E, W_out = pit.materialize(torch.float64)
-        kind = "PIT with a bridge" if pit.bridge is not None else "PIT"
-        numbers = {
-            "memory": model.config.quantization_config["memory"],
-            "defect of Z": f"{diagnostics.defect(pit.memory.detach()).item():.1e}",
-            "cond(T)": f"{diagnostics.condition(pit.transform):.3g}",
-        }
-    else:
-        table, out = cast(torch.Tensor, embedding.weight).detach(), cast(torch.Tensor, head.weight).detach()
-        E, W_out = table.double(), out.double().mT
-        tied = embedding.weight is head.weight
-        kind = (
-            "tied: one table" if tied else "equal tables, not tied" if torch.equal(table, out) else "untied: two tables"
-        )
-        singular = torch.linalg.eigvalsh(E.mT @ E).clamp_min(0).sqrt()
-        numbers = {"cond(E)": f"{(singular[-1] / singular[0]).item():.3g}"}
-    V, d = E.shape
-    return {
-        "model": f"{type(model).__name__}, {total:,} parameters, {str(model.dtype).removeprefix('torch.')}",
-        "token interface": kind,
-        "V x d": f"{V:,} x {d:,}",
-        **numbers,
-        "ΔTI = ‖W_out E - I‖": f"{diagnostics.delta_ti(E, W_out):.3g}",
-    }
-
-
-def _summary(model: "PreTrainedModel", path: Path) -> Table:
-    table = Table(title=str(path), show_header=False)
-    for label, value in interface_numbers(model).items():
-        table.add_row(label, value)
-    return table
+    console.print(interface_summary(config.out))
 
 
 def _read(path: Path) -> "PreTrainedModel":

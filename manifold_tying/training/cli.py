@@ -1,9 +1,10 @@
-"""The command line: manifold-tying train | ablate | report."""
+"""The command line: manifold-tying train | ablate | report | convert | export | inspect."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import tyro
@@ -13,6 +14,8 @@ except ModuleNotFoundError as error:  # pragma: no cover - needs an environment 
 
 from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
+from manifold_tying.training._inspect import InspectConfig, run_inspect
 from manifold_tying.training._loop import load_data, train
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
@@ -50,22 +53,25 @@ def run_report(config: ReportConfig, console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and run it; a ValueError is printed as the error that it is, exit status 2."""
-    config = tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainConfig, "ablate": AblateConfig, "report": ReportConfig},
+    """Parse the command line and run it; a ValueError, or a package that is missing, is printed, exit status 2."""
+    commands: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
+        "train": (TrainConfig, run_train),
+        "ablate": (AblateConfig, run_ablate),
+        "report": (ReportConfig, run_report),
+        "convert": (ConvertConfig, run_convert),
+        "export": (ExportConfig, run_export),
+        "inspect": (InspectConfig, run_inspect),
+    }
+    config: Any = tyro.extras.subcommand_cli_from_dict(
+        {name: kind for name, (kind, _) in commands.items()},
         prog="manifold-tying",
         args=arguments,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    console = Console(soft_wrap=False)
+    runs = dict(commands.values())
     try:
-        if isinstance(config, TrainConfig):
-            run_train(config, console)
-        elif isinstance(config, AblateConfig):
-            run_ablate(config, console)
-        else:
-            run_report(config, console)
-    except ValueError as error:
+        runs[type(config)](config, Console(soft_wrap=False))
+    except (ValueError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False)
         sys.exit(2)
 
