@@ -1,4 +1,4 @@
-"""The examples of docs/diagnostics.md run as they stand."""
+"""The examples of README and docs run as they stand."""
 
 import dataclasses
 import re
@@ -13,11 +13,19 @@ from manifold_tying import models
 from manifold_tying.training._checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "diagnostics.md"
 
 
-def code_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+def program(page: str) -> str:
+    """The Python blocks of a page, one after the other."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return "".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def run_page(page: str, code: str) -> dict[str, Any]:
+    """What the names of a page stand for in the end."""
+    names: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), names)
+    return names
 
 
 def save_run(run: Path, interface: mt.TokenInterface) -> None:
@@ -27,7 +35,7 @@ def save_run(run: Path, interface: mt.TokenInterface) -> None:
     save_checkpoint(run, 180, model, torch.optim.SGD(model.parameters()), {"diagonal": "exp"})
 
 
-def test_the_page_runs_after_an_ablation(
+def test_diagnostics_run_after_an_ablation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,11 +48,24 @@ def test_the_page_runs_after_an_ablation(
     }
     for run, interface in kinds.items():
         save_run(tmp_path / "runs" / "ablation" / run, interface)
-    page = "".join(code_blocks())
+    page = program("docs/diagnostics.md")
     assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: the tests themselves
     page = page.replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
-    names: dict[str, Any] = {}
-    exec(compile(page, str(PAGE), "exec"), names)
+    names = run_page("docs/diagnostics.md", page)
     assert names["consistency"]["pit-trainable"].delta_ti < 1e-4 < names["consistency"]["transpose"].delta_ti
     assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
     assert "67108864000" in capsys.readouterr().out
+
+
+def test_readme_runs() -> None:
+    names = run_page("README.md", program("README.md"))
+    E, W_out = names["E"], names["W_out"]
+    assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
+    assert type(names["layer"]) is torch.nn.Linear  # materialized
+
+
+def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("docs/poet.md", program("docs/poet.md"))
+    assert len(names["taken"]) == 4 * 7 and (tmp_path / "adapter.safetensors").exists()
+    assert "orthogonal equivalence on 28 linear layers" in capsys.readouterr().out
