@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.parametrizations import Equivalence, _equivalent_linear
+from manifold_tying.parametrizations import Equivalence, _input_centric
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import series_defect, skew_norm
@@ -171,8 +171,8 @@ def test_the_gradient_is_that_of_the_dense_product(layer: str, scheme: str) -> N
 def test_the_linear_layer_and_its_gradients(
     scheme: str, rows: int, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_equivalent_linear, "_FEWEST_ROWS", rows)
-    monkeypatch.setattr(_equivalent_linear, "_BLOCK_ENTRIES", 0)
+    monkeypatch.setattr(_input_centric, "_FEWEST_ROWS", rows)
+    monkeypatch.setattr(_input_centric, "_BLOCK_ENTRIES", 0)
     module: Any = equivalence(nn.Linear(9, 7, bias=bias), **SCHEMES[scheme]).double()
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)

@@ -1,0 +1,111 @@
+"""The linear layer with W = R W0 P that rotates activations and never forms W."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from manifold_tying.parametrizations._primitive import multiply, outer, put, rotated, take
+
+_BLOCK_ENTRIES = 2**21  # of a block of tokens: what fits a processor's cache
+_FEWEST_ROWS = 256  # below, products are slow
+
+Room = Callable[[str, int], Tensor | None]
+"""Memory of that name for a block of tokens, of so many columns; None: to be allocated."""
+
+
+class InputCentric(torch.autograd.Function):
+    """((x Pᵀ) W0ᵀ) Rᵀ + bias for x (T, n), a block of tokens at a time: what lies between the products stays in the cache.
+
+    The first product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit, and what R made of the
+    bias is put right after. The backward of a whole R gathers rows of W0 in place of columns of the gradient. (The forward does
+    not: a product with other rows first may round differently.)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        base: Tensor,
+        bias: Tensor | None,
+        GR: Tensor,
+        HR: Tensor,
+        GP: Tensor,
+        HP: Tensor,
+        order_R: Tensor,
+        order_P: Tensor,
+    ) -> Tensor:
+        W0, R, P = base.to(x.dtype), (GR, HR), (GP, HP)
+        rest = None if bias is None else bias - rotated(bias[None], R, order_R)[0]
+
+        def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+            h = x
+            if len(order_P):
+                z = multiply(take(x, order_P, room("taken", len(order_P))), P, False, room("rotated", len(order_P)))
+                h = put(x, z, order_P, room("h", x.shape[-1]))
+            out = room("u", len(W0))
+            u = torch.mm(h, W0.mT, out=out) if bias is None else torch.addmm(bias, h, W0.mT, out=out)
+            v = take(u, order_R, v)
+            y = put(u, multiply(v, R, False, room("turned", len(order_R))), order_R, y)
+            return (y if rest is None else y.add_(rest)), v
+
+        y, v = _by_blocks(of_block, base, (x,), (len(base), len(order_R)))
+        ctx.save_for_backward(x, v, base, bias, GR, HR, GP, HP, order_R, order_P)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, v, base, bias, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
+        R, P = (GR, HR), (GP, HP)
+        whole = len(order_R) == len(base)
+        W0 = (base.index_select(0, order_R) if whole else base).to(grad.dtype)
+        of_R = torch.zeros_like(GR), torch.zeros_like(HR)
+        of_P = torch.zeros_like(GP), torch.zeros_like(HP)
+
+        def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
+            g = take(grad, order_R, room("taken", len(order_R)))
+            outer(g, v, R, of_R)
+            g = multiply(g, R, True, room("rotated", len(order_R)))
+            grad_h = torch.mm(
+                g if whole else put(grad, g, order_R, room("u", len(base))), W0, out=room("h", x.shape[-1])
+            )
+            g = take(grad_h, order_P, room("taken of h", len(order_P)))
+            outer(g, take(x, order_P, room("of x", len(order_P))), P, of_P)
+            return (put(grad_h, multiply(g, P, True, room("of x", len(order_P))), order_P, grad_x),)
+
+        (grad_x,) = _by_blocks(of_block, base, (grad, v, x), (x.shape[-1],))
+        grad_bias = None
+        if bias is not None:
+            grad_bias = grad.sum(0)
+            # v has the bias in it, which R does not rotate.
+            outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
+        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, *of_R, *of_P, None, None
+
+
+def _by_blocks(
+    function: Callable[..., tuple[Tensor, ...]], base: Tensor, tensors: Sequence[Tensor], widths: Sequence[int]
+) -> Sequence[Tensor]:
+    """function(room, *tensors, *results) on tensors (T, ...) to results (T, width), worked off in blocks of tokens.
+
+    On a CPU what lies between the products then stays in the cache, in memory that is taken from the system once: new
+    memory costs more than the gathers into it.
+    """
+    like, tokens = tensors[0], len(tensors[0])
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        return function(lambda name, width: None, *tensors, *[None] * len(widths))
+    rows = max(_FEWEST_ROWS, _BLOCK_ENTRIES // max(base.shape))
+    rooms: dict[str, Tensor] = {}
+
+    def room(name: str, width: int) -> Tensor:
+        if name not in rooms:
+            rooms[name] = like.new_empty(min(rows, tokens), width)
+        return rooms[name][: block.stop - block.start]
+
+    results = [like.new_empty(tokens, width) for width in widths]
+    for start in range(0, max(1, tokens), rows):  # of no tokens, one empty block
+        block = slice(start, min(start + rows, tokens))
+        function(room, *(tensor[block] for tensor in tensors), *(result[block] for result in results))
+    return results
