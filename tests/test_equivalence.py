@@ -177,8 +177,8 @@ def test_the_linear_layer_and_its_gradients(
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    R, P = part.sides(vector)
-    y = equivalence_linear(x, part.base, R, P, module.bias, input_centric=input_centric)
+    orders = part.out_order, part.in_order
+    y = equivalence_linear(x, part.base, vector, part.rotations, orders, module.bias, input_centric=input_centric)
     C = torch.randn_like(y)
     (y * C).sum().backward()
     x2, v2 = x.detach().clone().requires_grad_(), vector.detach().clone().requires_grad_()
@@ -207,8 +207,8 @@ def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...]
     turn(module)
     part, vector = constraint(module), stored(module)
     x = torch.randn(*tokens, n)
-    R, P = part.sides(vector)
-    results = [equivalence_linear(x, part.base, R, P, module.bias, input_centric=c) for c in (True, False)]
+    parts = part.base, vector, part.rotations, (part.out_order, part.in_order), module.bias
+    results = [equivalence_linear(x, *parts, input_centric=c) for c in (True, False)]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(module(x), F.linear(x, module.weight, module.bias), rtol=1e-5, atol=1e-5)
     assert results[0].shape == (*tokens, m)

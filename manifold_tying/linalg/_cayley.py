@@ -53,15 +53,38 @@ class _CayleyNeumann2(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_R: Tensor) -> Tensor:
-        # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
-        # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
         (A,) = ctx.saved_tensors
-        with full_precision(A.device):
+        return cayley_neumann_gradient(A, grad_R, 2)
+
+
+def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int) -> Tensor:
+    """Ā from R̄ for R = cayley_neumann(A, terms), A skew: the gradient along skew matrices is its skew part."""
+    with full_precision(A.device):
+        if terms == 2:
+            # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
+            # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
             transposed = grad_R.mT.contiguous()
             twice_K = grad_R - transposed
             P = A @ twice_K
             twice_Z = A @ torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2)
             return twice_K.add_(twice_Z, alpha=0.5).sub_(twice_Z.mT, alpha=0.5)
+        # R = S_k + A S_k with S_1 = I + A, S_j = I + A S_(j-1).
+        eye = identity_like(A)
+        sums = [eye + A]
+        for _ in range(terms - 1):
+            sums.append(eye + A @ sums[-1])
+        grad_A, grad_S = grad_R @ sums[-1].mT, grad_R + A.mT @ grad_R
+        for S in reversed(sums[:-1]):
+            grad_A, grad_S = grad_A + grad_S @ S.mT, A.mT @ grad_S
+        return grad_A + grad_S
+
+
+def cayley_gradient(A: Tensor, grad_C: Tensor) -> Tensor:
+    """Ā from C̄ for C = cayley(A), A skew: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
+    with full_precision(A.device):
+        eye = identity_like(A)
+        C = torch.linalg.solve(eye - A, eye + A)
+        return torch.linalg.solve((eye - A).mT, grad_C @ (eye + C).mT)
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
@@ -175,5 +198,6 @@ def skew(vector: Tensor, b: int) -> Tensor:
 def unskew(A: Tensor) -> Tensor:
     """The b(b-1)/2 entries of (..., b, b) above the diagonal, row by row."""
     check_square(A)
-    rows, columns = torch.triu_indices(A.shape[-1], A.shape[-1], offset=1, device=A.device)
-    return A[..., rows, columns]
+    b = A.shape[-1]
+    rows, columns = torch.triu_indices(b, b, offset=1, device=A.device)
+    return A.flatten(-2).index_select(-1, rows * b + columns)

@@ -19,6 +19,7 @@ from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import Constraint
 from manifold_tying.parametrizations._register import constraints, parametrized, register
+from manifold_tying.parametrizations._rotations import Rotations
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,6 +42,7 @@ class Equivalence(Constraint):
         self.layout = layout
         self.sizes = sizes
         self.terms = terms
+        self.rotations = Rotations(sizes.R, sizes.P, terms)
         self.register_buffer("base", torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format))
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
@@ -57,20 +59,24 @@ class Equivalence(Constraint):
         return self.base.flatten(1) if self.layout.flatten else self.base
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
-        """The blocks and orders of R and P."""
-        R, P = self.sizes.R, self.sizes.P
-        of_R, of_P = stored.split([R.size, P.size], -1)
-        return (R.blocks(of_R, self.terms), self.out_order), (P.blocks(of_P, self.terms), self.in_order)
+        """The blocks and orders of R and P; not differentiated."""
+        R, P = self.rotations.blocks(stored)
+        return (R, self.out_order), (P, self.in_order)
+
+    @property
+    def _orders(self) -> tuple[Tensor, Tensor]:
+        return self.out_order, self.in_order
 
     def forward(self, stored: Tensor) -> Tensor:
-        return equivalent_weight(self.matrix, *self.sides(stored)).view(self.layout.shape).to(self.like.dtype)
+        W = equivalent_weight(self.matrix, stored, self.rotations, self._orders)
+        return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias, by whichever of the two formulations takes fewer operations."""
         tokens = x.numel() // max(1, x.shape[-1])
         training = torch.is_grad_enabled() and stored.requires_grad
         input_centric = prefers_input_centric(tokens, self.sizes.R, self.sizes.P, training)
-        return equivalence_linear(x, self.base, *self.sides(stored), bias, input_centric=input_centric)
+        return equivalence_linear(x, self.base, stored, self.rotations, self._orders, bias, input_centric=input_centric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight becomes the base, R and P the identity."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from manifold_tying.parametrizations._primitive import multiply, outer, put, rotated, take
+from manifold_tying.parametrizations._rotations import Rotations
 
 _BLOCK_ENTRIES = 2**21  # of a block of tokens: what fits a processor's cache
 _FEWEST_ROWS = 256  # below, products are slow
@@ -30,14 +31,12 @@ class InputCentric(torch.autograd.Function):
         x: Tensor,
         base: Tensor,
         bias: Tensor | None,
-        GR: Tensor,
-        HR: Tensor,
-        GP: Tensor,
-        HP: Tensor,
+        stored: Tensor,
         order_R: Tensor,
         order_P: Tensor,
+        rotations: Rotations,
     ) -> Tensor:
-        W0, R, P = base.to(x.dtype), (GR, HR), (GP, HP)
+        W0, (R, P) = base.to(x.dtype), rotations.blocks(stored)
         rest = None if bias is None else bias - rotated(bias[None], R, order_R)[0]
 
         def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -52,18 +51,18 @@ class InputCentric(torch.autograd.Function):
             return (y if rest is None else y.add_(rest)), v
 
         y, v = _by_blocks(of_block, base, (x,), (len(base), len(order_R)))
-        ctx.save_for_backward(x, v, base, bias, GR, HR, GP, HP, order_R, order_P)
+        ctx.save_for_backward(x, v, base, bias, stored, order_R, order_P)
+        ctx.rotations = rotations
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, v, base, bias, GR, HR, GP, HP, order_R, order_P = ctx.saved_tensors
-        R, P = (GR, HR), (GP, HP)
+        x, v, base, bias, stored, order_R, order_P = ctx.saved_tensors
+        R, P = ctx.rotations.blocks(stored)
         whole = len(order_R) == len(base)
         W0 = (base.index_select(0, order_R) if whole else base).to(grad.dtype)
-        of_R = torch.zeros_like(GR), torch.zeros_like(HR)
-        of_P = torch.zeros_like(GP), torch.zeros_like(HP)
+        of_R, of_P = ((torch.zeros_like(G), torch.zeros_like(H)) for G, H in (R, P))
 
         def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
             g = take(grad, order_R, room("taken", len(order_R)))
@@ -82,7 +81,8 @@ class InputCentric(torch.autograd.Function):
             grad_bias = grad.sum(0)
             # v has the bias in it, which R does not rotate.
             outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
-        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, *of_R, *of_P, None, None
+        grad_stored = ctx.rotations.gradient(stored, of_R, of_P) if ctx.needs_input_grad[3] else None
+        return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, grad_stored, None, None, None
 
 
 def _by_blocks(

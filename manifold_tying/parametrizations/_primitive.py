@@ -39,11 +39,15 @@ class Primitive:
         """How many numbers the skew matrices have: b(b-1)/2 each."""
         return self.count * _pairs(self.block) + _pairs(self.ragged)
 
+    def divided(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """A skew vector (..., size) as those of the whole blocks, (..., k, b(b-1)/2), and of the ragged one."""
+        whole, rest = vector.split([self.count * _pairs(self.block), _pairs(self.ragged)], -1)
+        return whole.unflatten(-1, (self.count, _pairs(self.block))), rest
+
     def blocks(self, vector: Tensor, terms: int | None) -> Blocks:
         """The orthogonal blocks of a skew vector (..., size), in its dtype; terms=None: the exact Cayley map."""
-        whole, rest = vector.split([self.count * _pairs(self.block), _pairs(self.ragged)], -1)
-        G = orthogonal_of(whole.unflatten(-1, (self.count, _pairs(self.block))), self.block, terms)
-        return G, orthogonal_of(rest, self.ragged, terms)
+        whole, rest = self.divided(vector)
+        return orthogonal_of(whole, self.block, terms), orthogonal_of(rest, self.ragged, terms)
 
     def draw_order(self, seed: int, count: int, side: str) -> Tensor:
         """Which dimensions rotate, in which order: the first ``covered`` entries of a random permutation, int64 on the CPU.
