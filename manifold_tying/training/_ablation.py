@@ -124,7 +124,7 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
     seen = set()
     for _, run in config.runs():
         s = run.settings
-        key = (s.data, s.tokenizer, s.model.vocab_size, s.steps * s.tokens_per_step)
+        key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step)
         if key not in seen:
             seen.add(key)
             load_data(run, progress)
