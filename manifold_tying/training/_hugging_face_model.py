@@ -1,6 +1,7 @@
 """A transformers model behind the surface that the training loop, its evaluation and its probes use."""
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,9 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
     embedding = model.get_input_embeddings()
     trained = [p for p in embedding.parameters() if p.requires_grad] if isinstance(embedding, PITEmbedding) else []
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 for an attribute by its old name
+        adapted = peft.get_peft_model(model, config)
     for parameter in trained:
         parameter.requires_grad_(True)
     return adapted

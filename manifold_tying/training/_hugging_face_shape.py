@@ -1,6 +1,5 @@
 """The sizes of a checkpoint that a run goes on from."""
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ class Shape:
     max_positions: int | None
 
 
-@functools.cache
 def read_shape(folder: Path) -> Shape:
     """From config.json; ValueError where the folder is no transformers checkpoint with safetensors."""
     if not (folder / "config.json").is_file():

@@ -31,7 +31,8 @@ class Probes:
     def __init__(self, model: Llama | HuggingFaceModel, schedule: MergeSchedule | None) -> None:
         middle = len(model.blocks) // 2
         parts = model.blocks[middle].named_modules()
-        self._layers = {f"blocks.{middle}.{name}": part for name, part in parts if isinstance(part, nn.Linear)}
+        linears = ((name, part) for name, part in parts if isinstance(part, nn.Linear) and ".lora_" not in name)
+        self._layers = {f"blocks.{middle}.{name}": part for name, part in linears}
         self._schedule = schedule
         self._equivalences = {
             path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)
