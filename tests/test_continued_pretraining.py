@@ -247,6 +247,7 @@ def test_command_line(tmp_path: Path, source: Path, corpus: Path, capsys: pytest
         ({"bridge": True, "init_transform": "identity"}, "init_transform or bridge, got both"),
         ({"lora_rank": 0}, "expected lora_rank >= 1"),
         ({"init_from": None, "lora_rank": 4}, "lora_rank needs init_from"),
+        ({"init_from": None, "init_transform": "rotation"}, "init_transform needs init_from"),
         ({"sequence_length": 65}, "expected sequence_length <= 64"),
     ],
 )

@@ -10,7 +10,7 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
-from manifold_tying.training._hugging_face_model import HuggingFaceModel, build_hugging_face_model
+from manifold_tying.training._hugging_face_model import Model, build_hugging_face_model
 from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
@@ -27,9 +27,6 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
         return (Untied if name == "untied" else TransposeTying)(vocab_size, hidden_size, std=settings.table_std)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
-
-
-Model = Llama | HuggingFaceModel
 
 
 def build_model(config: TrainConfig) -> Model:

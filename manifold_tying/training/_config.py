@@ -174,8 +174,8 @@ class TrainConfig:
     def as_json(self) -> dict[str, Any]:
         """What identifies the run: everything but where it is written and whether it was resumed."""
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self.settings).items()}
-        if self.settings.init_from is None:
-            settings = {k: v for k, v in settings.items() if k not in CONTINUED_SETTINGS}
+        unused = CONTINUED_SETTINGS if self.settings.init_from is None else ("preset", *POET_SETTINGS)
+        settings = {k: v for k, v in settings.items() if k not in unused}
         return {"interface": self.interface, "seed": self.seed, **settings, "betas": list(self.settings.betas)}
 
 

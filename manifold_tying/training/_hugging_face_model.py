@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manifold_tying.models import Llama
 from manifold_tying.training._hugging_face_start import start_model, write_model
 from manifold_tying.tying.huggingface import PITEmbedding
 
@@ -88,6 +89,9 @@ class HuggingFaceModel(nn.Module):
                 shutil.copy2(file, folder / file.name)
 
 
+Model = Llama | HuggingFaceModel
+
+
 def build_hugging_face_model(interface: "Interface", settings: "Settings", seed: int) -> HuggingFaceModel:
     """The model of a run with ``init_from``; the seed is that of the low-rank updates."""
     with torch.random.fork_rng():
@@ -106,7 +110,9 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
     trained = [p for p in embedding.parameters() if p.requires_grad] if isinstance(embedding, PITEmbedding) else []
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 for an attribute by its old name
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # peft 0.21 asks transformers 5.23 for an attribute by its old name
         adapted = peft.get_peft_model(model, config)
     for parameter in trained:
         parameter.requires_grad_(True)

@@ -10,18 +10,11 @@ from torch import Tensor
 
 from manifold_tying import diagnostics
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.training._build import (
-    Model,
-    build_merges,
-    build_model,
-    build_optimizer,
-    clipped_parameters,
-    rate_factor,
-)
+from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters, rate_factor
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from manifold_tying.training._config import TrainConfig, check_device
 from manifold_tying.training._files import write_whole
-from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel
+from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training._machine import peak_memory, reset_peak_memory
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve

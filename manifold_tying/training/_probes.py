@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
-from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.parametrizations import equivalences
 from manifold_tying.parametrizations._equivalent_linear import Side
 from manifold_tying.parametrizations._primitive import rotated, rotated_rows
-from manifold_tying.training._hugging_face_model import HuggingFaceModel
+from manifold_tying.training._hugging_face_model import Model
 
 QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
 
@@ -28,7 +27,7 @@ class Probes:
     Call :meth:`step` after the optimizer's step and before the schedule's.
     """
 
-    def __init__(self, model: Llama | HuggingFaceModel, schedule: MergeSchedule | None) -> None:
+    def __init__(self, model: Model, schedule: MergeSchedule | None) -> None:
         middle = len(model.blocks) // 2
         parts = model.blocks[middle].named_modules()
         linears = ((name, part) for name, part in parts if isinstance(part, nn.Linear) and ".lora_" not in name)
