@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test lint types check clean
+.PHONY: install ablation test test-oldest-transformers lint types check clean
 
 install: $(READY)
 
@@ -21,6 +21,16 @@ ablation: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest
 
+# The lower bound of the extra `huggingface`, in a venv of its own, with whatever its own bounds then bring.
+OLDEST := 5.0.0
+test-oldest-transformers:
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable ".[huggingface,train]" "transformers==$(OLDEST)" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" \
+		peft pytest hypothesis
+	$(VENV)-oldest/bin/python -m pytest tests/test_huggingface*.py tests/test_continued_pretraining.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,4 +41,4 @@ types: $(READY)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

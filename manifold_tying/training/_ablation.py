@@ -62,7 +62,9 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
     A body in place of the interface is that body between untied tables, as in POET's experiments.
     """
     first, *changes = name.split("+")
-    fields = {field.name for field in dataclasses.fields(Settings)}
+    fields = {field.name for field in dataclasses.fields(Settings)} - {
+        "init_from"
+    }  # all arms start from one checkpoint
     values: dict[str, Any] = {}
     known = next((arm for arm in ARMS if arm == first), None)
     if known is None:
@@ -124,7 +126,7 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
     seen = set()
     for _, run in config.runs():
         s = run.settings
-        key = (s.data, s.tokenizer, s.model.vocab_size, s.steps * s.tokens_per_step)
+        key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step)
         if key not in seen:
             seen.add(key)
             load_data(run, progress)

@@ -10,10 +10,13 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._hugging_face_model import Model, build_hugging_face_model
 from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
+# Of the reference model, and of a transformers model, where the embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
+FACTOR = "*interface.parametrizations.cholesky_factor.*"
 FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
 
@@ -26,8 +29,10 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
 
 
-def build_model(config: TrainConfig) -> Llama:
-    """The model, freshly initialized from the run's seed, on its device."""
+def build_model(config: TrainConfig) -> Model:
+    """The model, freshly initialized from the run's seed or from a checkpoint, on its device."""
+    if config.settings.init_from is not None:
+        return build_hugging_face_model(config.interface, config.settings, config.seed)
     shape = config.settings.model
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -46,7 +51,7 @@ def _equivalence_options(settings: Settings) -> dict[str, Any]:
     return {**scheme, "terms": settings.cayley_terms, "init": settings.init, "out_share": settings.out_share}
 
 
-def build_optimizer(model: Llama, settings: Settings) -> RiemannianAdam:
+def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     """One optimizer for all: AdamW for the body, Riemannian Adam for a trainable memory, T and skew vectors at their rates.
 
     No weight decay on skew vectors, which would pull R and P back to the identity, and so W back to W0, between merges
@@ -54,7 +59,7 @@ def build_optimizer(model: Llama, settings: Settings) -> RiemannianAdam:
     """
     rates: dict[str, dict[str, Any]] = {}
     if isinstance(model.interface, PIT):
-        rates["interface.parametrizations.cholesky_factor.*"] = {"lr": settings.transform_lr}
+        rates[FACTOR] = {"lr": settings.transform_lr}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(
@@ -74,7 +79,7 @@ def build_optimizer(model: Llama, settings: Settings) -> RiemannianAdam:
     )
 
 
-def build_merges(model: Llama, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
+def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
     """POET's clock; None where nothing is merged."""
     if not settings.poet:
         return None
@@ -91,6 +96,6 @@ def rate_factor(step: int, settings: Settings) -> float:
     return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def clipped_parameters(model: Llama) -> list[Tensor]:
+def clipped_parameters(model: Model) -> list[Tensor]:
     """Everything whose gradient norm is clipped: all but the memory, whose steps Adam and the retraction bound already."""
-    return [p for name, p in model.named_parameters() if p.requires_grad and name != MEMORY]
+    return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]

@@ -12,9 +12,12 @@ from manifold_tying.manifolds import Retraction, check_retraction
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.parametrizations import CholeskyFactor, Diagonal, Init
 from manifold_tying.parametrizations._equivalence_options import check_options
+from manifold_tying.training._hugging_face_shape import read_shape
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
 Body = Literal["adamw", "poet-block", "poet-full"]
+Start = Literal["identity", "head", "embedding", "rotation"]
+CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
@@ -25,7 +28,16 @@ class Settings:
     """What can be chosen for a run; None means the recipe's value (see ``_recipe.py`` and docs/learning-rates.md)."""
 
     preset: str = "nano"
-    """Shape of the model, see manifold_tying.models.PRESETS."""
+    """Shape of the model, see manifold_tying.models.PRESETS; not used with init_from."""
+    init_from: Path | None = None
+    """Folder of a transformers checkpoint to go on from, with tied tables. Its tokenizer.json is used."""
+    init_transform: Start = "head"
+    """init_from, PIT arms: where T starts: the identity, or such that the head or the embedding computes what it did;
+    rotation is the latter after a rotation of the residual stream, with the head's scales in the final norm's gain."""
+    bridge: bool = False
+    """init_from, PIT arms: keep the function exactly by a d x d matrix on both sides; gives up W_out E = I of the model."""
+    lora_rank: int | None = None
+    """init_from: train low-rank updates of the blocks' matrices in their place; plain tables stay, PIT's Z and T train."""
     data: str = "stdlib"
     """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
@@ -57,7 +69,8 @@ class Settings:
     out_share: float | None = None
     """POET: share of the parameters that goes to R, the rest to P; None is the same block size on both sides."""
     lr: float | None = None
-    """Peak learning rate of the body and of plain token tables; with POET of what it does not rotate."""
+    """Peak learning rate of the body, or of its low-rank updates, and of plain token tables; with POET of what it does not
+    rotate."""
     equivalence_lr: float | None = None
     """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
@@ -99,6 +112,7 @@ class Settings:
         preset(self.preset)
         check_retraction(self.retraction)
         CholeskyFactor(self.diagonal)
+        check_start(self)
         if self.body not in get_args(Body):
             raise ValueError(f"unknown body {self.body!r}; choose one of {', '.join(get_args(Body))}")
         block_size = 256 if self.block_size is None else self.block_size
@@ -107,7 +121,7 @@ class Settings:
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
             "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
-            "merge_every": 1, "equivalence_lr": 0,
+            "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -121,6 +135,11 @@ class Settings:
     def model(self) -> LlamaConfig:
         """The model's shape, with this run's embedding norm."""
         return dataclasses.replace(preset(self.preset), embedding_norm=bool(self.embedding_norm))
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the preset or of the checkpoint that the run goes on from."""
+        return self.model.vocab_size if self.init_from is None else read_shape(self.init_from).vocab_size
 
     @property
     def poet(self) -> bool:
@@ -155,7 +174,29 @@ class TrainConfig:
     def as_json(self) -> dict[str, Any]:
         """What identifies the run: everything but where it is written and whether it was resumed."""
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self.settings).items()}
+        unused = CONTINUED_SETTINGS if self.settings.init_from is None else ("preset", *POET_SETTINGS)
+        settings = {k: v for k, v in settings.items() if k not in unused}
         return {"interface": self.interface, "seed": self.seed, **settings, "betas": list(self.settings.betas)}
+
+
+def check_start(settings: Settings) -> None:
+    """ValueError unless the settings that belong to ``init_from``, or do not go with it, are given as they make sense."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    if settings.init_from is None:
+        if given := [name for name in CONTINUED_SETTINGS if getattr(settings, name) != defaults[name]]:
+            raise ValueError(f"{', '.join(given)} needs init_from, the folder of the checkpoint to go on from")
+        return
+    if settings.init_transform not in get_args(Start):
+        raise ValueError(
+            f"unknown init_transform {settings.init_transform!r}; choose one of {', '.join(get_args(Start))}"
+        )
+    if settings.bridge and settings.init_transform != defaults["init_transform"]:
+        raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
+    others = ("preset", "body", "table_std", "embedding_norm")
+    if given := [name for name in others if getattr(settings, name) != defaults[name]]:
+        raise ValueError(
+            f"{', '.join(given)} cannot be chosen with init_from: shape, tables and body are the checkpoint's. Leave it out"
+        )
 
 
 def check_device(device: str) -> torch.device:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from manifold_tying import diagnostics
-from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters, rate_factor
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from manifold_tying.training._config import TrainConfig, check_device
 from manifold_tying.training._files import write_whole
+from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training._machine import peak_memory, reset_peak_memory
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
@@ -75,6 +75,8 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         }
     finally:
         record.close()
+    if isinstance(model, HuggingFaceModel) and settings.init_from is not None:
+        model.write(config.out / OUT, settings.init_from)
     write_whole(config.out / RESULT, json.dumps(finite(row), indent=1).encode())
     return row
 
@@ -85,7 +87,7 @@ def load_data(config: TrainConfig, progress: Callable[[str], None] | None = None
     return open_tokens(
         prepare(
             settings.data,
-            vocab_size=settings.model.vocab_size,
+            vocab_size=settings.vocab_size,
             tokens_needed=settings.steps * settings.tokens_per_step + settings.val_tokens,
             tokenizer=settings.tokenizer,
             progress=progress,
@@ -94,7 +96,7 @@ def load_data(config: TrainConfig, progress: Callable[[str], None] | None = None
 
 
 @torch.no_grad()
-def evaluate(model: Llama, batches: list[Batch], device: torch.device) -> float:
+def evaluate(model: Model, batches: list[Batch], device: torch.device) -> float:
     """Mean cross-entropy over the batches, nats per token."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for ids, targets in batches:
@@ -104,7 +106,7 @@ def evaluate(model: Llama, batches: list[Batch], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def describe_interface(model: Llama) -> dict[str, float | None]:
+def describe_interface(model: Model) -> dict[str, float | None]:
     """defect of the memory, ΔTI of the tables, condition of the transform; None where there is no such thing."""
     interface = model.interface
     return {
@@ -116,7 +118,7 @@ def describe_interface(model: Llama) -> dict[str, float | None]:
 
 def _open_folder(
     config: TrainConfig,
-    model: Llama,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     schedule: MergeSchedule | None,
     probes: Probes,
@@ -139,7 +141,7 @@ def _open_folder(
 
 def _steps(
     config: TrainConfig,
-    model: Llama,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     schedule: MergeSchedule | None,
     probes: Probes,
@@ -196,7 +198,7 @@ def _steps(
 
 
 def _gradients(
-    config: TrainConfig, model: Llama, loss_of: Callable[..., Tensor], batch: Batch, device: torch.device
+    config: TrainConfig, model: Model, loss_of: Callable[..., Tensor], batch: Batch, device: torch.device
 ) -> Tensor:
     """Gradients of one step's mean loss, over its parts; returns that loss, detached."""
     settings = config.settings
@@ -213,7 +215,7 @@ def _gradients(
     return total
 
 
-def _penalty(config: TrainConfig, model: Llama) -> Tensor | float:
+def _penalty(config: TrainConfig, model: Model) -> Tensor | float:
     log_det, diagonal = config.settings.log_det_penalty, config.settings.diagonal_penalty
     if (log_det or diagonal) and isinstance(model.interface, PIT):
         return model.interface.penalty(log_det=log_det, diagonal_scale=diagonal)

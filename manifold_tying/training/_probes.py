@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
-from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.parametrizations import equivalences
 from manifold_tying.parametrizations._equivalent_linear import Side
 from manifold_tying.parametrizations._primitive import rotated, rotated_rows
+from manifold_tying.training._hugging_face_model import Model
 
 QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
 
@@ -27,10 +27,11 @@ class Probes:
     Call :meth:`step` after the optimizer's step and before the schedule's.
     """
 
-    def __init__(self, model: Llama, schedule: MergeSchedule | None) -> None:
-        prefix = f"blocks.{len(model.blocks) // 2}."
-        linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        self._layers = {name: module for name, module in linears if name.startswith(prefix)}
+    def __init__(self, model: Model, schedule: MergeSchedule | None) -> None:
+        middle = len(model.blocks) // 2
+        parts = model.blocks[middle].named_modules()
+        linears = ((name, part) for name, part in parts if isinstance(part, nn.Linear) and ".lora_" not in name)
+        self._layers = {f"blocks.{middle}.{name}": part for name, part in linears}
         self._schedule = schedule
         self._equivalences = {
             path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)

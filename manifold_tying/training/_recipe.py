@@ -4,6 +4,7 @@ import dataclasses
 
 from manifold_tying.models import preset
 from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._continued_recipe import resolve_continued, schedule_lengths
 
 # Adam moves every entry of the memory by about its learning rate, and the entries are about 1/√V: this is the share of an
 # entry that one step may change at the peak.
@@ -21,16 +22,15 @@ MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run 
 def resolve(config: TrainConfig) -> TrainConfig:
     """The same run with every None replaced by its value."""
     settings = config.settings
+    if settings.init_from is not None:
+        return resolve_continued(config)
     shape = preset(settings.preset)
     pit = config.interface.startswith("pit")
     lr = settings.lr if settings.lr is not None else BODY_LR[config.interface] * BODY_WIDTH / shape.hidden_size
     filled: dict[str, object] = {"lr": lr}
     if settings.embedding_norm is None:
         filled["embedding_norm"] = pit
-    if settings.warmup_steps is None:
-        filled["warmup_steps"] = min(1000, -(-settings.steps // 10))
-    if settings.eval_every is None:
-        filled["eval_every"] = -(-settings.steps // 5)
+    filled |= schedule_lengths(settings)
     if not pit and settings.table_std is None:
         filled["table_std"] = TABLE_STD
     if pit and settings.transform_lr is None:

@@ -44,6 +44,8 @@ def page(experiment: Experiment) -> str:
 
 
 def _title(experiment: Experiment) -> str:
+    if source := experiment.settings.get("init_from"):
+        return f"Ablation, continued from {source}"
     preset = experiment.settings.get("preset")
     return f"Ablation, preset {preset}" if preset else "Ablation"
 

@@ -1,0 +1,48 @@
+"""Learning rates of continued pretraining, and what a run takes from the checkpoint (docs/continued-pretraining.md)."""
+
+import dataclasses
+
+from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._hugging_face_shape import read_shape
+
+LR, LORA_LR = 1e-3, 4e-3
+MEMORY_STEP = 0.03
+TRANSFORM_FACTOR = 1.0
+
+
+def resolve_continued(config: TrainConfig) -> TrainConfig:
+    """A run with ``init_from``, every None replaced by its value; ValueError where the checkpoint does not allow it."""
+    settings = config.settings
+    assert settings.init_from is not None
+    shape = read_shape(settings.init_from)
+    if settings.sequence_length > (shape.max_positions or settings.sequence_length):
+        raise ValueError(
+            f"expected sequence_length <= {shape.max_positions}, the positions that {settings.init_from} was made for, "
+            f"got {settings.sequence_length}"
+        )
+    pit = config.interface.startswith("pit")
+    lr = settings.lr if settings.lr is not None else LR if settings.lora_rank is None else LORA_LR
+    filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings)}
+    if pit and settings.transform_lr is None:
+        filled["transform_lr"] = TRANSFORM_FACTOR * lr
+    if config.interface == "pit-trainable" and settings.memory_lr is None:
+        filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+    if settings.tokenizer is None and not settings.data.startswith("tokens:"):
+        tokenizer = settings.init_from / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise ValueError(
+                f"expected a tokenizer beside the weights, but there is no {tokenizer}; give the tokenizer.json of the model "
+                "(tokenizer), or tokens that it made (data tokens:DIR)"
+            )
+        filled["tokenizer"] = tokenizer
+    return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))  # type: ignore[arg-type]
+
+
+def schedule_lengths(settings: Settings) -> dict[str, object]:
+    """Warm-up and steps between evaluations, where they are not given."""
+    filled: dict[str, object] = {}
+    if settings.warmup_steps is None:
+        filled["warmup_steps"] = min(1000, -(-settings.steps // 10))
+    if settings.eval_every is None:
+        filled["eval_every"] = -(-settings.steps // 5)
+    return filled

@@ -1,0 +1,283 @@
+"""Runs that go on from a transformers checkpoint, against what transformers computes with it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_models import build, difference, logits
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+import manifold_tying as mt
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
+from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
+from manifold_tying.training._config import Interface
+from manifold_tying.training._loop import load_data
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training.cli import main
+from manifold_tying.training.data import Batches, open_tokens, prepare
+from manifold_tying.tying.huggingface import PITEmbedding
+
+V, D, N = 300, 16, 16
+ARMS: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable")
+TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
+    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(20)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A tied Llama, untrained, with the tokenizer of the corpus and an uneven gain before the head."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = build(**TINY)
+    with torch.no_grad():
+        model.model.norm.weight.copy_(torch.linspace(0.9, 1.1, D))
+    model.save_pretrained(folder)
+    made = open_tokens(prepare(f"text:{corpus}", vocab_size=V, cache=folder.parent / "cache"))
+    (folder / "tokenizer.json").write_bytes((made.directory / "tokenizer.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(tmp_path_factory.getbasetemp() / "tokens"))
+
+
+def run(out: Path, source: Path, corpus: Path, interface: Interface = "pit-trainable", **changes: Any) -> TrainConfig:
+    values = {
+        "init_from": source, "data": f"text:{corpus}", "steps": 6, "batch_size": 4, "sequence_length": N,
+        "val_tokens": 128, "eval_every": 3, "lr": 2e-3, **changes,
+    }  # fmt: skip
+    return TrainConfig(out=out, interface=interface, settings=Settings(**values))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = load_data(resolve(config)).train
+    return Batches(tokens, batch_size=4, sequence_length=N, seed=0).batch(0)
+
+
+def test_each_arm_starts_where_transformers_says(tmp_path: Path, source: Path, corpus: Path) -> None:
+    ids, targets = first_batch(run(tmp_path, source, corpus))
+    whole = torch.cat([ids, targets[:, -1:]], 1)  # transformers shifts the labels itself
+    expected = mt.conversion_losses(AutoModelForCausalLM.from_pretrained(source), {"input_ids": whole})
+
+    def start(name: str, interface: Interface, **changes: Any) -> float:
+        train(run(tmp_path / name, source, corpus, interface, steps=1, **changes))
+        return lines(tmp_path / name / "metrics.jsonl")[0]["loss"]
+
+    assert start("transpose", "transpose") == pytest.approx(expected["source"], rel=1e-6)
+    assert start("untied", "untied") == pytest.approx(expected["source"], rel=1e-6)
+    assert start("bridge", "pit-frozen", bridge=True) == pytest.approx(expected["source"], rel=1e-5)
+    found = [expected["source"]]
+    for transform in ("identity", "head", "embedding"):
+        found.append(start(transform, "pit-trainable", init_transform=transform))
+        assert found[-1] == pytest.approx(expected[transform], rel=1e-5)
+    assert len({round(loss, 4) for loss in found}) == 4
+
+
+def test_rotation_keeps_the_function_where_the_last_gain_is_even(tmp_path: Path, corpus: Path, source: Path) -> None:
+    ids = torch.randint(3, V, (4, 12), generator=torch.Generator().manual_seed(1))
+
+    def error(gain: torch.Tensor, interface: Interface = "pit-trainable", transform: str = "rotation") -> float:
+        folder = tmp_path / f"checkpoint-{gain.std():.3f}"
+        model = build(**TINY, attention_bias=True, mlp_bias=True)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1:  # gains and biases that count
+                    parameter.uniform_(0.5, 1.5)
+                if name == "model.norm.weight":
+                    parameter.copy_(gain)
+        model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        started = build_model(resolve(run(tmp_path, folder, corpus, interface, init_transform=transform)))
+        E, W_out = (table.double() for table in started.interface.materialize())
+        assert torch.linalg.matrix_norm(W_out @ E - torch.eye(D, dtype=torch.float64)) < 1e-4
+        with torch.no_grad():
+            return difference(started(ids).float(), logits(model, ids))
+
+    even = torch.full((D,), 1.3)
+    assert error(even) < 1e-4 and error(even, "pit-frozen") < 1e-4
+    assert error(even, transform="head") > 0.02
+    uneven = torch.linspace(0.9, 1.1, D)
+    assert 1e-3 < error(uneven) < 0.5 * error(uneven, transform="head")
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "Gemma 3", "OPT", "Cohere"])
+def test_rotation_refuses_other_blocks_and_leaves_them(family: str) -> None:
+    from manifold_tying.tying.huggingface._rotate import rotate_residual_stream
+
+    model = build(family)
+    before = logits(model)
+    with pytest.raises(ValueError, match="expected blocks as in Llama"):
+        rotate_residual_stream(model)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=["all", "lora"])
+@pytest.mark.parametrize("interface", ARMS)
+def test_resumed_run_equals_uninterrupted_run(
+    interface: Interface, changes: dict[str, Any], tmp_path: Path, source: Path, corpus: Path
+) -> None:
+    whole = run(tmp_path / "whole", source, corpus, interface, checkpoint_every=2, **changes)
+    train(whole)
+    parts = dataclasses.replace(whole, out=tmp_path / "parts")
+
+    def stop(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, observer=stop)
+    train(dataclasses.replace(parts, resume=True))
+    for name in ("metrics.jsonl", "checkpoints/step-00000006/model.safetensors", "model/model.safetensors"):
+        assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
+
+
+@pytest.mark.parametrize("interface", ARMS)
+def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Path, source: Path, corpus: Path) -> None:
+    config = run(tmp_path / "run", source, corpus, interface, init_transform="rotation")
+    row = train(config)
+    written = tmp_path / "run/model"
+    model = mt.load(written) if interface.startswith("pit") else AutoModelForCausalLM.from_pretrained(written)
+    assert (written / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert isinstance(model.get_input_embeddings(), PITEmbedding) == interface.startswith("pit")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == (interface == "transpose")
+    tokens = load_data(resolve(config)).val
+    whole = torch.as_tensor(tokens.window(0, 128 + 1))
+    ids, targets = whole[:-1].view(-1, N), whole[1:].view(-1, N)
+    labels = torch.cat([ids, targets[:, -1:]], 1)
+    assert model(input_ids=labels, labels=labels).loss.item() == pytest.approx(row["val_loss"], rel=1e-5)
+    assert (row["defect"] is None) != interface.startswith("pit")
+    if interface.startswith("pit"):
+        assert row["defect"] <= 1e-6 and row["delta_ti"] < 1e-3 and row["cond_transform"] > 1
+        mt.export(model, tmp_path / "exported")
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+        assert difference(logits(stock, ids), logits(model, ids)) < 1e-5
+    else:
+        assert row["delta_ti"] > 1
+
+
+@pytest.mark.parametrize("interface", ARMS)
+def test_low_rank_updates_are_merged_and_touch_nothing_else(
+    interface: Interface, tmp_path: Path, source: Path, corpus: Path
+) -> None:
+    row = train(run(tmp_path / "run", source, corpus, interface, lora_rank=2, lr=2e-2, transform_lr=1e-2))
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "run/model"))
+    matrices = {name for name in before if name.endswith("_proj.weight")}
+    own = {name for name in after if ".interface." in name}
+    assert set(after) - own - {"lm_head.weight"} == set(before)
+    for name in before:
+        if name != "model.embed_tokens.weight" or not own:
+            assert torch.equal(before[name], after[name]) == (name not in matrices), name
+    shapes = [before[name].shape for name in matrices]
+    trained = sum(2 * (rows + columns) for rows, columns in shapes)
+    trained += {"pit-frozen": D * D, "pit-trainable": D * D + V * D}.get(interface, 0)
+    assert row["trainable_parameters"] == trained
+    if own:
+        assert row["defect"] <= 1e-6
+        mt.load(tmp_path / "run/model")
+
+
+def test_memory_and_transform_have_their_own_rates_and_no_decay(tmp_path: Path, source: Path, corpus: Path) -> None:
+    config = resolve(
+        run(tmp_path, source, corpus, weight_decay=0.1, memory_lr=3e-4, transform_lr=7e-4, retraction="cayley")
+    )
+    model = build_model(config)
+    optimizer = build_optimizer(model, config.settings)
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    of = {name: group_of[p] for name, p in model.named_parameters() if p.requires_grad}
+    memory = next(group for name, group in of.items() if "memory" in name)
+    factor = next(group for name, group in of.items() if "cholesky_factor" in name)
+    assert (memory["lr"], memory["weight_decay"]) == (3e-4, 0.0)
+    assert optimizer._manifolds[memory["params"][0]].retraction == "cayley"  # type: ignore[attr-defined]
+    assert (factor["lr"], factor["weight_decay"]) == (7e-4, 0.0)
+    weights = {name: group["weight_decay"] for name, group in of.items()}
+    assert all(decay == (0.1 if name.endswith("_proj.weight") else 0.0) for name, decay in weights.items())
+    assert not any(p.shape == (V, D) for p in clipped_parameters(model))
+
+
+def test_ablation_of_all_arms(tmp_path: Path, source: Path, corpus: Path) -> None:
+    arms = "transpose,untied,pit-frozen,pit-trainable+init_transform=rotation"
+    shared = run(tmp_path, source, corpus, steps=2).settings
+    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=2, settings=shared))
+    assert [row["arm"] for row in rows[:4]] == arms.split(",") and len(rows) == 8
+    described = json.loads((tmp_path / "out/experiment.json").read_text())
+    assert described["settings"]["init_from"] == str(source)
+    per_arm = described["arms"]
+    assert per_arm["pit-trainable+init_transform=rotation"]["init_transform"] == "rotation"
+
+
+def test_command_line(tmp_path: Path, source: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["--init-from", str(source), "--data", f"text:{corpus}", "--steps", "2", "--batch-size", "4"]
+    shared += ["--sequence-length", "16", "--val-tokens", "64"]
+    out = tmp_path / "out"
+    main(["train", *shared, "--interface", "pit-trainable", "--init-transform", "rotation", "--out", str(out)])
+    main(["inspect", str(out / "model")])
+    assert "PIT" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *shared, "--preset", "mini", "--out", str(tmp_path / "other")])
+    assert stopped.value.code == 2 and not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit):
+        main(["train", *shared[2:], "--init-from", str(tmp_path), "--out", str(tmp_path / "other")])
+    assert "there is no" in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "mini"}, "preset cannot be chosen with init_from"),
+        ({"body": "poet-block"}, "body cannot be chosen"),
+        ({"embedding_norm": True}, "embedding_norm cannot be chosen"),
+        ({"table_std": 0.1}, "table_std cannot be chosen"),
+        ({"init_transform": "hat"}, "unknown init_transform 'hat'; choose one of identity, head"),
+        ({"bridge": True, "init_transform": "identity"}, "init_transform or bridge, got both"),
+        ({"lora_rank": 0}, "expected lora_rank >= 1"),
+        ({"init_from": None, "lora_rank": 4}, "lora_rank needs init_from"),
+        ({"init_from": None, "init_transform": "rotation"}, "init_transform needs init_from"),
+        ({"sequence_length": 65}, "expected sequence_length <= 64"),
+    ],
+)
+def test_bad_settings(changes: dict[str, Any], message: str, tmp_path: Path, source: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(run(tmp_path / "out", source, corpus, **changes))
+
+
+def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
+    def refused(message: str, folder: Path, interface: Interface = "transpose", **changes: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            train(run(tmp_path / "out", folder, corpus, interface, **changes))
+        assert not (tmp_path / "out").exists()
+
+    refused("there is no .*config.json", tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text((source / "config.json").read_text())
+    refused("expected weights as safetensors", empty)
+    (empty / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    refused(r"there is no .*tokenizer.json", empty)
+    (empty / "tokenizer.json").write_text(Tokenizer.from_file(str(source / "tokenizer.json")).to_str() + "x")
+    refused(r"is not a tokenizer.json", empty)
+    (empty / "config.json").write_text('{"model_type": "no such"}')
+    refused("describes no model that transformers knows", empty)
+    untied = tmp_path / "untied"
+    build(**TINY, tie_word_embeddings=False).save_pretrained(untied)
+    (untied / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    refused("different tables", untied)
+    converted = tmp_path / "converted"
+    mt.save(mt.convert(build(**TINY)), converted)
+    (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    refused("converted already", converted, "pit-frozen")
