@@ -1,11 +1,23 @@
 """What every test gets: one thread, a fixed seed, and no access to the user's cache of corpora."""
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from training_runs import config, text
+
+import manifold_tying as mt
+from manifold_tying.training import train
+
+PROCESSES = 4
+PATIENCE = 900  # seconds; on an idle machine they take one or two minutes
 
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,3 +49,41 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["MANIFOLD_TYING_CACHE"]
     else:
         os.environ["MANIFOLD_TYING_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def process_environment() -> dict[str, str]:
+    """Of processes that tests start: this package, loopback, one thread."""
+    path = os.pathsep.join([str(Path(mt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="session")
+def four_processes(tmp_path_factory: pytest.TempPathFactory, process_environment: dict[str, str]) -> Path:
+    """The folder in which four processes have left what tests/distributed_worker.py says."""
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "runs").mkdir()
+    train(config(folder / "tokens are in the cache", text(folder / "runs"), steps=1))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    program = Path(__file__).with_name("distributed_worker.py")
+    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=process_environment))
+    try:
+        end = time.monotonic() + PATIENCE
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    codes = [p.returncode for p in processes]
+    assert codes == [0] * PROCESSES, "\n".join(
+        f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
+    )
+    return folder

@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py runs in each of four processes.
+"""What tests/test_distributed.py and tests/test_parallel_training.py run in each of four processes.
 
 Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
 ``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import training_worker
 from distributed_models import (
     FEW,
     KINDS,
     PROCESSES,
     RUNS,
     SHAPES,
+    SOME,
     STEPS,
     D,
     build,
@@ -41,7 +43,7 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
-PATIENCE = timedelta(seconds=440)  # processes wait while smaller groups work
+PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 
 
 class Group:
@@ -309,9 +311,10 @@ def replicated_twice(_: Group) -> dict[str, Any]:
 
 def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore("127.0.0.1", port, timeout=PATIENCE),
+        store=dist.PrefixStore("library", store),
         rank=rank,
         world_size=PROCESSES,
         timeout=PATIENCE,
@@ -333,10 +336,11 @@ def main(rank: int, folder: Path, port: int) -> None:
     for group in (groups[0], groups[2], groups[3]):
         run("resumed", group, resumed, folder / "checkpoint")
     run("hsdp", groups[3], replicated_twice)
-    for group in groups:
+    for (arm, layout), sizes in RUNS.items():
+        for size in sizes:
+            run(f"{arm} {layout}", groups[size - 1], trained, arm, layout)
+    for group in (groups[size - 1] for size in SOME):
         run("moved", group, moved)
-        for arm, layout in RUNS:
-            run(f"{arm} {layout}", group, trained, arm, layout)
         for arm in ("untied", "pit-trainable"):
             run(f"{arm} from meta", group, from_meta, arm)
         run("scores", group, scores_of)
@@ -344,6 +348,7 @@ def main(rank: int, folder: Path, port: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+    training_worker.work(rank, folder / "runs", store)
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_offered(
     else:
         file.unlink()
     before = (run.out / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"damaged: .* Delete it to go on from step-00000010"):
+    with pytest.raises(ValueError, match=r"damaged: .* --resume-from step-00000010"):
         train(dataclasses.replace(run, resume=True))
     assert (run.out / "metrics.jsonl").read_bytes() == before
 
