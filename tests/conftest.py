@@ -4,20 +4,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from training_runs import config, text
 
 import manifold_tying as mt
-from manifold_tying.training import train
 
 PROCESSES = 4
-PATIENCE = 900  # seconds; on an idle machine they take one or two minutes
+PATIENCE = 900  # seconds; on an idle machine they take one minute
 
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,19 +58,20 @@ def process_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def four_processes(tmp_path_factory: pytest.TempPathFactory, process_environment: dict[str, str]) -> Path:
-    """The folder in which four processes have left what tests/distributed_worker.py says."""
-    folder = tmp_path_factory.mktemp("processes")
-    (folder / "runs").mkdir()
-    train(config(folder / "tokens are in the cache", text(folder / "runs"), steps=1))
+def run_four_processes(process_environment: dict[str, str]) -> Callable[[str, Path], None]:
+    """Run a program of this folder in four processes, which write to the given one."""
+    return partial(_run_four_processes, process_environment)
+
+
+def _run_four_processes(environment: dict[str, str], name: str, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    program = Path(__file__).with_name("distributed_worker.py")
+    program = Path(__file__).with_name(name)
     logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
             command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
-            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=process_environment))
+            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
     try:
         end = time.monotonic() + PATIENCE
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
@@ -86,4 +86,3 @@ def four_processes(tmp_path_factory: pytest.TempPathFactory, process_environment
     assert codes == [0] * PROCESSES, "\n".join(
         f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
     )
-    return folder

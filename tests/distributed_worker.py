@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py and tests/test_parallel_training.py run in each of four processes.
+"""What tests/test_distributed.py runs in each of four processes.
 
 Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
 ``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import training_worker
 from distributed_models import (
     FEW,
     KINDS,
@@ -311,10 +310,9 @@ def replicated_twice(_: Group) -> dict[str, Any]:
 
 def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("library", store),
+        store=dist.TCPStore("127.0.0.1", port, timeout=PATIENCE),
         rank=rank,
         world_size=PROCESSES,
         timeout=PATIENCE,
@@ -348,7 +346,6 @@ def main(rank: int, folder: Path, port: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-    training_worker.work(rank, folder / "runs", store)
 
 
 if __name__ == "__main__":

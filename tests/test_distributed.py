@@ -7,7 +7,6 @@ compared with what this process computes without any of it.
 import json
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +32,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(four_processes: Path) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> list[dict[str, Any]]:
     """What each process wrote."""
-    return [json.loads((four_processes / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+    folder = tmp_path_factory.mktemp("processes")
+    run_four_processes("distributed_worker.py", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
 @cache

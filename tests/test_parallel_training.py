@@ -24,9 +24,12 @@ CASES = [(name, size) for name, (sizes, _, _) in RUNS.items() for size in sizes]
 
 
 @pytest.fixture(scope="module")
-def folder(four_processes: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> Path:
     """What the four processes left."""
-    return four_processes / "runs"
+    folder = tmp_path_factory.mktemp("runs")
+    train(config(folder / "tokens are in the cache", text(folder), steps=1))
+    run_four_processes("training_worker.py", folder)
+    return folder
 
 
 @cache
@@ -89,6 +92,9 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
             assert "step 1 of pit-trainable, seed 0: the loss is" in said[f"nan {parallel}"]
         assert "parameter blocks.1.mlp.down.weight holds NaN" in said["nan ddp"]
         assert "the loss is nan" in said["nan fsdp"] and "blocks.0." in said["nan fsdp"]
+        assert said["ablation"] == json.dumps(json.loads((folder / "ablation/summary.json").read_text()))
+        stopped, finished = json.loads(said["ablation"])
+        assert "step 1 of untied" in stopped["failed"] and finished["arm"] == "transpose" and finished["val_loss"] > 0
         assert "holds a run already" in said["again"]
         assert "parallel=none does not go with 2 processes" in said["none"]
         assert "a sequence for each of 2 processes" in said["few"]
@@ -98,7 +104,7 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
 
 def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
     assert_same(lines(folder / "terminated"), lines(folder / "fsdp 2"))
-    log = (folder.parent / "0.log").read_text()
+    log = (folder / "0.log").read_text()
     assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
 
 

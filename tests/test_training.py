@@ -289,7 +289,7 @@ def test_failed_save_leaves_no_checkpoint(tmp_path: Path, corpus: Path, monkeypa
         if path.name.startswith("optimizer"):
             raise OSError("disk full")
 
-    monkeypatch.setattr("manifold_tying.training._checkpoint.save_file", fail)
+    monkeypatch.setattr("manifold_tying.training._tensors.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         train(config(tmp_path / "run", corpus, steps=2))
     assert not list((tmp_path / "run/checkpoints").iterdir())

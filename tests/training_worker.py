@@ -1,23 +1,27 @@
-"""The part of distributed_worker.py that tests/test_parallel_training.py reads: runs of groups of 2, 3 and 4 processes.
+"""What tests/test_parallel_training.py runs in each of four processes: ``python training_worker.py RANK FOLDER PORT``.
 
-Writes what went wrong where it should to ``FOLDER/RANK.json``.
+Groups of 2, 3 and 4 of them train one after another, so that one start of the interpreter serves them all. (A start of its own
+all the same: DTensor remembers the groups of equal meshes, and those of distributed_worker.py are gone by then.) Writes
+what went wrong where it should to ``FOLDER/RANK.json``.
 """
 
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from training_runs import RUNS, config
 
+from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training import _loop as loop
-from manifold_tying.training import train
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 SIZES = (2, 3, 4)
@@ -49,10 +53,12 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
 
     def poisoned(run: Any) -> Any:
         model = real(run)
-        if rank == 1 and run.settings.parallel == "ddp":
+        if rank != 1 or run.interface == "transpose":
+            return model
+        if run.settings.parallel == "ddp":
             weight = dict(model.named_parameters())["blocks.1.mlp.down.weight"]
             weight.register_hook(lambda grad: grad * float("nan"))
-        elif rank == 1:  # FSDP2 has other parameters
+        else:  # FSDP2 has other parameters
             model.blocks[1].mlp.down.register_forward_hook(lambda module, args, out: out * float("nan"))
         return model
 
@@ -61,6 +67,9 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
         for parallel in ("ddp", "fsdp"):
             run = config(folder / f"nan {parallel}", corpus, parallel=parallel)
             found[f"nan {parallel}"] = said(lambda run=run: train(run))  # type: ignore[misc]
+        settings = config(folder, corpus, steps=2, parallel="ddp").settings
+        rows = ablate(AblateConfig(out=folder / "ablation", arms="untied,transpose", seeds=1, settings=settings))
+        found["ablation"] = json.dumps(rows)
     finally:
         vars(loop)["build_model"] = real
     found["again"] = said(lambda: train(config(folder / "fsdp 2", corpus, parallel="fsdp")))
@@ -88,8 +97,9 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
     return found
 
 
-def work(rank: int, folder: Path, store: dist.Store) -> None:
-    """All of it, in a process that is in no group."""
+def main(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
     corpus = folder / "sums.txt"
     found: dict[str, str] = {}
     for size in SIZES:
@@ -112,3 +122,7 @@ def work(rank: int, folder: Path, store: dist.Store) -> None:
                     settings = {**settings, "parallel": parallel}
                     train(config(copy, corpus, interface, resume_from="step-00000006", **settings))
     (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -19,6 +19,7 @@ from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve, used_rates
 from manifold_tying.training._record import finite
+from manifold_tying.training._step import Diverged
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
@@ -129,8 +130,8 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
     try:
         return finite(train(run, arm=arm, observer=observer))
     except (ValueError, OSError, RuntimeError) as error:
-        if processes.size > 1 and not isinstance(error, ValueError | OSError):
-            raise  # the processes are no longer at the same place
+        if processes.size > 1 and not isinstance(error, Diverged):
+            raise  # the others may not have met it, and are then no longer at the same place
         return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
 
 

@@ -9,14 +9,11 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +22,7 @@ from manifold_tying.optim import MergeSchedule
 from manifold_tying.training._files import digest, flush_to_disk
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
+from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
 
 FORMAT = 3
 KEPT = 2  # newest checkpoints of a run
@@ -61,9 +59,9 @@ def save_checkpoint(
     try:
         processes.first(lambda: _make_empty(draft))
         if any(linalg.is_distributed(tensor) for part in parts.values() for tensor in part.values()):
-            files = processes.gather(processes.together(lambda: _write_shards(draft, parts, processes.rank)))
+            files = processes.gather(processes.together(lambda: write_shards(draft, parts, processes.rank)))
         else:
-            files = [processes.first(lambda: _write_whole(draft, parts))]
+            files = [processes.first(lambda: write_tensors(draft, parts))]
         digests = {name: value for found in files for name, value in found.items()}
         processes.first(lambda: _publish(draft, final, {**content, "files": digests}))
     finally:
@@ -129,14 +127,14 @@ def export_model(path: Path, out: Path) -> None:
     """Write the model of a checkpoint to ``OUT/model.safetensors``, whole, and what is known of it to ``OUT/state.json``."""
     state = read_state(path)
     check_files(path, state)
-    found = {k: v for k, v in _shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
+    found = {k: v for k, v in read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
     tensors = {k: torch.empty(shape, dtype=dtype) for k, (shape, dtype) in found.items()}
-    _fill(path, tensors)
+    read_tensors(path, tensors)
     out.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "step": state["step"], "config": state["config"]}
     _make_empty(draft := out.with_name(f".{out.name}.draft"))
     try:
-        _save(tensors, draft / _MODEL)
+        write_file(tensors, draft / _MODEL)
         _write_state(draft, {**content, "files": {_MODEL: digest(draft / _MODEL)}})
         for name in (_MODEL, STATE):
             os.replace(draft / name, out / name)
@@ -189,7 +187,7 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
 
 def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, probes: Probes | None) -> dict[str, Tensor]:
     """Every tensor of the checkpoint that is wanted, this process's part of it."""
-    shapes = _shapes(path)
+    shapes = read_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
     expected = {k: v.shape for k, v in tensors.items()}
     found = {k: shape for k, (shape, _) in shapes.items() if not k.startswith(("optimizer.", "probes."))}
@@ -206,7 +204,7 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, probes: Pro
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for name in [name for name in shapes if name.startswith("optimizer.")]:
             tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
-    _fill(path, tensors)
+    read_tensors(path, tensors)
     return tensors
 
 
@@ -216,54 +214,6 @@ def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def _shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    try:
-        metadata: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except SafetensorError as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}. {_advice(path)}") from error
-    return {name: (found.size, found.properties.dtype) for name, found in metadata.items()}
-
-
-def _fill(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Read this process's part of each tensor; no process waits for another."""
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
-
-
-def _write_whole(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    for name, tensors in parts.items():
-        _save(tensors, draft / name)
-    return {name: digest(draft / name) for name in parts}
-
-
-def _write_shards(draft: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, str]:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-        dcp.save({k: v for part in parts.values() for k, v in part.items()}, storage_writer=writer)
-    except CheckpointException as error:  # on every process, with what went wrong on each
-        raise OSError(f"cannot write {draft}: {next(iter(error.failures.values()))[0]}") from error
-    mine = list(draft.glob(f"shard-{rank + 1:05d}-*"))
-    for file in mine:
-        flush_to_disk(file)
-    return {file.name: digest(file) for file in mine}
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, file)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {file}: {error}") from error
-    flush_to_disk(file)
 
 
 def _make_empty(folder: Path) -> None:

@@ -3,82 +3,33 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.models import Llama
-from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters, rate_factor
 from manifold_tying.training._checkpoint import (
     checkpoints,
     find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
     set_newer_aside,
 )
 from manifold_tying.training._config import TrainConfig, check_device
-from manifold_tying.training._evaluation import Batch, autocast, describe_interface, evaluate
+from manifold_tying.training._evaluation import describe_interface, evaluate
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import peak_memory, reset_peak_memory
 from manifold_tying.training._probes import Probes
-from manifold_tying.training._processes import LossOf, Processes, without_sync
+from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._record import METRICS, Record, finite
 from manifold_tying.training._signals import EXIT_STATUS, Termination, termination
+from manifold_tying.training._step import Diverged, Run, gradients, usable, why
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
-from manifold_tying.tying import PIT
 
 CONFIG, RESULT = "config.json", "result.json"
 MOST_SKIPPED = 10  # steps in a row, with on_nan="skip"
 Observer = Callable[[dict[str, Any]], None]
-
-
-class Diverged(ValueError):
-    """Loss or gradient became NaN or Inf, on all processes alike."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the steps of a run need."""
-
-    config: TrainConfig
-    arm: str
-    processes: Processes
-    model: Llama
-    loss_of: LossOf
-    optimizer: RiemannianAdam
-    schedule: MergeSchedule | None
-    probes: Probes
-    batches: Batches
-    held_out: list[Batch]
-
-    def save(self, step: int) -> Path:
-        return save_checkpoint(
-            self.config.out,
-            step,
-            self.model,
-            self.optimizer,
-            self.config.as_json(),
-            schedule=self.schedule,
-            probes=self.probes,
-            processes=self.processes,
-        )
-
-    def load(self, path: Path) -> int:
-        return load_checkpoint(
-            path,
-            self.model,
-            self.optimizer,
-            self.config.as_json(),
-            schedule=self.schedule,
-            probes=self.probes,
-            processes=self.processes,
-        )
 
 
 def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | None = None) -> dict[str, Any]:
@@ -118,7 +69,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     optimizer = build_optimizer(model, settings)
     schedule = build_merges(model, optimizer, settings)
     probes = Probes(model, schedule)
-    run = _Run(config, arm, processes, model, loss_of, optimizer, schedule, probes, batches, held_out)
+    run = Run(config, arm, processes, model, loss_of, optimizer, schedule, probes, batches, held_out)
     start = _open_folder(run)
     record: Record | None = None
     try:
@@ -159,7 +110,7 @@ def discard(value: object) -> None:
     """What is not to be sent to the others."""
 
 
-def _open_folder(run: _Run) -> int:
+def _open_folder(run: Run) -> int:
     """Make the run's folder or find the checkpoint to go on from; returns the step that was reached."""
     config, processes = run.config, run.processes
     path = processes.first(lambda: _checkpoint_of(config))
@@ -192,7 +143,7 @@ def _checkpoint_of(config: TrainConfig) -> Path | None:
     return saved[-1] if saved else None
 
 
-def _steps(run: _Run, record: Record | None, start: int, observer: Observer | None, terminated: Termination) -> None:
+def _steps(run: Run, record: Record | None, start: int, observer: Observer | None, terminated: Termination) -> None:
     """The steps that are missing; there is an evaluation after the last one."""
     settings, processes, optimizer, schedule = run.config.settings, run.processes, run.optimizer, run.schedule
     device = torch.device(settings.device)
@@ -209,11 +160,11 @@ def _steps(run: _Run, record: Record | None, start: int, observer: Observer | No
         factor = rate_factor(step, settings)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
-        loss, stops = _gradients(run, run.batches.batch(step), device, terminated)
+        loss, stops = gradients(run, run.batches.batch(step), device, terminated)
         norm = linalg.whole(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
         done = step + 1
-        usable = _usable(run, loss, norm)
-        if usable:
+        taken = usable(run, loss, norm)
+        if taken:
             skipped = 0
             most = schedule.clip(settings.clip) if schedule else settings.clip
             torch.nn.utils.clip_grads_with_norm_(clipped, most, norm)
@@ -221,14 +172,14 @@ def _steps(run: _Run, record: Record | None, start: int, observer: Observer | No
         else:
             skipped += 1
             if settings.on_nan == "stop" or skipped == MOST_SKIPPED:
-                raise Diverged(_why(run, done, loss, skipped))
+                raise Diverged(why(run, done, loss, skipped))
         metrics: dict[str, Any] = {
             "step": done,
             "tokens": done * settings.tokens_per_step,
             "loss": loss.item(),
             "lr": settings.lr * factor if settings.lr else 0.0,
             "grad_norm": norm.item(),
-            **({} if usable else {"skipped": True}),
+            **({} if taken else {"skipped": True}),
         }
         seconds = time.perf_counter() - began
         if schedule is not None:
@@ -258,61 +209,7 @@ def _steps(run: _Run, record: Record | None, start: int, observer: Observer | No
             raise SystemExit(EXIT_STATUS)
 
 
-def _gradients(run: _Run, batch: Batch, device: torch.device, terminated: Termination) -> tuple[Tensor, bool]:
-    """Gradients of one step's mean loss over its parts; returns that loss and whether any of several processes is to stop."""
-    settings, processes = run.config.settings, run.processes
-    for p in run.model.parameters():
-        p.grad = None
-    total = torch.zeros(2, device=device)  # the loss; whether to stop
-    parts = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
-    for number, (ids, targets) in enumerate(parts, start=1):
-        here, whole = processes.share(ids), len(ids)
-        with without_sync(run.loss_of, number < len(parts)):
-            with autocast(device):
-                loss = run.loss_of(
-                    here.to(device, non_blocking=True), processes.share(targets).to(device, non_blocking=True)
-                )
-            share = len(here) / whole
-            total[0] += loss.detach() * share / settings.accumulate
-            # DDP and FSDP2 average over the processes, whose shares may differ in size.
-            penalized = loss * (share * processes.size) + _penalty(run.config, run.model)
-            (penalized / settings.accumulate).backward()
-    if processes.size == 1:
-        return total[0], False
-    total[1] = float(terminated.requested)
-    processes.total(total)
-    return total[0], bool(total[1] > 0)
-
-
-def _usable(run: _Run, loss: Tensor, norm: Tensor) -> bool:
-    """Whether loss and all gradients are finite; every process comes to the same answer."""
-    interface = [
-        p.grad for p in run.model.interface.parameters() if p.grad is not None
-    ]  # the memory is not in ``norm``
-    others = [linalg.whole(torch.nn.utils.get_total_norm(interface))] if interface else []
-    return bool(torch.stack([loss, norm, *others]).isfinite().all())
-
-
-def _why(run: _Run, step: int, loss: Tensor, skipped: int) -> str:
-    """What is not finite, and what to do."""
-    names = [
-        name
-        for name, p in run.model.named_parameters()
-        if p.grad is not None and not linalg.local(p.grad).isfinite().all()
-    ]
-    bad = [name for found in run.processes.gather(names) for name in found]
-    names = list(dict.fromkeys(bad))
-    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
-    text = f"step {step} of {run.arm}, seed {run.config.seed}: the loss is {loss.item():g}, the {what}"
-    if skipped > 1:
-        text += f", for the {skipped}th step in a row"
-    saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
-    kept = f"; {saved[-1]} is kept, and --resume goes on from it" if saved else ""
-    return f"{text}{kept}. Lower the learning rate, or leave single steps out with --on-nan skip"
-
-
-def _write_row(run: _Run, record: Record | None) -> dict[str, Any]:
+def _write_row(run: Run, record: Record | None) -> dict[str, Any]:
     assert record is not None, "the process that writes has a record"
     settings, last = run.config.settings, record.last
     row = {
@@ -329,13 +226,6 @@ def _write_row(run: _Run, record: Record | None) -> dict[str, Any]:
     }
     write_whole(run.config.out / RESULT, json.dumps(finite(row), indent=1).encode())
     return row
-
-
-def _penalty(config: TrainConfig, model: Llama) -> Tensor | float:
-    log_det, diagonal = config.settings.log_det_penalty, config.settings.diagonal_penalty
-    if (log_det or diagonal) and isinstance(model.interface, PIT):
-        return model.interface.penalty(log_det=log_det, diagonal_scale=diagonal)
-    return 0.0
 
 
 def _mean(values: list[float]) -> float:
