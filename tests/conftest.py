@@ -1,11 +1,22 @@
 """What every test gets: one thread, a fixed seed, and no access to the user's cache of corpora."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+import manifold_tying as mt
+
+PROCESSES = 4
+PATIENCE = 900  # seconds; on an idle machine they take one minute
 
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,3 +48,41 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["MANIFOLD_TYING_CACHE"]
     else:
         os.environ["MANIFOLD_TYING_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def process_environment() -> dict[str, str]:
+    """Of processes that tests start: this package, loopback, one thread."""
+    path = os.pathsep.join([str(Path(mt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="session")
+def run_four_processes(process_environment: dict[str, str]) -> Callable[[str, Path], None]:
+    """Run a program of this folder in four processes, which write to the given one."""
+    return partial(_run_four_processes, process_environment)
+
+
+def _run_four_processes(environment: dict[str, str], name: str, folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    program = Path(__file__).with_name(name)
+    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+    try:
+        end = time.monotonic() + PATIENCE
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    codes = [p.returncode for p in processes]
+    assert codes == [0] * PROCESSES, "\n".join(
+        f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
+    )

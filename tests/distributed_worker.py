@@ -21,6 +21,7 @@ from distributed_models import (
     PROCESSES,
     RUNS,
     SHAPES,
+    SOME,
     STEPS,
     D,
     build,
@@ -41,7 +42,7 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
-PATIENCE = timedelta(seconds=440)  # processes wait while smaller groups work
+PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 
 
 class Group:
@@ -333,10 +334,11 @@ def main(rank: int, folder: Path, port: int) -> None:
     for group in (groups[0], groups[2], groups[3]):
         run("resumed", group, resumed, folder / "checkpoint")
     run("hsdp", groups[3], replicated_twice)
-    for group in groups:
+    for (arm, layout), sizes in RUNS.items():
+        for size in sizes:
+            run(f"{arm} {layout}", groups[size - 1], trained, arm, layout)
+    for group in (groups[size - 1] for size in SOME):
         run("moved", group, moved)
-        for arm, layout in RUNS:
-            run(f"{arm} {layout}", group, trained, arm, layout)
         for arm in ("untied", "pit-trainable"):
             run(f"{arm} from meta", group, from_meta, arm)
         run("scores", group, scores_of)

@@ -73,13 +73,13 @@ def test_every_arm_and_seed_is_in_the_summary(tmp_path: Path, corpus: Path) -> N
 
 def test_all_arms_of_a_seed_see_the_same_batches(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[torch.Tensor]] = {}
-    real = loop._gradients
+    real = loop.gradients
 
-    def spy(config: Any, model: Any, loss_of: Any, batch: Any, device: Any) -> torch.Tensor:
-        seen.setdefault(config.out.name, []).append(torch.stack(batch))
-        return real(config, model, loss_of, batch, device)
+    def spy(run: Any, batch: Any, *rest: Any) -> Any:
+        seen.setdefault(run.config.out.name, []).append(torch.stack(batch))
+        return real(run, batch, *rest)
 
-    monkeypatch.setattr(loop, "_gradients", spy)
+    monkeypatch.setattr(loop, "gradients", spy)
     ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
     stacks = {name: torch.stack(batches) for name, batches in seen.items()}
     for arm in ARMS:

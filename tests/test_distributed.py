@@ -1,23 +1,16 @@
 """Many processes against one: points as row-sharded DTensors, models under FSDP2 and DDP, tables split by vocabulary.
 
-Four processes on loopback run tests/distributed_worker.py once; the tests here compare what groups of 1, 2, 3 and 4 of them
-found with what this process computes without any of it.
+Four processes on loopback run tests/distributed_worker.py once (conftest.py); what groups of 1, 2, 3 and 4 of them found is
+compared with what this process computes without any of it.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
-from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed_models import (
     FEW,
     KINDS,
@@ -25,6 +18,7 @@ from distributed_models import (
     PROCESSES,
     RUNS,
     SHAPES,
+    SOME,
     STEPS,
     D,
     V,
@@ -35,38 +29,13 @@ from distributed_models import (
 import manifold_tying as mt
 
 pytestmark = pytest.mark.slow
-SIZES = range(1, PROCESSES + 1)
-PATIENCE = 450  # seconds; on an idle machine it takes one
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> list[dict[str, Any]]:
     """What each process wrote."""
     folder = tmp_path_factory.mktemp("processes")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    program = Path(__file__).with_name("distributed_worker.py")
-    path = os.pathsep.join([str(Path(mt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
-            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-    try:
-        end = time.monotonic() + PATIENCE
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.1)
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    codes = [p.returncode for p in processes]
-    assert codes == [0] * PROCESSES, "\n".join(
-        f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
-    )
+    run_four_processes("distributed_worker.py", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
@@ -77,8 +46,9 @@ def alone(arm: str) -> list[float]:
     return train(model, model.loss)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("arm", "layout"), RUNS)
+@pytest.mark.parametrize(
+    ("arm", "layout", "size"), [(arm, layout, size) for (arm, layout), sizes in RUNS.items() for size in sizes]
+)
 def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found: list[dict[str, Any]]) -> None:
     assert alone(arm)[-1] < alone(arm)[0] - 0.1  # it learns, so that there is something to miss
     for rank in range(size):
@@ -88,8 +58,9 @@ def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found
             assert result["defect"] <= 1e-6 and abs(result["sharded defect"] - result["defect"]) < 1e-9
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("layout", "size"), [(layout, size) for layout in ("fsdp", "ddp") for size in RUNS["poet", layout]]
+)
 def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[dict[str, Any]]) -> None:
     expected = build("poet")
     train(expected, expected.loss)
@@ -124,7 +95,7 @@ def test_saved_by_two_and_resumed_by_others(found: list[dict[str, Any]]) -> None
                 assert state == {"step": [], "exp_avg": shape, "exp_avg_sq": shape}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_points_move_as_on_one_process(
@@ -142,11 +113,11 @@ def test_a_step_sums_two_gram_matrices_and_gathers_nothing(found: list[dict[str,
         step = [1, 2 * square, 2 * square]  # whether all is finite; XᵀG and YᵀY of both points at once
         if shape == (150, 130):  # nearly square, so that steps of this length lose digits: once more for YᵀY
             step.append(2 * square)
-        for size in SIZES:
+        for size in SOME:
             assert found[0][f"moved {size}"][f"{shape} element"]["sums"] == made + 5 * step
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: list[dict[str, Any]]) -> None:
     for arm, tolerance in (("untied", 0.0), ("pit-trainable", 2e-7)):
         torch.manual_seed(5)
@@ -158,13 +129,13 @@ def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: 
                 torch.testing.assert_close(torch.tensor(result[name]), table, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 def test_logits_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) -> None:
     for rank in range(size):
         assert max(found[rank][f"scores {size}"].values()) < 1e-5
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 def test_all_processes_agree_on_what_is_not_finite(size: int, found: list[dict[str, Any]]) -> None:
     for rank in range(size):
         result = found[rank][f"not finite {size}"]

@@ -267,7 +267,7 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_offered(
     else:
         file.unlink()
     before = (run.out / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"damaged: .* Delete it to go on from step-00000010"):
+    with pytest.raises(ValueError, match=r"damaged: .* --resume-from step-00000010"):
         train(dataclasses.replace(run, resume=True))
     assert (run.out / "metrics.jsonl").read_bytes() == before
 
@@ -289,7 +289,7 @@ def test_failed_save_leaves_no_checkpoint(tmp_path: Path, corpus: Path, monkeypa
         if path.name.startswith("optimizer"):
             raise OSError("disk full")
 
-    monkeypatch.setattr("manifold_tying.training._checkpoint.save_file", fail)
+    monkeypatch.setattr("manifold_tying.training._tensors.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         train(config(tmp_path / "run", corpus, steps=2))
     assert not list((tmp_path / "run/checkpoints").iterdir())

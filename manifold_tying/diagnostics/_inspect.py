@@ -58,6 +58,8 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = _read_json(folder / "state.json")
+    if not (folder / _WHOLE).exists() and any(folder.glob("shard-*")):
+        raise ValueError(f"{folder} was saved in shards; make one file of it with manifold-tying export {folder} OUT")
     where = dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
     names = [name for name in where if name.startswith(_OURS)]
     tensors = {name.removeprefix(_OURS): tensor for name, tensor in _read(folder, where, names).items()}

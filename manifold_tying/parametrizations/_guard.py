@@ -21,7 +21,7 @@ def check_norm(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
     worst, name, norm = _LARGEST_DEFECT, None, 0.0
     for path, part, stored in found:
         if part.terms is not None:
-            largest = float(skew_norm(part, stored))
+            largest = float(skew_norm(part, linalg.whole(stored)))
             if not series_defect(largest, part.terms) <= worst:  # NaN as well
                 worst, name, norm = series_defect(largest, part.terms), path, largest
     if name is not None:

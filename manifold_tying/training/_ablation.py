@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import torch
 
 from manifold_tying.training._config import POET_SETTINGS, Body, Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
-from manifold_tying.training._loop import CONFIG, RESULT, Observer, load_data, train
+from manifold_tying.training._loop import CONFIG, RESULT, Observer, discard, load_data_together, train
 from manifold_tying.training._machine import machine
+from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve, used_rates
 from manifold_tying.training._record import finite
+from manifold_tying.training._step import Diverged
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
@@ -36,6 +39,8 @@ class AblateConfig:
     tables; each may change settings: pit-trainable+memory_lr=0.003+body=poet-block."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
+    dry_run: bool = False
+    """Train nothing and print one command per run, for a scheduler; ablate afterwards only collects their results."""
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -92,23 +97,63 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
         started: called as (name of the run, its number, number of runs) before each; returns that run's observer.
     """
     runs = config.runs()
-    for _, run in runs:
-        check_folder(run)
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
-    except OSError as error:
-        raise ValueError(f"cannot write to {config.out}: {error.strerror}; choose a folder that is writable") from error
+    processes = Processes.of(config.settings)
+
+    def open_folder() -> None:
+        for _, run in runs:
+            check_folder(run)
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+            write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {config.out}: {error.strerror}; choose a folder that is writable"
+            ) from error
+
+    processes.first(open_folder)
     rows: list[dict[str, Any]] = []
     for i, (arm, run) in enumerate(runs):
-        result = run.out / RESULT
-        if result.exists():
-            rows.append(json.loads(result.read_text()))
-        else:
+        row = processes.first(lambda run=run: _finished(run))  # type: ignore[misc]
+        if row is None:
             observer = started(run.out.name, i, len(runs)) if started else None
-            rows.append(finite(train(dataclasses.replace(run, resume=True), arm=arm, observer=observer)))
-        write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode())
+            row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
+        rows.append({**row, "arm": arm})
+        processes.first(lambda: discard(write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode())))
     return rows
+
+
+def _finished(run: TrainConfig) -> dict[str, Any] | None:
+    result = run.out / RESULT
+    return json.loads(result.read_text()) if result.exists() else None
+
+
+def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: Processes) -> dict[str, Any]:
+    """The run's row; where it stops, a row that says why under "failed", and the other arms go on."""
+    try:
+        return finite(train(run, arm=arm, observer=observer))
+    except (ValueError, OSError, RuntimeError) as error:
+        if processes.size > 1 and not isinstance(error, Diverged):
+            raise  # the others may not have met it, and are then no longer at the same place
+        return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
+
+
+def commands(config: AblateConfig) -> list[str]:
+    """One command per arm and seed, quoted for a shell, that does what :func:`ablate` does for it."""
+    lines = []
+    for _, run in config.runs():
+        words = ["manifold-tying", "train", "--out", str(run.out), "--interface", run.interface]
+        words += ["--seed", str(run.seed), "--resume"]
+        for field in dataclasses.fields(Settings):
+            value = getattr(run.settings, field.name)
+            flag = f"--{field.name.replace('_', '-')}"
+            if value == field.default:
+                continue
+            if isinstance(value, bool) and field.default is False:
+                words.append(flag)
+            else:
+                words += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+        lines.append(shlex.join(words))
+    return lines
 
 
 def check_folder(run: TrainConfig) -> None:
@@ -123,13 +168,13 @@ def check_folder(run: TrainConfig) -> None:
 
 def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> None:
     """Bring every arm's tokens into the cache, so that no run's time contains it."""
-    seen = set()
+    seen, processes = set(), Processes.of(config.settings)
     for _, run in config.runs():
         s = run.settings
         key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step)
         if key not in seen:
             seen.add(key)
-            load_data(run, progress)
+            load_data_together(run, processes, progress)
 
 
 def _describe(config: AblateConfig) -> dict[str, Any]:

@@ -1,5 +1,11 @@
-"""Checkpoints: a folder of safetensors and JSON, written beside its place and renamed, read without executing anything."""
+"""Checkpoints: a folder of safetensors and JSON, written beside its place and renamed, read without executing anything.
 
+A run of one process, or under DDP, writes whole tensors: model.safetensors, optimizer.safetensors, probes.safetensors. A
+sharded run writes one file per process by torch.distributed.checkpoint in its safetensors form, which unlike its usual one
+keeps no pickle. Both are read in the same way, by any number of processes.
+"""
+
+import hashlib
 import json
 import os
 import shutil
@@ -7,18 +13,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule
+from manifold_tying.training._files import digest, flush_to_disk
 from manifold_tying.training._probes import Probes
+from manifold_tying.training._processes import Processes
+from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 KEPT = 2  # newest checkpoints of a run
 _FOLDER = "checkpoints"
-_MODEL, _OPTIMIZER, _PROBES, _STATE = "model.safetensors", "optimizer.safetensors", "probes.safetensors", "state.json"
+_MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
+STATE = "state.json"
+_ALONE = Processes()
 
 
 def save_checkpoint(
@@ -30,36 +41,55 @@ def save_checkpoint(
     *,
     schedule: MergeSchedule | None = None,
     probes: Probes | None = None,
+    processes: Processes = _ALONE,
 ) -> Path:
-    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``."""
+    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``; all processes of a run call it."""
     final = run / _FOLDER / f"step-{step:08d}"
-    draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    draft = final.with_name(f".{final.name}.draft")
+    state = optimizer.state_dict()
+    parts = {
+        _MODEL: model.state_dict(),
+        _OPTIMIZER: {f"optimizer.{i}.{k}": v for i, values in state["state"].items() for k, v in values.items()},
+        _PROBES: {f"probes.{k}": v for k, v in probes.state_dict().items()} if probes else {},
+    }
+    content = {
+        "format": FORMAT, "step": step, "config": config, "processes": processes.size,
+        "param_groups": state["param_groups"], "schedule": schedule.state_dict() if schedule else None,
+    }  # fmt: skip
     try:
-        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, draft / _MODEL)
-        state = optimizer.state_dict()
-        tensors = {f"{i}.{k}": v.contiguous() for i, values in state["state"].items() for k, v in values.items()}
-        save_file(tensors, draft / _OPTIMIZER)
-        save_file(probes.state_dict() if probes else {}, draft / _PROBES)
-        sizes = {name: (draft / name).stat().st_size for name in (_MODEL, _OPTIMIZER, _PROBES)}
-        content = {
-            "format": FORMAT, "step": step, "config": config, "sizes": sizes, "param_groups": state["param_groups"],
-            "schedule": schedule.state_dict() if schedule else None,
-        }  # fmt: skip
-        (draft / _STATE).write_text(json.dumps(content, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(draft, final)
+        processes.first(lambda: _make_empty(draft))
+        if any(linalg.is_distributed(tensor) for part in parts.values() for tensor in part.values()):
+            files = processes.gather(processes.together(lambda: write_shards(draft, parts, processes.rank)))
+        else:
+            files = [processes.first(lambda: write_tensors(draft, parts))]
+        digests = {name: value for found in files for name, value in found.items()}
+        processes.first(lambda: _publish(draft, final, {**content, "files": digests}))
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    for old in checkpoints(run)[:-KEPT]:
-        shutil.rmtree(old)
+        if processes.writes:
+            shutil.rmtree(draft, ignore_errors=True)
     return final
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     return sorted((run / _FOLDER).glob("step-*"))
+
+
+def find_checkpoint(run: Path, name: str) -> Path:
+    """The checkpoint of that name; ValueError that lists what there is."""
+    there = {path.name: path for path in checkpoints(run)}
+    if name not in there:
+        raise ValueError(f"{run} has no checkpoint {name!r}; there are: {', '.join(there) or 'none'}")
+    return there[name]
+
+
+def set_newer_aside(path: Path) -> None:
+    """Rename the checkpoints after this one, so that a later run does not take them for its newest."""
+    for other in checkpoints(path.parent.parent):
+        if other.name > path.name:
+            aside = other.with_name(f"aside-{other.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(other, aside)
 
 
 def load_checkpoint(
@@ -70,65 +100,159 @@ def load_checkpoint(
     *,
     schedule: MergeSchedule | None = None,
     probes: Probes | None = None,
+    processes: Processes = _ALONE,
 ) -> int:
     """Fill the model, and what else is given, from a checkpoint and return its step.
 
-    ValueError, before anything is changed, where a file is missing, truncated or damaged, or where the checkpoint is of
-    another configuration.
+    The number of processes need not be the one that saved it. ValueError on all of them, before anything is changed, where
+    a file is missing, truncated or changed by a single bit, or where the checkpoint is of another configuration.
     """
+    state = processes.together(lambda: _checked_state(path, config, processes))
+    tensors = processes.together(lambda: _read(path, model, optimizer, probes))
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()})
+    if optimizer is not None:
+        per_parameter: dict[int, dict[str, Tensor]] = {}
+        for name in [name for name in tensors if name.startswith("optimizer.")]:
+            _, index, key = name.split(".", 2)
+            per_parameter.setdefault(int(index), {})[key] = tensors[name]
+        optimizer.load_state_dict({"state": per_parameter, "param_groups": state["param_groups"]})
+    if schedule is not None:
+        schedule.load_state_dict(state["schedule"])
+    if probes is not None:
+        probes.load_state_dict({name: tensors[f"probes.{name}"] for name in probes.state_dict()})
+    return state["step"]
+
+
+def export_model(path: Path, out: Path) -> None:
+    """Write the model of a checkpoint to ``OUT/model.safetensors``, whole, and what is known of it to ``OUT/state.json``."""
+    state = read_state(path)
+    check_files(path, state)
+    found = {k: v for k, v in read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
+    tensors = {k: torch.empty(shape, dtype=dtype) for k, (shape, dtype) in found.items()}
+    read_tensors(path, tensors)
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, "step": state["step"], "config": state["config"]}
+    _make_empty(draft := out.with_name(f".{out.name}.draft"))
+    try:
+        write_file(tensors, draft / _MODEL)
+        _write_state(draft, {**content, "files": {_MODEL: digest(draft / _MODEL)}})
+        for name in (_MODEL, STATE):
+            os.replace(draft / name, out / name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint, checked against its own digest."""
+    try:
+        text = (path / STATE).read_text()
+        state = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {STATE} cannot be read ({error}). {_advice(path)}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        got = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise ValueError(
+            f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}; use the version that wrote it"
+        )
+    unchanged = json.dumps(state, indent=1) == text  # spelled as it was written, so that not one bit is another
+    if state.pop("digest", None) != _digest_of(state) or not unchanged:
+        raise ValueError(f"checkpoint {path} is damaged: {STATE} was changed. {_advice(path)}")
+    return state
+
+
+def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
+    """ValueError unless the files are those that were written, bit for bit; each process looks at its share of them."""
+    there = {file.name for file in path.glob("*.safetensors")}
+    if extra := there - set(state["files"]):
+        raise ValueError(f"checkpoint {path} has files that it was not saved with: {', '.join(sorted(extra))}")
+    for name in sorted(state["files"])[processes.rank :: processes.size]:
+        if name not in there:
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing. {_advice(path)}")
+        if digest(path / name) != state["files"][name]:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} ({(path / name).stat().st_size} bytes) is not what was written. "
+                f"{_advice(path)}"
+            )
+
+
+def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) -> dict[str, Any]:
     state = read_state(path)
     different = [k for k in sorted({*config, *state["config"]}) if config.get(k) != state["config"].get(k)]
     if different:
         details = ", ".join(f"{k}={state['config'].get(k)!r} there, {config.get(k)!r} here" for k in different)
         raise ValueError(f"checkpoint {path} is of another configuration: {details}. Use the same, or another folder")
-    weights = read_tensors(path, _MODEL, state)
-    expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    found = {k: tuple(v.shape) for k, v in weights.items()}
+    check_files(path, state, processes)
+    return state
+
+
+def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, probes: Probes | None) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint that is wanted, this process's part of it."""
+    shapes = read_shapes(path)
+    tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
+    expected = {k: v.shape for k, v in tensors.items()}
+    found = {k: shape for k, (shape, _) in shapes.items() if not k.startswith(("optimizer.", "probes."))}
     if expected != found:
         names = sorted(k for k in {*expected, *found} if expected.get(k) != found.get(k))
         raise ValueError(
             f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or presence"
         )
-    probed = read_tensors(path, _PROBES, state)
-    if optimizer is not None:
-        per_parameter: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in read_tensors(path, _OPTIMIZER, state).items():
-            index, _, key = name.partition(".")
-            per_parameter.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict({"state": per_parameter, "param_groups": state["param_groups"]})
-    model.load_state_dict(weights)
-    if schedule is not None:
-        schedule.load_state_dict(state["schedule"])
     if probes is not None:
-        probes.load_state_dict(probed)
-    return state["step"]
+        tensors |= {f"probes.{k}": torch.empty_like(v) for k, v in probes.state_dict().items()}
+        if missing := [k for k in tensors if k not in shapes]:
+            raise ValueError(f"checkpoint {path} does not fit the probes: it lacks {', '.join(missing[:5])}")
+    if optimizer is not None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for name in [name for name in shapes if name.startswith("optimizer.")]:
+            tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
+    read_tensors(path, tensors)
+    return tensors
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint, checked against the files beside it."""
-    try:
-        state = json.loads((path / _STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {_STATE} cannot be read ({error}). {_advice(path)}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        got = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}")
-    return state
+def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
+    """Room for a state of the parameter p, distributed as p is where it has p's rows."""
+    if linalg.is_distributed(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
+        like = p.detach()
+        return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
-def read_tensors(path: Path, name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One safetensors file of a checkpoint."""
-    file, expected = path / name, state["sizes"][name]
-    size = file.stat().st_size if file.exists() else None
-    if size != expected:
-        got = "is missing" if size is None else f"has {size} of {expected} bytes"
-        raise ValueError(f"checkpoint {path} is damaged: {name} {got}. {_advice(path)}")
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"checkpoint {path} is damaged: {name} cannot be read ({error}). {_advice(path)}") from error
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(draft: Path, final: Path, content: dict[str, Any]) -> None:
+    """Give the draft its name. A folder is always there whole or not at all: what goes is renamed before it is deleted."""
+    _write_state(draft, content)
+    flush_to_disk(draft)
+    _remove(final)
+    os.replace(draft, final)
+    flush_to_disk(final.parent)
+    for old in checkpoints(final.parent.parent)[:-KEPT]:
+        _remove(old)
+    for left in final.parent.glob(".*.old"):  # by a process that was killed
+        shutil.rmtree(left)
+
+
+def _write_state(folder: Path, content: dict[str, Any]) -> None:
+    (folder / STATE).write_text(json.dumps({**content, "digest": _digest_of(content)}, indent=1))
+    flush_to_disk(folder / STATE)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+        shutil.rmtree(old)
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _advice(path: Path) -> str:
     older = [other.name for other in checkpoints(path.parent.parent) if other.name < path.name]
-    return f"Delete it to go on from {older[-1]}" if older else "Delete it to start anew"
+    if older:
+        return f"Go on from the one before it with --resume-from {older[-1]}"
+    return "There is no older one: start in another folder, or delete it to start anew"

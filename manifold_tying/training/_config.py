@@ -18,9 +18,12 @@ Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
 Body = Literal["adamw", "poet-block", "poet-full"]
 Start = Literal["identity", "head", "embedding", "rotation"]
 CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
+Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
+OnNan = Literal["stop", "skip"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
+ELSEWHERE = ("parallel", "timeout", "on_nan")  # how a run is worked off; a resumed one may differ in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,13 @@ class Settings:
     """Held-out tokens to evaluate on, the same for every run."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end only."""
+    parallel: Parallel | None = None
+    """How the processes that torchrun started share the work: ddp, fsdp (the model sharded over all of them) or hsdp (sharded
+    within a node, replicated over nodes); None is none for one process and fsdp for several."""
+    timeout: float = 600.0
+    """Seconds that a process waits for the others before the run ends."""
+    on_nan: OnNan = "stop"
+    """Where loss or gradient is NaN or Inf: stop the run, or skip the step (ten in a row stop it, too)."""
 
     def __post_init__(self) -> None:
         preset(self.preset)
@@ -115,13 +125,16 @@ class Settings:
         check_start(self)
         if self.body not in get_args(Body):
             raise ValueError(f"unknown body {self.body!r}; choose one of {', '.join(get_args(Body))}")
+        for name, choices in (("parallel", (None, *get_args(Parallel))), ("on_nan", get_args(OnNan))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {choices}")
         block_size = 256 if self.block_size is None else self.block_size
         check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
             "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
-            "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1,
+            "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1, "timeout": 1,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -163,6 +176,8 @@ class TrainConfig:
     """Of the initial weights and of the order of the data."""
     resume: bool = False
     """Go on from the newest checkpoint in DIR, or start where there is none."""
+    resume_from: str | None = None
+    """Go on from this checkpoint in DIR, for instance step-00000040; newer ones are set aside."""
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -172,10 +187,10 @@ class TrainConfig:
             raise ValueError(f"expected seed >= 0, got {self.seed}")
 
     def as_json(self) -> dict[str, Any]:
-        """What identifies the run: everything but where it is written and whether it was resumed."""
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(self.settings).items()}
+        """What identifies the run: everything but where it is written, whether it was resumed and by whom it is worked off."""
         unused = CONTINUED_SETTINGS if self.settings.init_from is None else ("preset", *POET_SETTINGS)
-        settings = {k: v for k, v in settings.items() if k not in unused}
+        values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*ELSEWHERE, *unused)}
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
         return {"interface": self.interface, "seed": self.seed, **settings, "betas": list(self.settings.betas)}
 
 

@@ -1,5 +1,6 @@
 """Files that a reader never sees half written."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -13,3 +14,18 @@ def write_whole(path: Path, data: bytes) -> Path:
     finally:
         draft.unlink(missing_ok=True)
     return path
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the file or the folder, its list of names, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

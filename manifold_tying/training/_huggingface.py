@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
+from manifold_tying.training._checkpoint import STATE, checkpoints, export_model
 from manifold_tying.training._inspect import interface_summary
 from manifold_tying.tying import convert, export, load, save
 from manifold_tying.tying.huggingface._register import import_transformers
@@ -39,10 +40,13 @@ class ConvertConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a converted checkpoint as a stock, untied one that any program reads."""
+    """Write a converted checkpoint as a stock, untied one that any program reads, or a run's weights as one file.
+
+    Of a run, whatever the number of processes that saved it: model.safetensors with its newest checkpoint's weights.
+    """
 
     model: Annotated[Path, tyro.conf.Positional]
-    """Folder that convert wrote."""
+    """Folder that convert wrote, or that of a run, or one of its checkpoints."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write to; tokenizer files are copied."""
 
@@ -58,6 +62,11 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
 
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
+    saved = [*checkpoints(config.model), *(config.model,) * (config.model / STATE).exists()]
+    if saved:
+        export_model(saved[-1], config.out)
+        console.print(interface_summary(config.out))
+        return
     export(load(config.model), config.out)
     _copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))

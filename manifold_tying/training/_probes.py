@@ -12,6 +12,7 @@ from manifold_tying.parametrizations import equivalences
 from manifold_tying.parametrizations._equivalent_linear import Side
 from manifold_tying.parametrizations._primitive import rotated, rotated_rows
 from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._processes import gathered
 
 QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
 
@@ -33,25 +34,41 @@ class Probes:
         linears = ((name, part) for name, part in parts if isinstance(part, nn.Linear) and ".lora_" not in name)
         self._layers = {f"blocks.{middle}.{name}": part for name, part in linears}
         self._schedule = schedule
-        self._equivalences = {
-            path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(model)
-        }
+        self._model = model
+        self._find_equivalences()
+        self._looked_at = list(model.blocks) if self._equivalences else [model.blocks[middle]]
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
         self._turned = {
-            name: _Turned(layer.weight) for name, layer in self._layers.items() if name in self._equivalences
+            name: _Turned(self._equivalences[name][0].base) for name in self._layers if name in self._equivalences
+        }
+
+    def _find_equivalences(self) -> None:
+        """Anew for each look: FSDP2 has other parameters while they are gathered."""
+        self._equivalences = {
+            path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(self._model)
         }
 
     @torch.no_grad()
     def step(self) -> None:
         """Take in R and P where the schedule's next step will merge them."""
         if self._schedule is not None and (self._schedule.steps + 1) % self._schedule.every == 0:
-            self._look_at_errors()
-            for name, turned in self._turned.items():
-                turned.fold(*self._sides(name), self._schedule.every)
+            with gathered(*self._looked_at):
+                self._find_equivalences()
+                self._look_at_errors()
+                for name, turned in self._turned.items():
+                    turned.fold(*self._sides(name), self._schedule.every)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """{"orthogonality_error": the largest of the model since the last call or None, "weights": {name: numbers}}."""
+        """{"orthogonality_error": the largest of the model since the last call or None, "weights": {name: numbers}}.
+
+        Under FSDP2 every process has to call it, and gathers the blocks that it looks at.
+        """
+        with gathered(*self._looked_at):
+            self._find_equivalences()
+            return self._measure()
+
+    def _measure(self) -> dict[str, Any]:
         self._look_at_errors()
         weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
         for place, name in enumerate(self._equivalences):

@@ -5,6 +5,7 @@ What depends on the clock has a file of its own, so that the metrics of a resume
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class Record:
 
     Attributes:
         seconds: training time so far, of the run that is resumed too.
-        losses: training loss of every step so far.
+        losses: training loss of every step so far that was not skipped.
+        skipped: how many of the newest steps in a row were skipped.
         last: the metrics of the newest step.
     """
 
@@ -37,7 +39,10 @@ class Record:
                     f"{directory / name} has {len(found)} of the {expected} lines before the checkpoint of step {start}; "
                     "start in another folder"
                 )
-        self.losses = [line["loss"] for line in kept]
+        self.losses = [line["loss"] for line in kept if not line.get("skipped")]
+        self.skipped = 0  # steps in a row, up to now
+        for line in kept:
+            self._count(line)
         self.last: dict[str, Any] = kept[-1] if kept else {}
         self.seconds = times[-1]["seconds"] if times else 0.0
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
@@ -47,24 +52,31 @@ class Record:
 
     def write(self, metrics: dict[str, Any], seconds: float) -> None:
         """One step: its metrics, and the time that it took."""
-        self.losses.append(metrics["loss"])
+        if not metrics.get("skipped"):
+            self.losses.append(metrics["loss"])
+        self._count(metrics)
         self.last = metrics
         self.seconds += seconds
         step = metrics["step"]
         self._metrics.write(json.dumps(finite(metrics)) + "\n")
         self._timing.write(json.dumps({"step": step, "seconds": round(self.seconds, 6)}) + "\n")
         for name, value in metrics.items():
-            if name != "step" and value is not None:
+            if name not in ("step", "skipped") and value is not None:
                 self._events.add_scalar(name, value, step)
+
+    def _count(self, metrics: dict[str, Any]) -> None:
+        self.skipped = self.skipped + 1 if metrics.get("skipped") else 0
 
     def write_probes(self, numbers: dict[str, Any]) -> None:
         """One evaluation's look at the weights."""
         self._probes.write(json.dumps(numbers) + "\n")
 
     def flush(self) -> None:
-        """Everything written so far reaches the file system; called before a checkpoint that counts on it."""
-        for file in (self._metrics, self._timing, self._probes, self._events):
+        """Everything written so far reaches the disk; called before a checkpoint that counts on it."""
+        self._events.flush()
+        for file in (self._metrics, self._timing, self._probes):
             file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         for file in (self._metrics, self._timing, self._probes, self._events):
@@ -80,10 +92,21 @@ def _truncate(path: Path, last_step: int) -> list[dict[str, Any]]:
     """Keep the whole lines of steps up to last_step, none where that is 0, and return them."""
     kept = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            # A run that was killed may have left half a line at the end.
-            if not line.endswith("\n") or (entry := json.loads(line))["step"] > last_step or not last_step:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            entry = _entry(line)
+            if entry is None or entry["step"] > last_step or not last_step:
                 break
             kept.append((line, entry))
         write_whole(path, "".join(line for line, _ in kept).encode())
     return [entry for _, entry in kept]
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """The object of a line; None where it is not whole, as the last one of a run that was killed may be."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

@@ -12,11 +12,12 @@ try:
 except ModuleNotFoundError as error:  # pragma: no cover - needs an environment without the extra
     sys.exit(f"{error}: the command line needs more packages; pip install 'manifold-tying[train]'")
 
-from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
+from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
 from manifold_tying.training._inspect import InspectConfig, run_inspect
-from manifold_tying.training._loop import load_data, train
+from manifold_tying.training._loop import load_data_together, train
+from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.report import findings, load_experiment, plot_curves, summary_table, write_report
@@ -31,20 +32,36 @@ class ReportConfig:
 
 
 def run_train(config: TrainConfig, console: Console) -> None:
-    load_data(resolve(config), console.print)
-    with progress_bars(console, config.settings.steps) as started:
-        row = train(config, observer=started(config.interface, 0, 1))
+    with process_group(config.settings):
+        processes = Processes.of(config.settings)
+        console.quiet = not processes.writes
+        load_data_together(resolve(config), processes, console.print)
+        with progress_bars(console, config.settings.steps) as started:
+            row = train(config, observer=started(config.interface, 0, 1))
     console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}")
 
 
 def run_ablate(config: AblateConfig, console: Console) -> None:
-    prepare_data(config, console.print)
-    with progress_bars(console, config.settings.steps) as started:
-        rows = ablate(config, started=started)
-    console.print(summary_table(rows))
-    for line in findings(rows):
-        console.print(line)
-    run_report(ReportConfig(config.out), console)
+    if config.dry_run:
+        for command in commands(config):
+            print(command)  # rich would break the lines
+        return
+    with process_group(config.settings):
+        processes = Processes.of(config.settings)
+        console.quiet = not processes.writes
+        prepare_data(config, console.print)
+        with progress_bars(console, config.settings.steps) as started:
+            rows = ablate(config, started=started)
+    if not processes.writes:
+        return
+    failed = [row for row in rows if "failed" in row]
+    if len(failed) < len(rows):
+        console.print(summary_table(rows))
+        for line in findings(rows):
+            console.print(line)
+        run_report(ReportConfig(config.out), console)
+    if failed:
+        raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 
 
 def run_report(config: ReportConfig, console: Console) -> None:
@@ -53,7 +70,7 @@ def run_report(config: ReportConfig, console: Console) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and run it; a ValueError, or a package that is missing, is printed, exit status 2."""
+    """Parse the command line and run it; what the user can mend (ValueError, OSError, a package) is printed, exit status 2."""
     commands: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
         "train": (TrainConfig, run_train),
         "ablate": (AblateConfig, run_ablate),
@@ -71,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs = dict(commands.values())
     try:
         runs[type(config)](config, Console(soft_wrap=False))
-    except (ValueError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False)
         sys.exit(2)
 

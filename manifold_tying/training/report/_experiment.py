@@ -65,6 +65,8 @@ class Experiment:
     """What all arms share."""
     arms: Mapping[str, Mapping[str, Any]]
     """The settings of each arm, its learning rates among them."""
+    failures: Sequence[str] = ()
+    """A sentence for each run that stopped before its end."""
 
 
 def arm_names(rows: Sequence[Row]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from manifold_tying.training.report._experiment import Row, arm_names, by_seed, interface_of
 from manifold_tying.training.report._numbers import fixed
-from manifold_tying.training.report._reading import checked_rows
+from manifold_tying.training.report._reading import checked_rows, failures
 from manifold_tying.training.report._statistics import Summary, beyond_spread, mean, paired_differences, summarize
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
@@ -15,6 +15,7 @@ Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The objects of summary.json in sentences; only what exceeds the spread between seeds is called a difference."""
+    rows = list(rows)
     checked = checked_rows(rows, where="rows")
     losses = {arm: by_seed(checked, arm, "val_loss") for arm in arm_names(checked)}
     finite = {arm: loss for arm, loss in losses.items() if all(map(math.isfinite, loss.values()))}
@@ -32,7 +33,7 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             f"Frozen against trainable memory: no answer, since that takes both {FROZEN} and {TRAINABLE}, each with a "
             "finite validation loss."
         )
-    return sentences
+    return sentences + failures(rows)
 
 
 def _best(losses: Losses) -> str:

@@ -28,7 +28,7 @@ def page(experiment: Experiment) -> str:
     """The whole page as text. Only its sections put data into markup, and they escape it."""
     figures, empty = drawn_figures(experiment)
     sections = (
-        findings_section(experiment.rows),
+        findings_section(experiment.rows, experiment.failures),
         results_section(experiment.rows),
         figures_section(figures, empty),
         settings_section(experiment),

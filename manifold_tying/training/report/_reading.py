@@ -21,7 +21,8 @@ AGAIN = "run `manifold-tying ablate` again to write it anew"
 def load_experiment(out: str | Path) -> Experiment:
     """The experiment that ``manifold-tying ablate --out`` left in a folder; ValueError if it is not whole."""
     out = Path(out)
-    rows = checked_rows(_json(out / "summary.json"), where=str(out / "summary.json"))
+    summary = _json(out / "summary.json")
+    rows = checked_rows(summary, where=str(out / "summary.json"))
     described = _object(_json(out / "experiment.json"), str(out / "experiment.json"))
     command = described.get("command")
     if not isinstance(command, str):
@@ -37,6 +38,7 @@ def load_experiment(out: str | Path) -> Experiment:
             )
     return Experiment(
         rows=rows,
+        failures=failures(summary),
         runs=[_run(out, row["arm"], row["seed"]) for row in rows],
         command=command,
         machine=machine,
@@ -46,10 +48,13 @@ def load_experiment(out: str | Path) -> Experiment:
 
 
 def checked_rows(rows: object, *, where: str) -> list[Row]:
-    """The objects of summary.json, checked: a non-empty list, every key there, numbers where numbers belong."""
+    """The objects of summary.json, checked: a non-empty list, every key there, numbers where numbers belong.
+
+    Runs that stopped before their end have no numbers and are left to :func:`failures`.
+    """
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
         raise ValueError(f"{where}: expected a list with one object per arm and seed, got {_kind(rows)}; {AGAIN}")
-    checked = [_row(row, f"{where}, entry {position}") for position, row in enumerate(rows)]
+    checked = [_row(row, f"{where}, entry {position}") for position, row in enumerate(rows) if not _failed(row)]
     if not checked:
         raise ValueError(f"{where}: no run has finished yet; report once at least one has")
     runs = [(row["arm"], row["seed"]) for row in checked]
@@ -57,6 +62,19 @@ def checked_rows(rows: object, *, where: str) -> list[Row]:
         if runs.count(run) > 1:
             raise ValueError(f"{where}: arm {run[0]!r} with seed {run[1]} appears twice; remove one of the two")
     return checked
+
+
+def failures(rows: Iterable[object]) -> list[str]:
+    """A sentence for each run that stopped before its end."""
+    return [
+        f"{row.get('arm')}, seed {row.get('seed')}, stopped before its end: {row['failed']}."
+        for row in rows
+        if isinstance(row, Mapping) and _failed(row)
+    ]
+
+
+def _failed(row: object) -> bool:
+    return isinstance(row, Mapping) and "failed" in row
 
 
 def _row(value: object, where: str) -> Row:

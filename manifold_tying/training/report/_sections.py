@@ -16,9 +16,9 @@ from manifold_tying.training.report._results import Cell, Column, results
 from manifold_tying.training.report._words import WORDS
 
 
-def findings_section(rows: Sequence[Row]) -> str:
-    """What came out, in sentences."""
-    sentences = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in findings(rows))
+def findings_section(rows: Sequence[Row], failures: Sequence[str] = ()) -> str:
+    """What came out, in sentences, and which runs stopped before their end."""
+    sentences = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in [*findings(rows), *failures])
     return section("findings", "Findings", sentences.replace(" ± ", "&nbsp;±&nbsp;"))
 
 

@@ -1,0 +1,123 @@
+"""One step's gradients over all processes, and what to do where they are not finite."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying.optim import MergeSchedule, RiemannianAdam
+from manifold_tying.training._checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._evaluation import Batch, autocast
+from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._probes import Probes
+from manifold_tying.training._processes import LossOf, Processes, without_sync
+from manifold_tying.training._signals import Termination
+from manifold_tying.training.data import Batches
+from manifold_tying.tying import PIT
+
+
+class Diverged(ValueError):
+    """Loss or gradient became NaN or Inf, on all processes alike."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the steps of a run need."""
+
+    config: TrainConfig
+    arm: str
+    processes: Processes
+    model: Model
+    loss_of: LossOf
+    optimizer: RiemannianAdam
+    schedule: MergeSchedule | None
+    probes: Probes
+    batches: Batches
+    held_out: list[Batch]
+
+    def save(self, step: int) -> Path:
+        return save_checkpoint(
+            self.config.out,
+            step,
+            self.model,
+            self.optimizer,
+            self.config.as_json(),
+            schedule=self.schedule,
+            probes=self.probes,
+            processes=self.processes,
+        )
+
+    def load(self, path: Path) -> int:
+        return load_checkpoint(
+            path,
+            self.model,
+            self.optimizer,
+            self.config.as_json(),
+            schedule=self.schedule,
+            probes=self.probes,
+            processes=self.processes,
+        )
+
+
+def gradients(run: Run, batch: Batch, device: torch.device, terminated: Termination) -> tuple[Tensor, bool]:
+    """Gradients of one step's mean loss over its parts; returns that loss and whether any of several processes is to stop."""
+    settings, processes = run.config.settings, run.processes
+    for p in run.model.parameters():
+        p.grad = None
+    total = torch.zeros(2, device=device)  # the loss; whether to stop
+    parts = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
+    for number, (ids, targets) in enumerate(parts, start=1):
+        here, whole = processes.share(ids), len(ids)
+        with without_sync(run.loss_of, number < len(parts)):
+            with autocast(device):
+                loss = run.loss_of(
+                    here.to(device, non_blocking=True), processes.share(targets).to(device, non_blocking=True)
+                )
+            share = len(here) / whole
+            total[0] += loss.detach() * share / settings.accumulate
+            # DDP and FSDP2 average over the processes, whose shares may differ in size.
+            penalized = loss * (share * processes.size) + _penalty(run.config, run.model)
+            (penalized / settings.accumulate).backward()
+    if processes.size == 1:
+        return total[0], False
+    total[1] = float(terminated.requested)
+    processes.total(total)
+    return total[0], bool(total[1] > 0)
+
+
+def usable(run: Run, loss: Tensor, norm: Tensor) -> bool:
+    """Whether loss and all gradients are finite; every process comes to the same answer."""
+    interface = [
+        p.grad for p in run.model.interface.parameters() if p.grad is not None
+    ]  # the memory is not in ``norm``
+    others = [linalg.whole(torch.nn.utils.get_total_norm(interface))] if interface else []
+    return bool(torch.stack([loss, norm, *others]).isfinite().all())
+
+
+def why(run: Run, step: int, loss: Tensor, skipped: int) -> str:
+    """What is not finite, and what to do."""
+    names = [
+        name
+        for name, p in run.model.named_parameters()
+        if p.grad is not None and not linalg.local(p.grad).isfinite().all()
+    ]
+    bad = [name for found in run.processes.gather(names) for name in found]
+    names = list(dict.fromkeys(bad))
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
+    text = f"step {step} of {run.arm}, seed {run.config.seed}: the loss is {loss.item():g}, the {what}"
+    if skipped > 1:
+        text += f", for the {skipped}th step in a row"
+    saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
+    kept = f"; {saved[-1]} is kept, and --resume goes on from it" if saved else ""
+    return f"{text}{kept}. Lower the learning rate, or leave single steps out with --on-nan skip"
+
+
+def _penalty(config: TrainConfig, model: Model) -> Tensor | float:
+    log_det, diagonal = config.settings.log_det_penalty, config.settings.diagonal_penalty
+    if (log_det or diagonal) and isinstance(model.interface, PIT):
+        return model.interface.penalty(log_det=log_det, diagonal_scale=diagonal)
+    return 0.0

@@ -1,0 +1,200 @@
+"""One process: what NaN, signals, kills and damaged files do to a run, and to the other arms of an ablation."""
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from training_runs import TINY, config, lines, text
+
+from benchmarks.random_kills import KillOptions, random_kills
+from manifold_tying.training import AblateConfig, TrainConfig, ablate, train
+from manifold_tying.training import _loop as loop
+from manifold_tying.training._ablation import commands
+from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training.cli import main
+from manifold_tying.training.report import findings, load_experiment, write_report
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *steps: int, interface: str = "") -> None:
+    """A gradient that is NaN at these steps, of arms with this interface."""
+    real = loop.build_model
+
+    def poisoned(run: TrainConfig) -> Any:
+        model = real(run)
+        calls = [0]
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return grad * float("nan") if calls[0] in steps else grad
+
+        if run.interface.startswith(interface):
+            dict(model.named_parameters())["blocks.1.mlp.down.weight"].register_hook(spoil)
+        return model
+
+    monkeypatch.setattr(loop, "build_model", poisoned)
+
+
+def test_nan_stops_with_step_arm_and_parameter(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 8)
+    parameter = r"gradient of parameter blocks\.1\.mlp\.down\.weight holds NaN"
+    with pytest.raises(ValueError, match=rf"step 8 of untied, seed 1: .*{parameter}.*step-00000006 is kept"):
+        train(config(tmp_path, corpus, "untied", seed=1))
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"]
+
+
+def test_nan_is_skipped_and_recorded(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(config(tmp_path / "clean", corpus))
+    poison(monkeypatch, 3, 8)
+    row = train(config(tmp_path / "run", corpus, on_nan="skip"))
+    clean, metrics = lines(tmp_path / "clean"), lines(tmp_path / "run")
+    assert [m["step"] for m in metrics if m.get("skipped")] == [3, 8] and metrics[2]["grad_norm"] is None
+    assert metrics[:2] == clean[:2] and metrics[3]["loss"] != clean[3]["loss"]  # the third step is missing from here on
+    assert row["val_loss"] < metrics[0]["loss"]
+
+
+def test_too_many_skipped_steps_stop(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, *range(2, 30))
+    with pytest.raises(ValueError, match=r"step 11 of pit-trainable.* for the 10th step in a row"):
+        train(config(tmp_path, corpus, on_nan="skip"))
+    assert [m["step"] for m in lines(tmp_path) if not m.get("skipped")] == [1]
+
+
+def test_an_arm_that_stops_does_not_end_the_others(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path, corpus).settings
+    experiment = AblateConfig(out=tmp_path / "out", arms="untied,transpose", seeds=1, settings=settings)
+    with monkeypatch.context() as patched:
+        poison(patched, 8, interface="untied")
+        rows = ablate(experiment)
+    assert [row["arm"] for row in rows] == ["untied", "transpose"] and rows[1]["val_loss"] > 0
+    assert "step 8 of untied" in rows[0]["failed"] and json.loads((tmp_path / "out/summary.json").read_text()) == rows
+    assert any("untied, seed 0, stopped before its end" in sentence for sentence in findings(rows))
+    assert len(load_experiment(tmp_path / "out").rows) == 1
+    assert "step 8 of untied" in write_report(tmp_path / "out").read_text()
+    again = ablate(experiment)  # without the poison: from its last checkpoint to its end
+    assert again[1] == rows[1] and again[0]["val_loss"] > 0
+
+
+def test_the_command_says_which_arms_stopped(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path, corpus)  # makes the preset
+    poison(monkeypatch, 1)
+    command = ["ablate", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "2", "--sequence-length", "16"]
+    command += ["--arms", "untied,transpose", "--seeds", "1", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "untied, seed 0, stopped" in said and "transpose, seed 0, stopped" in said
+
+
+def test_dry_run_prints_commands_that_do_the_same(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = dataclasses.replace(
+        config(tmp_path, corpus).settings, betas=(0.8, 0.9), compile=True, tokenizer=Path("a b")
+    )
+    arms = "pit-trainable+embedding_norm=false+cayley_terms=null,transpose+lr=0.001"
+    experiment = AblateConfig(out=tmp_path / "o'ut", arms=arms, seeds=2, settings=settings, dry_run=True)
+    found = []
+    for command in commands(experiment):
+        program, word, *arguments = shlex.split(command)
+        assert (program, word) == ("manifold-tying", "train")
+        found.append(tyro.cli(TrainConfig, args=arguments, config=(tyro.conf.OmitArgPrefixes,)))
+    assert found == [dataclasses.replace(run, resume=True) for _, run in experiment.runs()]
+    main(["ablate", "--dry-run", "--seeds", "1", "--arms", "untied,transpose", "--out", str(tmp_path / "none")])
+    assert len(capsys.readouterr().out.splitlines()) == 2 and not (tmp_path / "none").exists()
+
+
+def test_results_of_those_commands_are_collected(tmp_path: Path, corpus: Path) -> None:
+    settings = config(tmp_path, corpus, steps=2).settings
+    experiment = AblateConfig(out=tmp_path / "out", arms="untied+lr=0.001,transpose", seeds=1, settings=settings)
+    for _, run in experiment.runs():
+        train(dataclasses.replace(run, resume=True))
+    trained: list[str] = []
+
+    def started(name: str, index: int, count: int) -> Any:
+        trained.append(name)
+
+    rows = ablate(experiment, started=started)
+    assert [row["arm"] for row in rows] == ["untied+lr=0.001", "transpose"] and not trained
+
+
+def test_sigterm_finishes_the_step_saves_and_says_so(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config(tmp_path / "whole", corpus))
+
+    def terminate(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        train(config(tmp_path / "run", corpus), observer=terminate)
+    assert stopped.value.code == 143 and "SIGTERM: saved step 3 of 12" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000003"]
+    train(config(tmp_path / "run", corpus, resume=True))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    found = random_kills(KillOptions(kills=4, seed=1), tmp_path)
+    assert found["kills"] == 4 and found["runs"] >= 1
+
+
+def test_resume_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path: Path, corpus: Path) -> None:
+    train(config(tmp_path, corpus))
+    expected = (tmp_path / "metrics.jsonl").read_bytes()
+    newest = tmp_path / "checkpoints/step-00000012/model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 16
+    newest.write_bytes(content)
+    with pytest.raises(ValueError, match=r"damaged: model\.safetensors .* --resume-from step-00000006"):
+        train(config(tmp_path, corpus, resume=True))
+    with pytest.raises(ValueError, match=r"no checkpoint 'step-7'; there are: step-00000006, step-00000012"):
+        train(config(tmp_path, corpus, resume_from="step-7"))
+    assert newest.read_bytes() == bytes(content)
+    train(config(tmp_path, corpus, resume_from="step-00000006"))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == expected
+    assert (tmp_path / "checkpoints/aside-step-00000012/model.safetensors").read_bytes() == bytes(content)
+
+
+def test_half_a_line_is_dropped(tmp_path: Path, corpus: Path) -> None:
+    train(config(tmp_path, corpus))
+    expected = (tmp_path / "metrics.jsonl").read_bytes()
+    for left in (b'{"step": 13, "los', b"\xff\xfe\n"):
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(left)
+        train(config(tmp_path, corpus, resume=True))
+        assert (tmp_path / "metrics.jsonl").read_bytes() == expected
+
+
+def test_a_file_that_was_not_saved_is_not_read(tmp_path: Path, corpus: Path) -> None:
+    train(config(tmp_path, corpus))
+    planted = tmp_path / "checkpoints/step-00000012/planted.safetensors"
+    planted.write_bytes(b"anything")
+    with pytest.raises(ValueError, match=r"files that it was not saved with: planted\.safetensors"):
+        train(config(tmp_path, corpus, resume=True))
+
+
+def test_several_processes_are_asked_for_where_there_is_one(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError, match="parallel=ddp does not go with 1 process; start several with torchrun"):
+        train(config(tmp_path / "run", corpus, parallel="ddp"))
+    with pytest.raises(ValueError, match="unknown parallel 'tp'"):
+        config(tmp_path, corpus, parallel="tp")

@@ -1,0 +1,146 @@
+"""A run of several processes: the same losses as of one, checkpoints that any number reads, and how it fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import EVERY, RUNS, STEPS, config, lines, text
+
+import manifold_tying as mt
+from manifold_tying.training import train
+from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training.cli import main
+
+pytestmark = pytest.mark.slow
+CASES = [(name, size) for name, (sizes, _, _) in RUNS.items() for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> Path:
+    """What the four processes left."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(config(folder / "tokens are in the cache", text(folder), steps=1))
+    run_four_processes("training_worker.py", folder)
+    return folder
+
+
+@cache
+def alone(name: str, folder: Path) -> Path:
+    """The same run by this process."""
+    _, interface, settings = RUNS[name]
+    out = folder / f"{name} alone"
+    train(config(out, folder / "sums.txt", interface, **{**settings, "parallel": None}))
+    return out
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_metrics_are_those_of_one_process(name: str, size: int, folder: Path) -> None:
+    one, several = alone(name, folder), folder / f"{name} {size}"
+    reference = lines(one)
+    assert reference[-1]["loss"] < reference[0]["loss"] - 0.02  # it learns, so that there is something to miss
+    assert_same(lines(several), reference)
+    for here, there in zip(lines(several, "probes.jsonl"), lines(one, "probes.jsonl"), strict=True):
+        for weight, numbers in here["weights"].items():
+            assert numbers["svd_entropy"] == pytest.approx(there["weights"][weight]["svd_entropy"], rel=1e-5)
+            assert set(numbers) == set(there["weights"][weight])
+    rows = [json.loads((run / "result.json").read_text()) for run in (one, several)]
+    for key in ("arm", "seed", "tokens", "trainable_parameters"):
+        assert rows[0][key] == rows[1][key]
+    assert len(list(several.glob("events.out.tfevents.*"))) == 1  # one process writes
+
+
+@pytest.mark.parametrize("name", ["fsdp", "poet-fsdp"])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_saved_by_two_and_resumed_by_others(name: str, size: int, folder: Path) -> None:
+    copy = folder / f"{name} 2 at {size}"
+    if size == 1:
+        _, interface, settings = RUNS[name]
+        shutil.copytree(folder / f"{name} 2", copy)
+        settings = {**settings, "parallel": None}
+        train(config(copy, folder / "sums.txt", interface, resume_from="step-00000006", **settings))
+    assert_same(lines(copy), lines(alone(name, folder)))
+    names = sorted(path.name for path in (copy / "checkpoints").iterdir())
+    assert names == ["aside-step-00000012", "step-00000006", "step-00000012"]
+
+
+def test_export_writes_one_file_of_what_one_process_has(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    main(["export", str(folder / "fsdp 2"), str(tmp_path / "out")])
+    exported = load_file(tmp_path / "out/model.safetensors")
+    expected = load_file(alone("fsdp", folder) / "checkpoints/step-00000012/model.safetensors")
+    assert set(exported) == set(expected)
+    for key, tensor in expected.items():
+        assert (exported[key] - tensor).abs().max() < 1e-4 * tensor.abs().max()
+    with pytest.raises(ValueError, match="manifold-tying export"):
+        mt.diagnostics.inspect_tables(folder / "fsdp 2")
+    assert mt.diagnostics.inspect_tables(tmp_path / "out").E.shape == (299, 16)
+
+
+def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
+    for rank in range(2):
+        said = json.loads((folder / f"{rank}.json").read_text())
+        for parallel in ("ddp", "fsdp"):
+            assert "step 1 of pit-trainable, seed 0: the loss is" in said[f"nan {parallel}"]
+        assert "parameter blocks.1.mlp.down.weight holds NaN" in said["nan ddp"]
+        assert "the loss is nan" in said["nan fsdp"] and "blocks.0." in said["nan fsdp"]
+        assert said["ablation"] == json.dumps(json.loads((folder / "ablation/summary.json").read_text()))
+        stopped, finished = json.loads(said["ablation"])
+        assert "step 1 of untied" in stopped["failed"] and finished["arm"] == "transpose" and finished["val_loss"] > 0
+        assert "holds a run already" in said["again"]
+        assert "parallel=none does not go with 2 processes" in said["none"]
+        assert "a sequence for each of 2 processes" in said["few"]
+        assert "shard-00002" in said["damaged"] and "--resume-from step-00000006" in said["damaged"]
+        assert (said["terminated"], said["after"]) == ("143", "nothing")
+
+
+def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
+    assert_same(lines(folder / "terminated"), lines(folder / "fsdp 2"))
+    log = (folder / "0.log").read_text()
+    assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
+
+
+def test_a_process_that_dies_ends_the_run(tmp_path: Path, process_environment: dict[str, str]) -> None:
+    """The real command under torchrun; one of two processes is killed."""
+    corpus = text(tmp_path)
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "manifold_tying", "train"]
+    command += ["--preset", "nano", "--data", f"text:{corpus}", "--steps", "100000", "--batch-size", "2"]
+    command += ["--sequence-length", "16", "--val-tokens", "32", "--checkpoint-every", "2", "--eval-every", "100000"]
+    command += ["--timeout", "60", "--out", str(out)]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        started = subprocess.Popen(command, stdout=file, stderr=file, env=process_environment)
+    try:
+        deadline = time.monotonic() + 180
+        while not checkpoints(out) and started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert checkpoints(out), log.read_text()[-3000:]
+        children = [int(pid) for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()]
+        os.kill(max(children), signal.SIGKILL)
+        assert started.wait(120) != 0
+    finally:
+        started.kill()
+        started.wait()
+    assert "Signal 9 (SIGKILL)" in log.read_text()
+    assert checkpoints(out)
+
+
+def assert_same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert [m["step"] for m in metrics] == list(range(1, STEPS + 1)) and 0 < EVERY < STEPS
+    for here, there in zip(metrics, reference, strict=True):
+        assert set(here) == set(there)
+        for key in ("loss", "val_loss"):
+            if key in there:
+                assert here[key] == pytest.approx(there[key], rel=1e-5)
+        if there.get("defect") is not None:
+            assert here["defect"] <= 1e-6

@@ -1,0 +1,49 @@
+"""The runs by which one process is compared with several, and with processes that were killed."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from manifold_tying.models import PRESETS
+from manifold_tying.training import Settings, TrainConfig
+
+TINY = "tiny-for-tests"
+SHAPE = dataclasses.replace(
+    PRESETS["nano"], vocab_size=299, hidden_size=16, num_layers=2, intermediate_size=32, head_dim=0
+)
+STEPS, EVERY = 12, 6
+# name: (sizes of the group, interface, settings); 5 sequences are shared as 3 + 2, 2 + 2 + 1 and 2 + 1 + 1 + 1
+RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
+    "fsdp": ((2, 3, 4), "pit-trainable", {"parallel": "fsdp"}),
+    "ddp": ((2, 3), "pit-trainable", {"parallel": "ddp"}),
+    "hsdp": ((4,), "pit-trainable", {"parallel": "hsdp"}),
+    "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6, "log_det_penalty": 0.1}),
+    "tied": ((2,), "transpose", {"second_moment": "row", "accumulate": 2, "batch_size": 6}),
+    "row": ((2,), "pit-trainable", {"second_moment": "row", "parallel": "fsdp"}),
+    "poet-fsdp": ((2,), "untied", {"body": "poet-block", "equivalence_lr": 2e-3, "parallel": "fsdp"}),
+    "poet-ddp": ((2,), "pit-frozen", {"body": "poet-full", "equivalence_lr": 2e-3, "parallel": "ddp"}),
+}
+
+
+def text(folder: Path) -> Path:
+    """A corpus with something to learn in it: sums that are right."""
+    path = folder / "sums.txt"
+    path.write_text("\n".join(f"{a} plus {b} is {a + b};" for a in range(60) for b in range(40)))
+    return path
+
+
+def config(out: Path, corpus: Path, interface: Any = "pit-trainable", **changes: Any) -> TrainConfig:
+    """Twelve steps of a model that trains in milliseconds, whose preset is made here."""
+    PRESETS[TINY] = SHAPE
+    own = {name: changes.pop(name) for name in ("resume", "resume_from", "seed") if name in changes}
+    values = {
+        "preset": TINY, "data": f"text:{corpus}", "steps": STEPS, "batch_size": 5, "sequence_length": 16,
+        "val_tokens": 128, "eval_every": 4, "checkpoint_every": EVERY, "lr": 4e-3, "merge_every": 4, "block_size": 8,
+        **changes,
+    }  # fmt: skip
+    return TrainConfig(out=out, interface=interface, settings=Settings(**values), **own)
+
+
+def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]

@@ -1,0 +1,128 @@
+"""What tests/test_parallel_training.py runs in each of four processes: ``python training_worker.py RANK FOLDER PORT``.
+
+Groups of 2, 3 and 4 of them train one after another, so that one start of the interpreter serves them all. (A start of its own
+all the same: DTensor remembers the groups of equal meshes, and those of distributed_worker.py are gone by then.) Writes
+what went wrong where it should to ``FOLDER/RANK.json``.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from training_runs import RUNS, config
+
+from manifold_tying.training import AblateConfig, ablate, train
+from manifold_tying.training import _loop as loop
+
+PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
+SIZES = (2, 3, 4)
+
+
+@contextmanager
+def group(size: int, rank: int, store: dist.Store, name: str) -> Iterator[None]:
+    """The first ``size`` processes as the default group."""
+    own = dist.PrefixStore(name, store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=PATIENCE)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def said(run: Callable[[], Any]) -> str:
+    """What the error says, or the status of the exit."""
+    try:
+        run()
+    except (ValueError, OSError, SystemExit) as error:
+        return str(error)
+    return "nothing"
+
+
+def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
+    """Of two processes, one of which has or meets something that the other has not."""
+    found = {}
+    real = loop.build_model
+
+    def poisoned(run: Any) -> Any:
+        model = real(run)
+        if rank != 1 or run.interface == "transpose":
+            return model
+        if run.settings.parallel == "ddp":
+            weight = dict(model.named_parameters())["blocks.1.mlp.down.weight"]
+            weight.register_hook(lambda grad: grad * float("nan"))
+        else:  # FSDP2 has other parameters
+            model.blocks[1].mlp.down.register_forward_hook(lambda module, args, out: out * float("nan"))
+        return model
+
+    vars(loop)["build_model"] = poisoned
+    try:
+        for parallel in ("ddp", "fsdp"):
+            run = config(folder / f"nan {parallel}", corpus, parallel=parallel)
+            found[f"nan {parallel}"] = said(lambda run=run: train(run))  # type: ignore[misc]
+        settings = config(folder, corpus, steps=2, parallel="ddp").settings
+        rows = ablate(AblateConfig(out=folder / "ablation", arms="untied,transpose", seeds=1, settings=settings))
+        found["ablation"] = json.dumps(rows)
+    finally:
+        vars(loop)["build_model"] = real
+    found["again"] = said(lambda: train(config(folder / "fsdp 2", corpus, parallel="fsdp")))
+    found["none"] = said(lambda: train(config(folder / "none", corpus, parallel="none")))
+    found["few"] = said(lambda: train(config(folder / "few", corpus, batch_size=1)))
+    dist.barrier()
+    damaged = folder / "damaged"
+    if rank == 0:
+        shutil.copytree(folder / "fsdp 2", damaged)
+        file = next((damaged / "checkpoints/step-00000012").glob("shard-00002*"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    found["damaged"] = said(lambda: train(config(damaged, corpus, parallel="fsdp", resume=True)))
+    dist.barrier()
+
+    def terminate(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = config(folder / "terminated", corpus, parallel="fsdp", resume=True)
+    found["terminated"] = said(lambda: train(stopped, observer=terminate))
+    found["after"] = said(lambda: train(stopped))
+    return found
+
+
+def main(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    corpus = folder / "sums.txt"
+    found: dict[str, str] = {}
+    for size in SIZES:
+        if rank >= size:
+            continue
+        with group(size, rank, store, f"group of {size}"):
+            for name, (sizes, interface, settings) in RUNS.items():
+                if size in sizes:
+                    print(name, size, flush=True)
+                    train(config(folder / f"{name} {size}", corpus, interface, **settings))
+            if size == 2:
+                found = errors(folder, corpus, rank)
+            else:
+                for name, parallel in (("fsdp", "fsdp"), ("poet-fsdp", "ddp")):
+                    copy = folder / f"{name} 2 at {size}"
+                    if rank == 0:
+                        shutil.copytree(folder / f"{name} 2", copy)
+                    dist.barrier()
+                    _, interface, settings = RUNS[name]
+                    settings = {**settings, "parallel": parallel}
+                    train(config(copy, corpus, interface, resume_from="step-00000006", **settings))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
