@@ -115,14 +115,21 @@ def test_rotation_keeps_the_function_where_the_last_gain_is_even(tmp_path: Path,
     assert 1e-3 < error(uneven) < 0.5 * error(uneven, transform="head")
 
 
+@pytest.mark.parametrize("family", ["Llama", "SmolLM3", "Qwen3", "Granite"])
+def test_rotation_of_each_family(family: str) -> None:
+    """Their last gains are 1 before training."""
+    model = build(family)
+    before = logits(model)
+    assert difference(logits(mt.convert(model, transform="rotation")), before) < 1e-4
+    assert difference(logits(mt.convert(build(family))), before) > 1e-2
+
+
 @pytest.mark.parametrize("family", ["GPT-2", "Gemma 3", "OPT", "Cohere"])
 def test_rotation_refuses_other_blocks_and_leaves_them(family: str) -> None:
-    from manifold_tying.tying.huggingface._rotate import rotate_residual_stream
-
     model = build(family)
     before = logits(model)
     with pytest.raises(ValueError, match="expected blocks as in Llama"):
-        rotate_residual_stream(model)
+        mt.convert(model, transform="rotation")
     assert torch.equal(logits(model), before)
 
 

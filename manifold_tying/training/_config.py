@@ -13,10 +13,10 @@ from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.parametrizations import CholeskyFactor, Diagonal, Init
 from manifold_tying.parametrizations._equivalence_options import check_options
 from manifold_tying.training._hugging_face_shape import read_shape
+from manifold_tying.tying.huggingface._convert import Start
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
 Body = Literal["adamw", "poet-block", "poet-full"]
-Start = Literal["identity", "head", "embedding", "rotation"]
 CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
 OnNan = Literal["stop", "skip"]

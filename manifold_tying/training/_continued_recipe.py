@@ -5,9 +5,11 @@ import dataclasses
 from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._hugging_face_shape import read_shape
 
-LR, LORA_LR = 1e-3, 4e-3
-MEMORY_STEP = 0.03
-TRANSFORM_FACTOR = 1.0
+# At this width, where they were tried; all shrink with the width, as the body's rate from scratch does.
+WIDTH = 128
+LR, LORA_LR = 2e-3, 4e-3
+MEMORY_STEP = 0.045  # share of an entry of Z, 1/√V, that one step may change at the peak
+TRANSFORM_FACTOR = 1.0  # of the body's rate
 
 
 def resolve_continued(config: TrainConfig) -> TrainConfig:
@@ -21,12 +23,13 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
             f"got {settings.sequence_length}"
         )
     pit = config.interface.startswith("pit")
-    lr = settings.lr if settings.lr is not None else LR if settings.lora_rank is None else LORA_LR
+    narrowing = WIDTH / shape.hidden_size
+    lr = settings.lr if settings.lr is not None else narrowing * (LR if settings.lora_rank is None else LORA_LR)
     filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings)}
     if pit and settings.transform_lr is None:
         filled["transform_lr"] = TRANSFORM_FACTOR * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
-        filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+        filled["memory_lr"] = narrowing * MEMORY_STEP / shape.vocab_size**0.5
     if settings.tokenizer is None and not settings.data.startswith("tokens:"):
         tokenizer = settings.init_from / "tokenizer.json"
         if not tokenizer.is_file():

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from manifold_tying.tying import PIT, Memory
-from manifold_tying.tying.huggingface import halves, save
+from manifold_tying.tying import Memory
+from manifold_tying.tying.huggingface import convert, halves, save
 from manifold_tying.tying.huggingface._checkpoint import write
-from manifold_tying.tying.huggingface._install import install
 from manifold_tying.tying.huggingface._register import import_transformers
-from manifold_tying.tying.huggingface._rotate import rotate_residual_stream
 from manifold_tying.tying.huggingface._tables import read_tables
 
 if TYPE_CHECKING:
@@ -30,25 +28,19 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings.init_from, local_files_only=True, use_safetensors=True, dtype=torch.float32
     )
-    tables = read_tables(model)  # refuses what is untied or converted already, whatever the arm
+    read_tables(model)  # refuses what is untied or converted already, whatever the arm
     if interface == "untied":
         _untie(model)
     elif interface != "transpose":
         memory: Memory = "frozen" if interface == "pit-frozen" else "trainable"
-        transform = settings.init_transform
-        if transform == "rotation":
-            rotate_residual_stream(model)
-            tables, transform = read_tables(model), "embedding"
-        pit = PIT.from_embedding(
-            tables.weight,
-            transform=transform,
+        convert(
+            model,
+            transform=settings.init_transform,
             bridge=settings.bridge,
             memory=memory,
             retraction=settings.retraction,
             diagonal=settings.diagonal,
         )
-        parts = {"scale": tables.scale, "padding_idx": tables.padding_idx, "bias": tables.bias}
-        install(model, pit, tables.weight.dtype, **parts)  # type: ignore[arg-type]
     return model
 
 

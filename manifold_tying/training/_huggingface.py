@@ -28,8 +28,9 @@ class ConvertConfig:
     """Folder of a transformers checkpoint."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write to; tokenizer files are copied."""
-    transform: Literal["identity", "head", "embedding"] = "head"
-    """Where T starts: the identity, or such that head or embedding compute what they did."""
+    transform: Literal["identity", "head", "embedding", "rotation"] = "head"
+    """Where T starts: the identity, or such that head or embedding compute what they did; rotation (Llama-like models) turns
+    the residual stream first, and keeps the function as far as the final norm's gain is even."""
     bridge: bool = False
     """Keep the function exactly, by a d x d matrix on both sides; gives up W_out E = I at the level of the model."""
     memory: Literal["frozen", "trainable"] = "frozen"

@@ -2,29 +2,35 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
+from manifold_tying.manifolds import Retraction
+from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import PIT, Memory, Transform
 from manifold_tying.tying.huggingface._install import install, swap
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
+from manifold_tying.tying.huggingface._rotate import rotate_residual_stream
 from manifold_tying.tying.huggingface._tables import Source, read_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Start = Literal["identity", "head", "embedding", "rotation"]
 M = TypeVar("M", bound="PreTrainedModel")
 
 
 def convert(
     model: M,
     *,
-    transform: Transform = "head",
+    transform: Start = "head",
     bridge: bool = False,
     memory: Memory = "frozen",
     source: Source | None = None,
+    retraction: Retraction = "polar",
+    diagonal: Diagonal = "softplus",
 ) -> M:
     """Replace the tied tables of a transformers causal language model by a :class:`manifold_tying.PIT` interface, in place.
 
@@ -37,12 +43,14 @@ def convert(
     Args:
         model: any transformers model with an embedding and a head. Z and L are float32 (float64 in a float64 model).
         transform: "identity" (T = I, the paper), "head" (T = H: the head computes what it did) or "embedding" (T = H⁻¹: the
-            embedding does).
+            embedding does); or "rotation": "embedding" after :func:`rotate_residual_stream`, for Llama-like models, which keeps
+            the function as far as the final norm's gain is even.
         bridge: keep the model's function exactly: T = I, and a trainable d x d matrix, H at the start, applied to embeddings
             and to hidden states. It gives up W_out E = I at the level of the model: only Z and T have it then, not the maps
             from tokens to hidden states and back.
         memory: "frozen" (the paper's default) or "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``:
             an ordinary optimizer leaves the manifold.
+        retraction, diagonal: as for :class:`manifold_tying.PIT`.
         source: for a model with two different tables, the one to keep, "input" or "output". The other is lost, with a warning.
 
     Returns:
@@ -53,7 +61,16 @@ def convert(
             more than is known here; a model that is converted, quantized or wrapped. The model is as it was then.
     """
     tables = read_tables(model, source)
-    interface = PIT.from_embedding(tables.weight, transform=transform, bridge=bridge, memory=memory)
+    if transform == "rotation":
+        if bridge or tables.untied:
+            raise ValueError(
+                "expected a tied model and no bridge with transform='rotation', which makes up for both tables"
+            )
+        rotate_residual_stream(model)
+        tables, transform = read_tables(model), "embedding"
+    interface = PIT.from_embedding(
+        tables.weight, transform=transform, bridge=bridge, memory=memory, retraction=retraction, diagonal=diagonal
+    )
     if tables.untied:
         warnings.warn(
             f"{type(model).__name__} had two tables; kept is the one of the {source}, and the model has to be trained again",
