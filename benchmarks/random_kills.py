@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import random
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,4 +103,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

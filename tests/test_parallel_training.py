@@ -45,7 +45,8 @@ def alone(name: str, folder: Path) -> Path:
 def test_metrics_are_those_of_one_process(name: str, size: int, folder: Path) -> None:
     one, several = alone(name, folder), folder / f"{name} {size}"
     reference = lines(one)
-    assert reference[-1]["loss"] < reference[0]["loss"] - 0.02  # it learns, so that there is something to miss
+    losses = [m["loss"] for m in reference]
+    assert max(losses) - min(losses) > 0.02  # it moves, so that there is something to miss
     assert_same(lines(several), reference)
     for here, there in zip(lines(several, "probes.jsonl"), lines(one, "probes.jsonl"), strict=True):
         for weight, numbers in here["weights"].items():

@@ -59,7 +59,8 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
             weight = dict(model.named_parameters())["blocks.1.mlp.down.weight"]
             weight.register_hook(lambda grad: grad * float("nan"))
         else:  # FSDP2 has other parameters
-            model.blocks[1].mlp.down.register_forward_hook(lambda module, args, out: out * float("nan"))
+            down = model.get_submodule("blocks.1.mlp.down")
+            down.register_forward_hook(lambda module, args, out: out * float("nan"))
         return model
 
     vars(loop)["build_model"] = poisoned
