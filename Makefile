@@ -29,7 +29,7 @@ test-oldest-transformers:
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[huggingface,train]" "transformers==$(OLDEST)" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" \
 		peft pytest hypothesis
-	$(VENV)-oldest/bin/python -m pytest tests/test_huggingface*.py
+	$(VENV)-oldest/bin/python -m pytest tests/test_huggingface*.py tests/test_continued_pretraining.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
