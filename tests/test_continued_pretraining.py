@@ -210,7 +210,7 @@ def test_memory_and_transform_have_their_own_rates_and_no_decay(tmp_path: Path, 
     memory = next(group for name, group in of.items() if "memory" in name)
     factor = next(group for name, group in of.items() if "cholesky_factor" in name)
     assert (memory["lr"], memory["weight_decay"]) == (3e-4, 0.0)
-    assert optimizer._manifolds[memory["params"][0]].retraction == "cayley"  # type: ignore[attr-defined]
+    assert optimizer._manifolds[memory["params"][0]].retraction == "cayley"
     assert (factor["lr"], factor["weight_decay"]) == (7e-4, 0.0)
     weights = {name: group["weight_decay"] for name, group in of.items()}
     assert all(decay == (0.1 if name.endswith("_proj.weight") else 0.0) for name, decay in weights.items())

@@ -28,7 +28,8 @@ class Tables(nn.Module):
 
     def __init__(self, embedding: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.head = embedding, head
+        self.embedding: Any = embedding
+        self.head: Any = head
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         """(E (V, d), W_out (d, V)), detached copies."""
@@ -46,6 +47,8 @@ class HuggingFaceModel(nn.Module):
             interface, plain tables are frozen then; what a PIT arm trains, it trains here too: T, and Z where that is
             trainable.
     """
+
+    _adapters: Any
 
     def __init__(self, model: "PreTrainedModel", lora_rank: int | None = None) -> None:
         super().__init__()

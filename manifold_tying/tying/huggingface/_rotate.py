@@ -55,7 +55,8 @@ def rotate_residual_stream(model: "PreTrainedModel") -> None:
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
     """The blocks and the final norm; ValueError where something is not as in Llama."""
     body = getattr(model, model.base_model_prefix, None)
-    blocks, final = getattr(body, "layers", None), getattr(body, "norm", None)
+    blocks: Any = getattr(body, "layers", None)
+    final = getattr(body, "norm", None)
     known = isinstance(blocks, nn.ModuleList) and final is not None and _is_rms_norm(final)
     for block in blocks if known else ():
         norms = [name for name, module in block.named_children() if "norm" in name]
@@ -71,7 +72,6 @@ def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
             f"expected blocks as in Llama, two RMSNorms before self_attn and mlp with q, k, v, o, gate, up and down "
             f'projections; {type(model).__name__} has others. Take another transform, "head" or "identity"'
         )
-    assert isinstance(blocks, nn.ModuleList)
     return blocks, final
 
 
