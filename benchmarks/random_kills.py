@@ -54,6 +54,7 @@ def random_kills(options: KillOptions, folder: Path) -> dict[str, Any]:
     found = {"kills": 0, "runs": 0, "whole_checkpoints": 0}
     references = []
     for number, (interface, changes) in enumerate(KINDS):
+        train(_config(folder / f"first-{number}", corpus, interface, changes, options))  # tokenizes and warms up
         run = _config(folder / f"whole-{number}", corpus, interface, changes, options)
         start = time.monotonic()
         train(run)
