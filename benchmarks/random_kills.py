@@ -54,15 +54,20 @@ def random_kills(options: KillOptions, folder: Path) -> dict[str, Any]:
     found = {"kills": 0, "runs": 0, "whole_checkpoints": 0}
     references = []
     for number, (interface, changes) in enumerate(KINDS):
+        train(_config(folder / f"first-{number}", corpus, interface, changes, options))  # tokenizes and warms up
         run = _config(folder / f"whole-{number}", corpus, interface, changes, options)
         start = time.monotonic()
         train(run)
         references.append((time.monotonic() - start, (run.out / METRICS).read_bytes()))
-    while found["kills"] < options.kills and time.monotonic() - began < options.seconds:
+
+    def kills_are_left() -> bool:
+        return found["kills"] < options.kills and time.monotonic() - began < options.seconds
+
+    while kills_are_left():
         number = found["runs"] % len(KINDS)
         lasts, expected = references[number]
         run = _config(folder / "killed", corpus, *KINDS[number], options)
-        while not _finished_before(run, chance.uniform(0, lasts) if found["kills"] < options.kills else None):
+        while not _finished_before(run, chance.uniform(0, lasts) if kills_are_left() else None):
             found["kills"] += 1
             for path in checkpoints(run.out):
                 check_files(path, read_state(path))

@@ -40,10 +40,14 @@ def found(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> 
 
 
 @cache
-def alone(arm: str) -> list[float]:
-    """The losses of one process without DTensors."""
+def trained_alone(arm: str) -> tuple[Any, list[float]]:
+    """The model of one process without DTensors, and its losses."""
     model = build(arm)
-    return train(model, model.loss)
+    return model, train(model, model.loss)
+
+
+def alone(arm: str) -> list[float]:
+    return trained_alone(arm)[1]
 
 
 @pytest.mark.parametrize(
@@ -62,10 +66,7 @@ def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found
     ("layout", "size"), [(layout, size) for layout in ("fsdp", "ddp") for size in RUNS["poet", layout]]
 )
 def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[dict[str, Any]]) -> None:
-    expected = build("poet")
-    train(expected, expected.loss)
-    mlp: Any = expected.blocks[0].mlp
-    part = mlp.up.parametrizations.weight[0]
+    part = trained_alone("poet")[0].blocks[0].mlp.up.parametrizations.weight[0]
     assert part.merges == STEPS // MERGE_EVERY and part.merges > 0
     results = [found[rank][f"poet {layout} {size}"] for rank in range(size)]
     for result in results:
