@@ -24,7 +24,7 @@ def nothing_to_add(A: Tensor) -> Tensor:
     return A
 
 
-def is_distributed(X: Tensor) -> bool:
+def is_distributed(X: Any) -> bool:
     """Whether X is a DTensor.
 
     Asked by an attribute: to import DTensor takes half a second, and who has none does not need it.
@@ -32,14 +32,14 @@ def is_distributed(X: Tensor) -> bool:
     return hasattr(X, "device_mesh")
 
 
-def local(X: Tensor) -> Tensor:
+def local(X: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor itself."""
-    return X.to_local() if is_distributed(X) else X  # type: ignore[attr-defined]
+    return X.to_local() if is_distributed(X) else X
 
 
-def whole(X: Tensor) -> Tensor:
+def whole(X: Any) -> Tensor:
     """All of a DTensor on every process, which all of its processes have to ask for; any other tensor itself."""
-    return X.full_tensor() if is_distributed(X) else X  # type: ignore[attr-defined]
+    return X.full_tensor() if is_distributed(X) else X
 
 
 def assign_(X: Tensor, value: Tensor) -> None:
@@ -72,9 +72,9 @@ def row_total(X: Tensor) -> Total:
     return total if groups else nothing_to_add
 
 
-def process_total(tensors: Iterable[Tensor]) -> Total:
+def process_total(tensors: Iterable[Any]) -> Total:
     """What sums a tensor over all processes that any of these DTensors lies on; nothing to add where there is none."""
-    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_distributed(X))  # type: ignore[attr-defined]
+    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_distributed(X))
 
     def total(A: Tensor) -> Tensor:
         for mesh in meshes:
