@@ -112,7 +112,7 @@ class RiemannianAdam(RiemannianOptimizer):
         else:
             state["exp_avg_sq"] = torch.zeros_like(manifold.component_inner(p, p))
 
-    def _euclidean_step(self, group: Group, params: list[Tensor]) -> None:
+    def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         for p in params:
             state = self.state[p]
             if not state:
@@ -122,7 +122,7 @@ class RiemannianAdam(RiemannianOptimizer):
         states = [self.state[p] for p in params]
         self._adamw(
             group,
-            local_parts(params),
+            parts,
             local_gradients(params),
             local_parts(state["exp_avg"] for state in states),
             local_parts(state["exp_avg_sq"] for state in states),
@@ -184,7 +184,7 @@ class RiemannianAdam(RiemannianOptimizer):
         alone, total = len(batch) == 1, linalg.row_total(batch[0])
         points, gradients = local_parts(batch), [g.contiguous() for g in local_gradients(batch)]
         X, G = (points[0], gradients[0]) if alone else (torch.stack(points), torch.stack(gradients))
-        states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
+        states, found_inf, scale = [self.state[p] for p in batch], self._finite.found_inf, self._scales.get(batch[0])
         exp_avgs = local_parts(state["exp_avg"] for state in states)
         exp_avg_sqs = local_parts(state["exp_avg_sq"] for state in states)
         minus_normal = linalg.symmetric(total(X.mT @ G)).neg_() if projects else None
@@ -195,9 +195,10 @@ class RiemannianAdam(RiemannianOptimizer):
             if minus_normal is not None:
                 out = buffer[..., : part.shape[-2], :]
                 gradient = torch.matmul(part, minus_normal, out=out).add_(gradient)
+            moved = part if scale is None else torch.zeros_like(part)
             self._adamw(
                 group,
-                [part] if alone else list(part),
+                [moved] if alone else list(moved),
                 [gradient] if alone else list(gradient),
                 [m[..., rows, :] for m in exp_avgs],
                 [v[..., rows, :] for v in exp_avg_sqs],
@@ -207,6 +208,8 @@ class RiemannianAdam(RiemannianOptimizer):
                 weight_decay=0.0,
                 found_inf=found_inf,
             )
+            if scale is not None:
+                part.addcmul_(scale, moved)
         ahead = found_inf is not None and group["steps_taken"] % EXACT_EVERY != 0
         linalg.reorthonormalize_(X, total, fixed=ahead, keep=found_inf)
         if not alone:

@@ -23,6 +23,9 @@ class RiemannianOptimizer(Optimizer):
     A parameter's manifold is that of its group (key "manifold", as ``param_groups`` makes them), else its own attribute
     ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
 
+    A group may have a "scale", a tensor that every update of its parameters is multiplied by, entry by entry, as if each entry
+    had a learning rate of its own; of a point one number per column, and the direction is scaled before the point moves.
+
     Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
     two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
     """
@@ -34,14 +37,16 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._names: dict[Tensor, str] = {}
+        self._scales: dict[Tensor, Tensor] = {}
         self._finite = FiniteCheck(nonfinite)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch.optim, with two keys more: "manifold" for all of its parameters, "names" for error messages."""
+        """As in torch.optim, with three keys more: "manifold" and "scale" for all of its parameters, "names" for messages."""
         group = dict(param_group)
         manifold = group.pop("manifold", None)
         names = group.pop("names", None)
+        scale = group.pop("scale", None)
         super().add_param_group(group)
         added = self.param_groups[-1]
         try:
@@ -49,6 +54,8 @@ class RiemannianOptimizer(Optimizer):
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
                 self._add_parameter(p, manifold or getattr(p, "manifold", None), name, added)
+                if scale is not None:
+                    self._scales[p] = self._checked_scale(p, scale, name, added)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -78,6 +85,18 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
         self._manifolds[p] = manifold
 
+    def _checked_scale(self, p: Tensor, scale: Tensor, name: str, group: Group) -> Tensor:
+        scale = scale.detach().to(p.device, p.dtype)
+        shape = p.shape[-1:] if p in self._manifolds or linalg.is_distributed(p) else p.shape
+        if scale.shape != shape or not (torch.isfinite(scale) & (scale >= 0)).all():
+            raise ValueError(
+                f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
+                f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
+            )
+        if group["weight_decay"] != 0:
+            raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
+        return scale
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.
 
@@ -94,9 +113,20 @@ class RiemannianOptimizer(Optimizer):
                     if not torch.compiler.is_compiling():  # a graph cannot depend on a count
                         group["steps_taken"] = group.get("steps_taken", 0) + 1
                     params = [p for p in group["params"] if p.grad is not None]
-                    self._euclidean_step(group, [p for p in params if p not in self._manifolds])
+                    self._scaled_euclidean_step(group, [p for p in params if p not in self._manifolds])
                     self._manifold_step(group, [p for p in params if p in self._manifolds])
         return loss
+
+    def _scaled_euclidean_step(self, group: Group, params: list[Tensor]) -> None:
+        """With a scale, the update is made of zeros and then added: it may be small beside the parameter."""
+        parts = [
+            torch.zeros_like(part) if p in self._scales else part
+            for p, part in zip(params, local_parts(params), strict=True)
+        ]
+        self._euclidean_step(group, params, parts)
+        for p, part in zip(params, parts, strict=True):
+            if p in self._scales:
+                linalg.local(p).addcmul_(self._scales[p], part)
 
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -112,7 +142,10 @@ class RiemannianOptimizer(Optimizer):
             if not self.state[p]:
                 self._initialize(p, self.state[p], group)
             where = (p.device_mesh, p.placements) if linalg.is_distributed(p) else p.device  # type: ignore[attr-defined]
-            batches[same_motion(self._manifolds[p]), p.shape, p.dtype, where].append(p)
+            scale = self._scales.get(p)
+            batches[
+                same_motion(self._manifolds[p]), p.shape, p.dtype, where, id(scale) if scale is not None else 0
+            ].append(p)
         for batch in batches.values():
             self._update_batch(group, self._manifolds[batch[0]], batch, projects)
 
@@ -133,6 +166,8 @@ class RiemannianOptimizer(Optimizer):
             polar = is_polar(manifold)  # the only one that may lie on several processes
             gradients = tangent_part(total, points, gradients) if polar else manifold.egrad2rgrad(points, gradients)
         step = group["lr"] * self._direction(group, batch[0], points, gradients, stacked)
+        if batch[0] in self._scales:
+            step = step * self._scales[batch[0]]
         if is_polar(manifold):
             moved = linalg.reorthonormalize_(points - step, total)
         elif isinstance(manifold, Stiefel):
@@ -150,6 +185,7 @@ class RiemannianOptimizer(Optimizer):
             **super().__getstate__(),
             "_manifolds": self._manifolds,
             "_names": self._names,
+            "_scales": self._scales,
             "_finite": FiniteCheck(self._finite.nonfinite),
         }
 
@@ -162,8 +198,8 @@ class RiemannianOptimizer(Optimizer):
         """Allocate the state of an on-manifold parameter, "step" among it."""
 
     @abstractmethod
-    def _euclidean_step(self, group: Group, params: list[Tensor]) -> None:
-        """Update ordinary parameters as torch.optim does."""
+    def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
+        """Update ``parts``, what this process has of ordinary parameters or zeros in their place, as torch.optim does."""
 
     @abstractmethod
     def _direction(

@@ -13,7 +13,6 @@ from manifold_tying.optim._base import (
     check_kernels,
     check_range,
     local_gradients,
-    local_parts,
 )
 from manifold_tying.optim._finite import NonFinite
 
@@ -74,11 +73,11 @@ class RiemannianSGD(RiemannianOptimizer):
         state["step"] = torch.tensor(0.0)
         state["momentum_buffer"] = torch.zeros_like(p)
 
-    def _euclidean_step(self, group: Group, params: list[Tensor]) -> None:
+    def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         found = [self.state[p].get("momentum_buffer") for p in params]
         buffers = [None if buffer is None else linalg.local(buffer) for buffer in found]
         sgd(
-            local_parts(params),
+            parts,
             local_gradients(params),
             buffers,
             foreach=group["foreach"],

@@ -182,6 +182,22 @@ def test_stdlib_finds_the_running_library() -> None:
     assert any("class ArgumentParser" in text for text in documents)
 
 
+def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "some_package_of_this_test"
+    (package / "tests").mkdir(parents=True)
+    prose = "What this is for, in so many words. " * 8
+    (package / "__init__.py").write_text(f'"""{prose}"""\n\ndef f():\n    """Of f."""\n    x = "\\d"\n')
+    (package / "short.py").write_text('"""Too little."""\n')
+    (package / "broken.py").write_text(f'"""{prose}"""\nprint "2"\n')
+    (package / "tests/t.py").write_text(f'"""{prose}"""\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(open_corpus(f"docstrings:{package.name}").documents()) == [f"{prose.strip()}\n\nOf f."]
+    assert package.name not in sys.modules
+    assert any(
+        "Compute the (multiplicative) inverse of a matrix" in text for text in open_corpus("docstrings").documents()
+    )
+
+
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
     documents = ["abcabc " * 30] * 19 + ["xyzxyz " * 30]
     data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
@@ -266,6 +282,9 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
         "no form": ("wikitext", "text:PATH"),
         "unknown form": ("csv:a", "tokens:DIR"),
         "stdlib takes nothing": ("stdlib:3.11", "the forms are"),
+        "no package": ("docstrings:no_such_package", "name of an installed package, got 'no_such_package'"),
+        "a module, no package": ("docstrings:torch,this", "got 'this'"),
+        "no packages": ("docstrings:", "the forms are"),
         "empty": ("", "the forms are"),
         "no path": ("text:", "no file or folder"),
         "missing": (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),

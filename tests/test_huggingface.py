@@ -159,7 +159,7 @@ def test_conversion_losses_say_what_each_choice_costs() -> None:
     batch = {"input_ids": ids(), "labels": ids()}
     before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
     losses = mt.conversion_losses(model, batch)
-    assert list(losses) == ["source", "identity", "head", "embedding", "bridge"]
+    assert list(losses) == ["source", "identity", "head", "embedding", "bridge", "rotation"]
     assert list(model.modules()) == modules and model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     for choice, loss in losses.items():
@@ -169,7 +169,9 @@ def test_conversion_losses_say_what_each_choice_costs() -> None:
             mt.convert(twin, **options)
         assert twin(**batch).loss.item() == pytest.approx(loss, rel=1e-6)
     assert losses["bridge"] == pytest.approx(losses["source"], rel=1e-5)
+    assert losses["rotation"] == pytest.approx(losses["source"], rel=1e-5)  # its last gain is 1
     assert losses["identity"] != pytest.approx(losses["source"], rel=1e-4)
+    assert list(mt.conversion_losses(build("OPT"), batch)) == ["source", "identity", "head", "embedding", "bridge"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

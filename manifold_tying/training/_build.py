@@ -1,6 +1,7 @@
 """Model, optimizer and schedules of a run."""
 
 import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
-from manifold_tying.training._hugging_face_model import Model, build_hugging_face_model
+from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying.huggingface import rotation_scales
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
 # Of the reference model, and of a transformers model, where the embedding holds the interface.
@@ -59,7 +61,9 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     """
     rates: dict[str, dict[str, Any]] = {}
     if isinstance(model.interface, PIT):
-        rates[FACTOR] = {"lr": settings.transform_lr}
+        rates |= _rotation_scales(model, settings)
+        factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
+        rates[factor] = {**rates.get(factor, {}), "lr": settings.transform_lr}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(
@@ -77,6 +81,13 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         retract_every=settings.retract_every,
         fused=True if torch.device(settings.device).type == "cuda" else None,
     )
+
+
+def _rotation_scales(model: Model, settings: Settings) -> dict[str, dict[str, Any]]:
+    """Of a model whose residual stream was rotated, so that one rate fits all columns of its tables."""
+    if settings.init_transform != "rotation" or not isinstance(model, HuggingFaceModel):
+        return {}
+    return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
 
 
 def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:

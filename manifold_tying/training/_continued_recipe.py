@@ -10,6 +10,8 @@ WIDTH = 128
 LR, LORA_LR = 2e-3, 4e-3
 MEMORY_STEP = 0.045  # share of an entry of Z, 1/√V, that one step may change at the peak
 TRANSFORM_FACTOR = 1.0  # of the body's rate
+# After init_transform=rotation, whose rates are by entry (rotation_scales): of the body's rate.
+ROTATED_MEMORY_FACTOR, ROTATED_TRANSFORM_FACTOR = 1.0, 4.0
 
 
 def resolve_continued(config: TrainConfig) -> TrainConfig:
@@ -26,10 +28,11 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
     narrowing = WIDTH / shape.hidden_size
     lr = settings.lr if settings.lr is not None else narrowing * (LR if settings.lora_rank is None else LORA_LR)
     filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings)}
+    rotated = settings.init_transform == "rotation"
     if pit and settings.transform_lr is None:
-        filled["transform_lr"] = TRANSFORM_FACTOR * lr
+        filled["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else TRANSFORM_FACTOR) * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
-        filled["memory_lr"] = narrowing * MEMORY_STEP / shape.vocab_size**0.5
+        filled["memory_lr"] = ROTATED_MEMORY_FACTOR * lr if rotated else narrowing * MEMORY_STEP / shape.vocab_size**0.5
     if settings.tokenizer is None and not settings.data.startswith("tokens:"):
         tokenizer = settings.init_from / "tokenizer.json"
         if not tokenizer.is_file():

@@ -1,8 +1,8 @@
 """Progress bars with loss, tokens per second and defect."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -10,9 +10,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 from manifold_tying.training._loop import Observer
 
 
+class Started(Protocol):
+    """Called before a run; returns that run's observer."""
+
+    def __call__(self, name: str, index: int, count: int, steps: int | None = None) -> Observer: ...
+
+
 @contextmanager
-def progress_bars(console: Console, steps: int) -> Iterator[Callable[[str, int, int], Observer]]:
-    """Inside, call the yielded function with (run, its number, number of runs) for each run's observer."""
+def progress_bars(console: Console, usual: int) -> Iterator[Started]:
+    """Inside, call the yielded function with (run, its number, number of runs) for each run's observer.
+
+    A run of another number of steps than the others says so.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=8),
@@ -21,9 +30,9 @@ def progress_bars(console: Console, steps: int) -> Iterator[Callable[[str, int, 
     )
     with Progress(*columns, console=console) as bars:
 
-        def started(name: str, index: int, count: int) -> Observer:
+        def started(name: str, index: int, count: int, steps: int | None = None) -> Observer:
             label = f"{name} ({index + 1}/{count})" if count > 1 else name
-            task = bars.add_task(label, total=steps, numbers="")
+            task = bars.add_task(label, total=steps or usual, numbers="")
             shown: dict[str, Any] = {}
 
             def observe(metrics: dict[str, Any]) -> None:

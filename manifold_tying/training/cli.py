@@ -1,4 +1,4 @@
-"""The command line: manifold-tying train | ablate | report | convert | export | inspect."""
+"""The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
 
 import sys
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from manifold_tying.training._loop import load_data_together, train
 from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
+from manifold_tying.training.papers import ReproduceConfig, reproduce
 from manifold_tying.training.report import findings, load_experiment, plot_curves, summary_table, write_report
 
 
@@ -64,6 +65,14 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 
 
+def run_reproduce(config: ReproduceConfig, console: Console) -> None:
+    with progress_bars(console, config.settings().steps) as started:
+        tables = reproduce(config, started=started)
+    for table in tables:
+        console.print(table.terminal())
+    console.print(f"tables: {config.out / 'tables.md'}", soft_wrap=True)
+
+
 def run_report(config: ReportConfig, console: Console) -> None:
     plot_curves(load_experiment(config.out), config.out)
     console.print(f"report: {write_report(config.out)}", soft_wrap=True)
@@ -74,6 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands: dict[str, tuple[type, Callable[[Any, Console], None]]] = {
         "train": (TrainConfig, run_train),
         "ablate": (AblateConfig, run_ablate),
+        "reproduce": (ReproduceConfig, run_reproduce),
         "report": (ReportConfig, run_report),
         "convert": (ConvertConfig, run_convert),
         "export": (ExportConfig, run_export),

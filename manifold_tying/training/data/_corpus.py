@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._docstrings import PACKAGES, document, package_root
+
 SPEC_FORMS = """the forms are
   stdlib                        the source of the running Python's standard library
+  docstrings[:PACKAGE,...]      those of installed packages; numpy, scipy, pandas and sympy unless given
   text:PATH[,PATH...]           files, or folders with every file below them that is UTF-8; a file is a document
   jsonl:PATH[,PATH...]          files, or folders with *.jsonl; a line is a document, its text in the field "text"
   parquet:PATH[,PATH...]        files, or folders with *.parquet; a row is a document, its text in the column "text"
@@ -45,7 +48,8 @@ def open_corpus(spec: str) -> Corpus:
         ValueError: the spec has none of the known forms, or a path in it does not exist.
     """
     kind, colon, rest = spec.partition(":")
-    if kind not in _OPENERS or (kind == "stdlib") == bool(colon):
+    malformed = {"stdlib": bool(colon), "docstrings": bool(colon) and not rest}.get(kind, not colon)
+    if kind not in _OPENERS or malformed:
         raise ValueError(f"unknown corpus {spec!r}; {SPEC_FORMS}")
     return _OPENERS[kind](spec, rest)
 
@@ -55,6 +59,14 @@ def _stdlib(spec: str, rest: str) -> Corpus:
     files = _files_below(root, ".py", _NOT_STDLIB)
     identity: list[object] = ["stdlib", platform.python_version(), _listing(files)]
     return Corpus(spec, identity, False, lambda: (text for file in files if (text := _read(file)) is not None))
+
+
+def _docstrings(spec: str, rest: str) -> Corpus:
+    packages = tuple(name.strip() for name in rest.split(",")) if rest else PACKAGES
+    files = [file for name in packages for file in _files_below(package_root(name), ".py", {"tests", "__pycache__"})]
+    # How docstrings are cleaned differs between versions of Python.
+    identity: list[object] = ["docstrings", platform.python_version(), _listing(files)]
+    return Corpus(spec, identity, False, lambda: (text for file in files if (text := document(file)) is not None))
 
 
 def _text(spec: str, rest: str) -> Corpus:
@@ -133,7 +145,14 @@ def _hub(spec: str, rest: str) -> Corpus:
     return Corpus(spec, identity, True, documents)
 
 
-_OPENERS = {"stdlib": _stdlib, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hub}
+_OPENERS = {
+    "stdlib": _stdlib,
+    "docstrings": _docstrings,
+    "text": _text,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "hf": _hub,
+}
 
 
 def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:

@@ -1,5 +1,6 @@
 """Transpose tying to Pseudo-Inverse Tying, in a transformers model, in place."""
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -12,7 +13,7 @@ from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import PIT, Memory, Transform
 from manifold_tying.tying.huggingface._install import install, swap
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
-from manifold_tying.tying.huggingface._rotate import rotate_residual_stream
+from manifold_tying.tying.huggingface._rotate import can_rotate, rotate_residual_stream
 from manifold_tying.tying.huggingface._tables import Source, read_tables
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def conversion_losses(
         source: as for :func:`convert`.
 
     Returns:
-        {"source": the model's own, "identity", "head", "embedding": without a bridge, "bridge"}.
+        {"source": the model's own, "identity", "head", "embedding": without a bridge, "bridge"}, and "rotation" for models that
+        it is there for; that one is tried on a copy, which needs the model's memory once more.
     """
     tables = read_tables(model, source)
     inputs: dict[str, Any] = {"labels": batch["input_ids"], **batch}
@@ -117,6 +119,8 @@ def conversion_losses(
                 losses[choice] = float(model(**inputs).loss)
             finally:
                 swap(model, *before)
+        if not tables.untied and can_rotate(model):
+            losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
     finally:
         model.train(training)
     return losses

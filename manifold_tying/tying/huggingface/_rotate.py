@@ -52,6 +52,20 @@ def rotate_residual_stream(model: "PreTrainedModel") -> None:
     final.weight.copy_(gain)
 
 
+def can_rotate(model: "PreTrainedModel") -> bool:
+    """Whether :func:`rotate_residual_stream` knows the model's blocks."""
+    try:
+        _parts(model)
+    except ValueError:
+        return False
+    return True
+
+
+def final_norm(model: "PreTrainedModel") -> Any:
+    """The norm before the head; ValueError as for :func:`rotate_residual_stream`."""
+    return _parts(model)[1]
+
+
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
     """The blocks and the final norm; ValueError where something is not as in Llama."""
     body = getattr(model, model.base_model_prefix, None)

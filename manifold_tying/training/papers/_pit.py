@@ -1,0 +1,127 @@
+"""PIT's comparisons: Tables 1, 2, 4 and 5, and Figure 3."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from manifold_tying import diagnostics
+from manifold_tying.diagnostics import InterfaceConsistency
+from manifold_tying.models import preset
+from manifold_tying.training._config import Settings
+from manifold_tying.training._hugging_face_model import OUT
+from manifold_tying.training._progress import Started
+from manifold_tying.training._record import METRICS
+from manifold_tying.training.papers._arms import Arm, Trained, loss_table, train_arms
+from manifold_tying.training.papers._table import Table, nats, scientific
+from manifold_tying.training.report._statistics import mean
+
+# Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
+Printed = tuple[float, float, float]
+FROM_SCRATCH: dict[str, Printed] = {"transpose": (0.1241, 0.4925, 0.1121), "pit": (0.0, 0.0, 0.0024)}
+CONTINUED: dict[str, Printed] = {"transpose": (0.0089, 0.1333, 0.0106), "pit": (0.0, 0.0, 0.0021)}
+TRANSPOSE = "transpose tying"
+
+
+def from_scratch(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
+    """The upper halves of Tables 4 and 5."""
+    arms = [
+        Arm(label=TRANSPOSE, spec="transpose", printed=17.72),
+        Arm(
+            label="PIT as printed: Z frozen, embeddings as they are",
+            spec="pit-frozen+embedding_norm=false",
+            printed=50.17,
+        ),
+        Arm(label="PIT, Z frozen, embeddings normalized", spec="pit-frozen"),
+        Arm(label="PIT, Z trained", spec="pit-trainable"),
+        Arm(label="untied", spec="untied"),
+    ]
+    trained = train_arms(out, arms, settings, seeds, started)
+    shape = preset(settings.preset)
+    notes = [
+        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
+        f"{settings.steps * settings.tokens_per_step:,} tokens of {settings.data}, validation; the paper: Llama-0.3B, "
+        "FineWeb-Edu, training loss.",
+        "Each arm at its own rates (docs/learning-rates.md); the paper trains all by AdamW and names no rates.",
+    ]
+    column = "paper: training perplexity (Llama-0.3B)"
+    losses = loss_table("PIT, Table 4: from-scratch pretraining", trained, column, notes)
+    return [losses, _consistency("PIT, Table 5: consistency of the interface", trained, FROM_SCRATCH, "Llama-0.3B")]
+
+
+def continued(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
+    """Tables 1 and 2 (the lower halves of 4 and 5 are of the same kind), and Figure 3."""
+    arms = [
+        Arm(label=TRANSPOSE, spec="transpose", printed=32.52),
+        Arm(label="PIT, Z frozen, T = I (the paper's)", spec="pit-frozen+init_transform=identity", printed=15.80),
+        Arm(label="PIT, Z frozen, T = H", spec="pit-frozen"),
+        Arm(label="PIT, Z frozen, by rotation", spec="pit-frozen+init_transform=rotation"),
+        Arm(label="PIT, Z trained, T = H", spec="pit-trainable"),
+        Arm(label="PIT, Z trained, by rotation", spec="pit-trainable+init_transform=rotation"),
+        Arm(label="untied", spec="untied"),
+    ]
+    trained = train_arms(out, arms, settings, seeds, started)
+    notes = [
+        f"Here: {settings.steps * settings.tokens_per_step:,} tokens of {settings.data} after a checkpoint of this project's "
+        "making, validation loss; the paper: 10k steps of FineWeb-Edu after Granite4-350M-Base, training loss.",
+        "T = I and T = H change the function that is started from, the rotation hardly (docs/continued-pretraining.md).",
+    ]
+    column = "paper: training perplexity (Granite4-350M-Base)"
+    losses = loss_table("PIT, Table 1: continued pretraining", trained, column, notes)
+    title = "PIT, Table 2: consistency of the interface"
+    return [losses, _consistency(title, trained, CONTINUED, "Granite4-350M-Base"), _early(trained)]
+
+
+def _consistency(title: str, trained: Trained, printed: dict[str, Printed], model: str) -> Table:
+    """Means over seeds of the six numbers, by both of the paper's definitions."""
+    body = []
+    for arm in trained.arms:
+        found = [_tables_of(folder) for folder in trained.runs(arm)]
+        if not found:
+            continue
+        spec = arm.spec or ""
+        of_paper = printed["pit"] if spec.startswith("pit") else printed.get(spec)
+        columns = ("cosine_distance", "procrustes_error", "principal_angle", "anchor_cosine_distance")
+        numbers = [scientific([getattr(one, name) for one in found]) for name in (*columns, "delta_ti")]
+        body.append([arm.label, *numbers, " / ".join(f"{number:.4f}" for number in of_paper) if of_paper else ""])
+    head = [
+        "arm", "cosine distance", "Procrustes error", "principal angle (rad)", "cosine distance of E and W_out⁺",
+        "ΔTI", f"paper: first three ({model})",
+    ]  # fmt: skip
+    notes = [
+        "The first three are of the polar factors of E and W_outᵀ, as the paper defines them for its tables: exact transpose "
+        "tying has zeros there by that definition, and the paper's non-zero entries for it do not follow from it. E against "
+        "the pseudo-inverse of W_out, the paper's equations 1 and 2, separates the arms.",
+        "The paper's angles of 0.002 rad for PIT are what the arc cosine of a float32 cosine gives for zero.",
+    ]
+    return Table(title=title, head=head, body=body, notes=notes)
+
+
+def _tables_of(run: Path) -> InterfaceConsistency:
+    E, W_out, _ = diagnostics.inspect_tables(run / OUT if (run / OUT).is_dir() else run)
+    return diagnostics.interface_consistency(E, W_out)
+
+
+def _early(trained: Trained) -> Table:
+    """Training losses of the first steps."""
+    body = []
+    for arm in trained.arms:
+        curves = [_losses(folder) for folder in trained.runs(arm)]
+        if curves:
+            early = max(1, len(curves[0]) // 10)
+            parts = (
+                [curve[0] for curve in curves],
+                [max(curve[1 : early + 1] or curve) for curve in curves],
+                [mean(curve[early : 2 * early] or curve) for curve in curves],
+                [mean(curve[-early:]) for curve in curves],
+            )
+            body.append([arm.label, *map(nats, parts)])
+    head = ["arm", "first batch", "largest of the first tenth", "mean of the second tenth", "mean of the last tenth"]
+    notes = [
+        "The paper's Figure 3 shows a rise of transpose tying at the beginning, and none of PIT; it prints no numbers."
+    ]
+    return Table(title="PIT, Figure 3: training loss at the beginning", head=head, body=body, notes=notes)
+
+
+def _losses(run: Path) -> Sequence[float]:
+    lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]

@@ -1,0 +1,136 @@
+"""manifold-tying reproduce: one of the papers' comparisons, at the size that is asked for."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+import tyro
+
+from manifold_tying.models import preset
+from manifold_tying.training._config import Settings
+from manifold_tying.training._files import write_whole
+from manifold_tying.training._machine import machine
+from manifold_tying.training._progress import Started
+from manifold_tying.training.papers import _pit, _poet
+from manifold_tying.training.papers._source import trained_source
+from manifold_tying.training.papers._table import Table
+
+Name = Literal[
+    "pit-from-scratch",
+    "pit-continued",
+    "poet-pretraining",
+    "poet-initialization",
+    "poet-merging",
+    "poet-terms",
+    "poet-budget",
+]
+Recipe = Callable[[Path, Settings, int, Started | None], list[Table]]
+RECIPES: Mapping[Name, Recipe] = {
+    "pit-from-scratch": _pit.from_scratch,
+    "pit-continued": _pit.continued,
+    "poet-pretraining": _poet.pretraining,
+    "poet-initialization": _poet.initialization,
+    "poet-merging": _poet.merging,
+    "poet-terms": _poet.terms,
+    "poet-budget": _poet.budget,
+}
+CONTINUED = ("pit-continued",)
+OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614_400}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Run one of the papers' comparisons and write its tables, beside what the paper prints, to DIR/tables.md.
+
+    pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), poet-pretraining (POET, Table 2),
+    poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7, Figure 10), poet-budget (Figure 5). The same
+    command again only does what is missing.
+    """
+
+    name: Annotated[Name, tyro.conf.Positional]
+    """Which comparison."""
+    out: Path
+    """Folder to write to."""
+    preset: str = "nano"
+    """Shape of the model."""
+    tokens: int = 184_320
+    """Training tokens per run."""
+    seeds: int = 3
+    """Number of seeds; they are 0, 1, ..."""
+    data: str | None = None
+    """Corpus, as of train; None is stdlib, and docstrings where a checkpoint is continued."""
+    batch_size: int = 8
+    """Sequences per step."""
+    sequence_length: int = 128
+    """Tokens per sequence."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    init_from: Path | None = None
+    """pit-continued: the tied transformers checkpoint to continue; None trains a small one first."""
+    source_data: str = "stdlib"
+    """pit-continued without init_from: what the source is trained on."""
+    source_tokens: int = 614_400
+    """pit-continued without init_from: how long."""
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(Name):
+            raise ValueError(f"unknown comparison {self.name!r}; choose one of {', '.join(get_args(Name))}")
+        for name in ("tokens", "seeds", "source_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        preset(self.preset)
+        if self.name not in CONTINUED and (given := [k for k, v in OF_CONTINUED.items() if getattr(self, k) != v]):
+            raise ValueError(f"{', '.join(given)} belong to {', '.join(CONTINUED)}; leave them out of {self.name}")
+        self.settings()
+
+    def settings(self) -> Settings:
+        """Of every run of the comparison, but for the checkpoint that it may start from."""
+        size = self.batch_size * self.sequence_length
+        return Settings(
+            preset=self.preset,
+            data=self.data or ("docstrings" if self.name in CONTINUED else "stdlib"),
+            steps=max(1, round(self.tokens / max(1, size))),
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            device=self.device,
+        )
+
+
+def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> list[Table]:
+    """Run what is missing and return the tables, which are also written to ``OUT/tables.md`` and ``OUT/tables.json``."""
+    settings = config.settings()
+    if config.name in CONTINUED:
+        source = config.init_from
+        if source is None:
+            steps = max(1, round(config.source_tokens / Settings().tokens_per_step))
+            source = trained_source(config.out / "source", config.preset, config.source_data, steps, started)
+        settings = dataclasses.replace(settings, init_from=source, preset=Settings.preset)
+    tables = RECIPES[config.name](config.out, settings, config.seeds, started)
+    described: dict[str, Any] = {
+        "comparison": config.name,
+        "command": _command(config),
+        "machine": machine(torch.device(config.device)),
+        "tables": [dataclasses.asdict(table) for table in tables],
+    }
+    text = f"`{described['command']}`\n\n" + "\n".join(table.markdown() for table in tables)
+    write_whole(config.out / "tables.json", (json.dumps(described, indent=1) + "\n").encode())
+    write_whole(config.out / "tables.md", text.encode())
+    return tables
+
+
+def _command(config: ReproduceConfig) -> str:
+    """The command line that makes the same."""
+    if sys.argv[1:2] == ["reproduce"]:
+        return shlex.join(["manifold-tying", *sys.argv[1:]])
+    words = ["manifold-tying", "reproduce", config.name]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name != "name" and value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    return shlex.join(words)

@@ -1,0 +1,59 @@
+"""The tied checkpoint that continued pretraining starts from, where none is given: made and trained here."""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from manifold_tying.models import preset
+from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._hugging_face_model import OUT
+from manifold_tying.training._loop import RESULT, load_data, train
+from manifold_tying.training._progress import Started
+from manifold_tying.tying.huggingface._register import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LR, WIDTH = 4e-3, 128  # peak rate at that width, for AdamW from scratch on transformers' own initial weights
+WEIGHT_DECAY = 0.1
+
+
+def tied_llama(name: str, positions: int) -> "PreTrainedModel":
+    """transformers' Llama with the sizes of a preset and tied tables, drawn from torch's generator."""
+    shape, transformers = preset(name), import_transformers()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            max_position_embeddings=positions,
+            rms_norm_eps=shape.norm_eps,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def trained_source(out: Path, name: str, data: str, steps: int, started: Started | None = None) -> Path:
+    """Folder of a tied checkpoint of that preset, trained for so many steps; what is there already is not done again."""
+    start, run = out / "start", out / "run"
+    lr = LR * WIDTH / preset(name).hidden_size
+    if not (start / "tokenizer.json").exists():
+        made = load_data(TrainConfig(out=run, settings=Settings(preset=name, data=data, steps=steps)))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tied_llama(name, positions=4 * Settings.sequence_length).save_pretrained(start)
+        shutil.copy2(made.directory / "tokenizer.json", start)  # last: with it the folder is whole
+    if not (run / RESULT).exists():
+        settings = Settings(
+            init_from=start, data=data, steps=steps, checkpoint_every=-(-steps // 4), lr=lr, weight_decay=WEIGHT_DECAY
+        )
+        observer = started("source", 0, 1, steps) if started else None
+        train(TrainConfig(out=run, interface="transpose", resume=True, settings=settings), observer=observer)
+    return run / OUT

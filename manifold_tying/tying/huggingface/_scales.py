@@ -1,0 +1,50 @@
+"""Learning rates by entry for a model whose residual stream was rotated."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.tying.huggingface._install import halves
+from manifold_tying.tying.huggingface._rotate import final_norm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | float]]:
+    """Overrides for ``param_groups`` of a model just converted with transform="rotation": its steps are then those of a table.
+
+    Adam moves every entry of a tied table by about its learning rate. Of E = Z T⁻¹ with T = diag(t) it moves column j by
+    1/t_j of that, and t spans the condition number of the table: one rate is too much for some columns or nothing for the
+    others. With the updates of Z's column j times t_j every entry of E moves by about the learning rate again, so that
+    ``manifold_lr`` can be what a plain table would get. In the same way the update of L_ij is multiplied by t_i √t_j (of the
+    stored diagonal, whose map multiplies by about √t_j itself, by t_j), and that of the final norm's gain, g / t², by 1 / t².
+
+        groups = param_groups(model, manifold_lr=1e-3, overrides=rotation_scales(model))
+        optimizer = RiemannianAdam(groups, lr=1e-3)
+
+    Returns:
+        full name of a parameter: {"scale": factors of its updates, "weight_decay": 0.0}.
+
+    Raises:
+        ValueError: the model is not converted, or not by rotation: T is not diagonal.
+    """
+    embedding, _ = halves(model)
+    T = embedding.interface.transform
+    t = T.diagonal().clone()
+    if (T - torch.diag(t)).abs().max() > 1e-5 * t.max():
+        raise ValueError(
+            "expected a model that was converted with transform='rotation' just before, whose T is diagonal"
+        )
+    factor = (t[:, None] * t.sqrt()).tril(-1) + torch.diag(t)
+    stored = parametrized(embedding.interface)
+    scales = {
+        stored["memory"].original: t,
+        stored["cholesky_factor"].original: factor,
+        final_norm(model).weight: t**-2,
+    }
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: {"scale": scale, "weight_decay": 0.0} for parameter, scale in scales.items()}

@@ -1,0 +1,169 @@
+"""The papers' comparisons: what is run, what the tables say of it, and the command around them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_runs import SHAPE, TINY, text
+
+import manifold_tying as mt
+from manifold_tying.models import PRESETS
+from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training._ablation import parse_arm
+from manifold_tying.training._build import build_model
+from manifold_tying.training._loop import RESULT
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training.cli import main
+from manifold_tying.training.papers import RECIPES, ReproduceConfig, _poet, reproduce
+from manifold_tying.training.papers._arms import Arm, Trained, loss_table
+from manifold_tying.training.papers._table import Table, agreement
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, TINY, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+def config(name: Any, out: Path, corpus: Path, **changes: Any) -> ReproduceConfig:
+    values: dict[str, Any] = {
+        "preset": TINY, "data": f"text:{corpus}", "tokens": 96, "batch_size": 3, "sequence_length": 16, "seeds": 2,
+        **changes,
+    }  # fmt: skip
+    return ReproduceConfig(name=name, out=out, **values)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("poet") and name != "poet-budget"])
+def test_poet_comparisons_run_at_any_size(name: Any, tmp_path: Path, corpus: Path) -> None:
+    steps = 30 if name == "poet-merging" else 2  # T_m = 5 and 25, and 50 for never
+    tables = reproduce(config(name, tmp_path, corpus, seeds=1, tokens=48 * steps))
+    trained = rows(tmp_path)
+    assert not [row for row in trained if "failed" in row] and len(trained) >= 3
+    losses = {f"{row['val_loss']:.3f}" for row in trained}
+    assert losses == {line[1] for line in tables[0].body} - {"—"}
+    assert (tmp_path / "tables.md").read_text().count("### POET") == len(tables)
+
+
+@pytest.mark.parametrize("h", [8, 4, 3])
+def test_a_budget_is_one_number_of_parameters(h: int) -> None:
+    counts = []
+    for arm in _poet.budget_arms(h):
+        interface, settings = parse_arm(arm.spec or "", Settings(preset="mini"))
+        model = build_model(resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings)))
+        counts.append(sum(p.numel() for n, p in model.blocks.named_parameters() if p.requires_grad and "norm" not in n))
+    assert len(counts) == 7 and max(counts) < 1.05 * min(counts)  # whole dimensions, and no more than there are
+
+
+def test_budgets_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_poet, "SHARES", (0.5, 1.0))
+    tables = reproduce(config("poet-budget", tmp_path, corpus, seeds=1, tokens=48))
+    assert [[line[0] for line in table.body] for table in tables] == 3 * [["R : P = 0.5 : 0.5", "R : P = 1 : 0"]]
+    sizes = [rows(tmp_path / name)[0]["trainable_parameters"] for name in ("small", "medium", "large")]
+    assert sizes == sorted(set(sizes))
+
+
+def test_from_scratch(tmp_path: Path, corpus: Path) -> None:
+    losses, consistency = reproduce(config("pit-from-scratch", tmp_path, corpus))
+    found: dict[str, list[float]] = {}
+    for row in rows(tmp_path):
+        found.setdefault(row["arm"], []).append(row["val_loss"])
+    assert list(found) == [
+        "transpose", "pit-frozen+embedding_norm=false", "pit-frozen", "pit-trainable", "untied"
+    ]  # fmt: skip
+    for line, values in zip(losses.body, found.values(), strict=True):
+        assert line[1] == f"{np.mean(values):.3f} ± {np.std(values, ddof=1):.3f}"
+        assert line[3] == f"{math.exp(np.mean(values)):.1f}"
+    difference = np.subtract(found["untied"], found["transpose"])
+    assert losses.body[-1][2] == f"{difference.mean():+.3f} ± {difference.std(ddof=1):.3f}".replace("-", "−")
+    # by the paper's own definition transpose tying is perfect; by the other one only PIT is
+    of = {line[0]: line for line in consistency.body}
+    assert all("10⁻¹" in cell or cell == "0.0" for cell in of["transpose tying"][1:3])
+    assert of["transpose tying"][-1].startswith("0.1241")
+    E, W_out, _ = mt.diagnostics.inspect_tables(tmp_path / "pit-trainable-0")
+    assert mt.diagnostics.interface_consistency(E, W_out).anchor_cosine_distance < 1e-6
+    assert float(of["transpose tying"][4]) > 0.01
+
+
+def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"source_data": f"text:{corpus}", "source_tokens": 1024, "seeds": 1}
+    losses, consistency, early = reproduce(config("pit-continued", tmp_path, corpus, **own))
+    trained = {row["arm"]: row for row in rows(tmp_path)}
+    assert len(trained) == 7 and not [row for row in trained.values() if "failed" in row]
+    first = json.loads((tmp_path / "transpose-0/metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert early.body[0][1] == f"{first:.3f}"
+    assert json.loads((tmp_path / "transpose-0/config.json").read_text())["init_from"].startswith(
+        str(tmp_path / "source")
+    )
+    assert len(consistency.body) == 7 and len(losses.body) == 7
+    # the same command again trains nothing
+    results = [tmp_path / "source/run" / RESULT, tmp_path / "transpose-0" / RESULT]
+    before = [path.stat().st_mtime_ns for path in results]
+    again = reproduce(config("pit-continued", tmp_path, corpus, **own))
+    assert again == [losses, consistency, early] and [path.stat().st_mtime_ns for path in results] == before
+
+
+def test_agreement_is_spearmans() -> None:
+    printed = {"a": 1.0, "b": 2.0, "c": 3.0, "not run": 4.0}
+    assert "ρ = 1.00 over 3" in (agreement({"a": 0.1, "b": 0.2, "c": 0.9, "own": 5.0}, printed) or "")
+    assert "ρ = −1.00" in (agreement({"a": 3, "b": 2, "c": 1}, printed) or "")
+    assert agreement({"a": 1, "b": 2}, printed) is None
+
+
+def test_a_run_that_stopped_is_named(tmp_path: Path) -> None:
+    arms = [Arm(label="first", spec="adamw", printed=1.0), Arm(label="second", spec="untied")]
+    done = {"arm": "adamw", "seed": 0, "val_loss": 2.0, "trainable_parameters": 1_500_000}
+    failed = {"arm": "untied", "seed": 0, "failed": "Diverged: loss is NaN at step 3"}
+    table = loss_table("t", Trained(arms=arms, rows=[done, failed], folder=tmp_path), "paper", [])
+    assert table.body == [
+        ["first", "2.000", "", "7.4", "1.50", "1.00"],
+        ["second", "—", "", "—", "—", "—"],
+    ]
+    assert table.notes == ["second, seed 0, stopped before its end: Diverged: loss is NaN at step 3"]
+
+
+def test_markdown_keeps_its_columns() -> None:
+    text = Table(title="t", head=["a", "b"], body=[["x|y", "1"]], notes=["n"]).markdown()
+    assert text == "### t\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\n- n\n"
+
+
+def test_command(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--preset", TINY, "--tokens", "48", "--batch-size", "3", "--sequence-length", "16", "--seeds", "1"]
+    main(["reproduce", "poet-initialization", "--out", str(tmp_path / "out"), "--data", f"text:{corpus}", *own])
+    assert "uniform-spectrum" in capsys.readouterr().out
+    described = json.loads((tmp_path / "out/tables.json").read_text())
+    assert described["comparison"] == "poet-initialization" and len(described["tables"][0]["body"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "pit-table-9"}, "unknown comparison 'pit-table-9'; choose one of pit-from-scratch"),
+        ({"tokens": 0}, "expected tokens >= 1"),
+        ({"seeds": 0}, "expected seeds >= 1"),
+        ({"preset": "giant"}, "giant"),
+        ({"source_tokens": 10}, "source_tokens belong to pit-continued"),
+        ({"init_from": Path("x")}, "init_from belong to pit-continued"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"name": "poet-terms", "out": tmp_path / "out", **changes}
+    with pytest.raises(ValueError, match=message):
+        ReproduceConfig(**values)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_checkpoint_is_said_before_anything_is_written(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        reproduce(config("pit-continued", tmp_path / "out", corpus, init_from=tmp_path / "nowhere"))
+    assert not (tmp_path / "out").exists()
