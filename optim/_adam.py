@@ -172,7 +172,7 @@ class RiemannianAdam(RiemannianOptimizer):
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
         """The usual case in place, a block of rows at a time, with torch's fused kernel for what is element-wise."""
         kernel = batch[0].device.type in ("cpu", "cuda") and all(p.is_contiguous() for p in local_parts(batch))
-        usual = is_polar(manifold) and group["second_moment"] == "element"
+        usual = is_polar(manifold) and group["second_moment"] == "element" and batch[0] not in self._scales
         if not (usual and kernel) or torch.compiler.is_compiling():
             super()._update_batch(group, manifold, batch, projects)
             return
@@ -184,7 +184,7 @@ class RiemannianAdam(RiemannianOptimizer):
         alone, total = len(batch) == 1, linalg.row_total(batch[0])
         points, gradients = local_parts(batch), [g.contiguous() for g in local_gradients(batch)]
         X, G = (points[0], gradients[0]) if alone else (torch.stack(points), torch.stack(gradients))
-        states, found_inf, scale = [self.state[p] for p in batch], self._finite.found_inf, self._scales.get(batch[0])
+        states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
         exp_avgs = local_parts(state["exp_avg"] for state in states)
         exp_avg_sqs = local_parts(state["exp_avg_sq"] for state in states)
         minus_normal = linalg.symmetric(total(X.mT @ G)).neg_() if projects else None
@@ -195,10 +195,9 @@ class RiemannianAdam(RiemannianOptimizer):
             if minus_normal is not None:
                 out = buffer[..., : part.shape[-2], :]
                 gradient = torch.matmul(part, minus_normal, out=out).add_(gradient)
-            moved = part if scale is None else torch.zeros_like(part)
             self._adamw(
                 group,
-                [moved] if alone else list(moved),
+                [part] if alone else list(part),
                 [gradient] if alone else list(gradient),
                 [m[..., rows, :] for m in exp_avgs],
                 [v[..., rows, :] for v in exp_avg_sqs],
@@ -208,8 +207,6 @@ class RiemannianAdam(RiemannianOptimizer):
                 weight_decay=0.0,
                 found_inf=found_inf,
             )
-            if scale is not None:
-                part.addcmul_(scale, moved)
         ahead = found_inf is not None and group["steps_taken"] % EXACT_EVERY != 0
         linalg.reorthonormalize_(X, total, fixed=ahead, keep=found_inf)
         if not alone:

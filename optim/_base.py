@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from manifold_tying import linalg
-from manifold_tying.manifolds import Stiefel, tangent_part
+from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 from manifold_tying.optim._finite import FiniteCheck, NonFinite
 
 Group = dict[str, Any]
@@ -24,7 +24,7 @@ class RiemannianOptimizer(Optimizer):
     ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
 
     A group may have a "scale", a tensor that every update of its parameters is multiplied by, entry by entry, as if each entry
-    had a learning rate of its own; of a point one number per column, and the direction is scaled before the point moves.
+    had a learning rate of its own; of points (polar retraction) one number per column, see ``scaled_tangent_part``.
 
     Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
     two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
@@ -92,6 +92,10 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(
                 f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
                 f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
+            )
+        if p in self._manifolds and not is_polar(self._manifolds[p]):
+            raise ValueError(
+                f"a scale works for points of Stiefel('polar') only, but {name} is on {self._manifolds[p]}"
             )
         if group["weight_decay"] != 0:
             raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
@@ -167,7 +171,7 @@ class RiemannianOptimizer(Optimizer):
             gradients = tangent_part(total, points, gradients) if polar else manifold.egrad2rgrad(points, gradients)
         step = group["lr"] * self._direction(group, batch[0], points, gradients, stacked)
         if batch[0] in self._scales:
-            step = step * self._scales[batch[0]]
+            step = scaled_tangent_part(total, points, step, self._scales[batch[0]])
         if is_polar(manifold):
             moved = linalg.reorthonormalize_(points - step, total)
         elif isinstance(manifold, Stiefel):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import Interface
@@ -288,3 +289,39 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     mt.save(mt.convert(build(**TINY)), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     refused("converted already", converted, "pit-frozen")
+
+
+def test_rotation_scales_move_a_table_evenly() -> None:
+    """As Adam does a tied table: every column by the same length, where one rate for all is off by the condition number."""
+
+    def moved(scaled: bool) -> tuple[torch.Tensor, float]:
+        model = build(**TINY)
+        with torch.no_grad():
+            table = model.get_input_embeddings().weight
+            table.copy_(table @ torch.diag(torch.logspace(-1, 1, D)))  # singular values over a factor of a hundred
+            model.model.norm.weight.fill_(1.3)
+        mt.convert(model, transform="rotation", memory="trainable", diagonal="exp")
+        overrides = mt.tying.huggingface.rotation_scales(model) if scaled else {}
+        optimizer = RiemannianAdam(param_groups(model, manifold_lr=1e-4, overrides=overrides), lr=1e-4)
+        interface, gain = model.get_input_embeddings().interface, model.model.norm.weight.detach().clone()
+        before = interface.materialize()[0].detach()
+        T = interface.transform.detach()
+        ids = torch.randint(V, (8, 12), generator=torch.Generator().manual_seed(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        interface.parametrizations.cholesky_factor.original.grad = None  # the memory alone
+        optimizer.step()
+        assert torch.equal(interface.transform, T)
+        lengths = (interface.materialize()[0] - before).norm(dim=0)
+        return lengths, ((model.model.norm.weight - gain) / gain).abs().max().item()
+
+    even, gain = moved(scaled=True)
+    uneven, stuck = moved(scaled=False)
+    assert even.max() / even.min() < 5 < 30 < uneven.max() / uneven.min()
+    assert gain == pytest.approx(1e-4 / 1.3, rel=1e-2) and stuck > 10 * gain  # 1e-4 of g, whatever Λ² it carries
+
+
+def test_rotation_scales_are_for_rotated_models() -> None:
+    with pytest.raises(ValueError, match="just before, whose T is diagonal"):
+        mt.tying.huggingface.rotation_scales(mt.convert(build(**TINY)))
+    with pytest.raises(ValueError):
+        mt.tying.huggingface.rotation_scales(build(**TINY))

@@ -5,4 +5,5 @@ from manifold_tying.manifolds._spd import nearest_spd as nearest_spd
 from manifold_tying.manifolds._stiefel import Retraction as Retraction
 from manifold_tying.manifolds._stiefel import Stiefel as Stiefel
 from manifold_tying.manifolds._stiefel import check_retraction as check_retraction
+from manifold_tying.manifolds._stiefel import scaled_tangent_part as scaled_tangent_part
 from manifold_tying.manifolds._stiefel import tangent_part as tangent_part

@@ -166,6 +166,20 @@ def tangent_part(total: linalg.Total, x: Tensor, u: Tensor) -> Tensor:
         return u - x @ linalg.symmetric(total(x.mT @ u))
 
 
+def scaled_tangent_part(total: linalg.Total, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
+    """The tangent vector nearest to W = U diag(s), where a change of column j counts 1/s_j, for the rows at hand.
+
+    W - X C with C_ij = (A + Aᵀ)_ij s_j² / (s_i² + s_j²) and A = XᵀW. The usual projection would take one half of each pair of
+    columns from both of them, and so move a column that was to stand still by as much as one that was to move far.
+    """
+    with linalg.full_precision(x.device):
+        w = u * scale
+        A = total(x.mT @ w)
+        squares = scale.square()
+        share = squares / (squares[:, None] + squares).clamp_min(torch.finfo(scale.dtype).tiny)
+        return w - x @ ((A + A.mT) * share)
+
+
 def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
     """The Cayley curve through x along u, exact for ``terms=None``, else by that many terms of the Neumann series.
 
