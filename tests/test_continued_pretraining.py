@@ -320,8 +320,17 @@ def test_rotation_scales_move_a_table_evenly() -> None:
     assert gain == pytest.approx(1e-4 / 1.3, rel=1e-2) and stuck > 10 * gain  # 1e-4 of g, whatever Λ² it carries
 
 
-def test_rotation_scales_are_for_rotated_models() -> None:
-    with pytest.raises(ValueError, match="just before, whose T is diagonal"):
+def test_rotation_scales_are_for_rotated_models(tmp_path: Path) -> None:
+    model = mt.convert(build(**TINY), transform="rotation")
+    mt.save(model, tmp_path / "saved")
+    loaded = mt.load(tmp_path / "saved")
+    expected, found = mt.tying.huggingface.rotation_scales(model), mt.tying.huggingface.rotation_scales(loaded)
+    assert list(found) == list(expected) and len(found) == 3
+    assert all(torch.equal(found[name]["scale"], expected[name]["scale"]) for name in found)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="vocabulary 300 -> 310"):
+        loaded.resize_token_embeddings(310)
+    assert len(mt.tying.huggingface.rotation_scales(loaded)) == 3
+    with pytest.raises(ValueError, match="transform='rotation'; others need no scales"):
         mt.tying.huggingface.rotation_scales(mt.convert(build(**TINY)))
     with pytest.raises(ValueError):
         mt.tying.huggingface.rotation_scales(build(**TINY))

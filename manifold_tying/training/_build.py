@@ -13,7 +13,7 @@ from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
-from manifold_tying.tying.huggingface import rotation_scales
+from manifold_tying.tying.huggingface import halves, rotation_scales
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
 # Of the reference model, and of a transformers model, where the embedding holds the interface.
@@ -85,7 +85,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
 
 def _rotation_scales(model: Model, settings: Settings) -> dict[str, dict[str, Any]]:
     """Of a model whose residual stream was rotated, so that one rate fits all columns of its tables."""
-    if settings.init_transform != "rotation" or not isinstance(model, HuggingFaceModel):
+    if not isinstance(model, HuggingFaceModel) or not halves(model.model)[0].rotated:
         return {}
     return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
 

@@ -68,9 +68,14 @@ def convert(
                 "expected a tied model and no bridge with transform='rotation', which makes up for both tables"
             )
         rotate_residual_stream(model)
-        tables, transform = read_tables(model), "embedding"
+        tables = read_tables(model)
     interface = PIT.from_embedding(
-        tables.weight, transform=transform, bridge=bridge, memory=memory, retraction=retraction, diagonal=diagonal
+        tables.weight,
+        transform="embedding" if transform == "rotation" else transform,
+        bridge=bridge,
+        memory=memory,
+        retraction=retraction,
+        diagonal=diagonal,
     )
     if tables.untied:
         warnings.warn(
@@ -84,6 +89,7 @@ def convert(
         scale=tables.scale,
         padding_idx=tables.padding_idx,
         bias=tables.bias,
+        rotated=transform == "rotation",
     )
     return model
 

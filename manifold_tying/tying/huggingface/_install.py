@@ -29,9 +29,12 @@ def install(
     scale: float,
     padding_idx: int | None,
     bias: nn.Parameter | None,
+    rotated: bool = False,
 ) -> None:
     """Make ``interface`` the model's embedding and head, in the model's dtype; a model that refuses them stays as it was."""
-    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx).train(model.training)
+    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated).train(
+        model.training
+    )
     swap(model, embedding, PITHead(interface, dtype, bias).train(model.training))
     record(model)
     setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
@@ -100,4 +103,5 @@ def options(embedding: PITEmbedding) -> dict[str, Any]:
         "bridge": embedding.interface.bridge is not None,
         "scale": embedding.scale,
         "padding_idx": embedding.padding_idx,
+        "rotated": embedding.rotated,
     }

@@ -33,11 +33,18 @@ class PITEmbedding(_Half):
     """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
 
     ``weight`` is an empty tensor under the name of the stock table. It says the model's dtype, and a checkpoint that holds it
-    is refused, for its shape, by every reader that knows nothing of this module.
+    is refused, for its shape, by every reader that knows nothing of this module. ``rotated`` says that the model's residual
+    stream was turned for it, see ``rotation_scales``.
     """
 
     def __init__(
-        self, interface: PIT, dtype: torch.dtype, *, scale: float = 1.0, padding_idx: int | None = None
+        self,
+        interface: PIT,
+        dtype: torch.dtype,
+        *,
+        scale: float = 1.0,
+        padding_idx: int | None = None,
+        rotated: bool = False,
     ) -> None:
         super().__init__(interface)
         device = next(interface.parameters()).device
@@ -46,6 +53,7 @@ class PITEmbedding(_Half):
         self.embedding_dim = interface.hidden_size
         self.scale = scale
         self.padding_idx = padding_idx
+        self.rotated = rotated
 
     def forward(self, input_ids: Tensor) -> Tensor:
         e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called

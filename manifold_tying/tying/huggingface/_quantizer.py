@@ -86,13 +86,14 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
         raise ValueError(f"{type(model).__name__} has no head; load a converted checkpoint with AutoModelForCausalLM")
     options = dict(config.options)
     bridge, scale, padding_idx = options.pop("bridge"), options.pop("scale"), options.pop("padding_idx")
+    rotated = options.pop("rotated", False)  # the first versions knew no rotation
     with torch.device("meta"):
         interface = PIT(*cast(Tensor, embedding.weight).shape, **options)
         if bridge:
             interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
     interface = interface.to(linalg.working_dtype(dtype))
     bias = getattr(head, "bias", None)
-    install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias)
+    install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
 
 
 def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | float]]:
-    """Overrides for ``param_groups`` of a model just converted with transform="rotation": its steps are then those of a table.
+    """Overrides for ``param_groups`` of a model converted with transform="rotation", whose steps are then those of a table.
 
     Adam moves every entry of a tied table by about its learning rate. Of E = Z T⁻¹ with T = diag(t) it moves column j by
     1/t_j of that, and t spans the condition number of the table: one rate is too much for some columns or nothing for the
@@ -26,19 +26,18 @@ def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | fl
         groups = param_groups(model, manifold_lr=1e-3, overrides=rotation_scales(model))
         optimizer = RiemannianAdam(groups, lr=1e-3)
 
+    T leaves the diagonal as it is trained; t is its diagonal then.
+
     Returns:
         full name of a parameter: {"scale": factors of its updates, "weight_decay": 0.0}.
 
     Raises:
-        ValueError: the model is not converted, or not by rotation: T is not diagonal.
+        ValueError: the model is not converted, or by another transform.
     """
     embedding, _ = halves(model)
-    T = embedding.interface.transform
-    t = T.diagonal().clone()
-    if (T - torch.diag(t)).abs().max() > 1e-5 * t.max():
-        raise ValueError(
-            "expected a model that was converted with transform='rotation' just before, whose T is diagonal"
-        )
+    if not embedding.rotated:
+        raise ValueError("expected a model that was converted with transform='rotation'; others need no scales")
+    t = embedding.interface.transform.diagonal().clone()
     factor = (t[:, None] * t.sqrt()).tril(-1) + torch.diag(t)
     stored = parametrized(embedding.interface)
     scales = {
