@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._harness import Row, Unavailable, measure_row, significant
+from benchmarks._harness import Row, Unavailable, measure_row, significant, untimed_row
 from benchmarks._memory import peak_of_step
 from manifold_tying.training._config import check_device
 from manifold_tying.training._machine import machine
@@ -32,7 +32,7 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     rounds: int = 20
-    """Rounds that count."""
+    """Rounds that count; 0 measures peak memory alone, with one contender at a time in memory."""
     warmup: int = 3
     """Rounds before them."""
     rows: str = ""
@@ -43,8 +43,8 @@ class Options:
     """JSON file to write, row by row; rows that are in it already and not measured again stay."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.warmup < 0:
-            raise ValueError(f"expected rounds >= 1 and warmup >= 0, got {self.rounds} and {self.warmup}")
+        if self.rounds < 0 or self.warmup < 0:
+            raise ValueError(f"expected rounds >= 0 and warmup >= 0, got {self.rounds} and {self.warmup}")
         check_device(self.device)
 
     @property
@@ -64,6 +64,8 @@ def run(
 
     ``rows`` is used up one by one, so that what a row holds is gone before the next one is built.
     """
+    if not options.rounds and not memory:
+        raise ValueError(f"expected rounds >= 1, since {benchmark} measures no memory")
     device = torch.device(options.device)
     words = ["python", "-m", f"benchmarks.{benchmark}", *(sys.argv[1:] if arguments is None else arguments)]
     origin = {"command": shlex.join(words), "commit": commit()}
@@ -79,7 +81,10 @@ def run(
         labels.append(row.label)
         if options.rows not in row.label:
             continue
-        measured = measure_row(row, options.rounds, options.warmup, device_clock(device))
+        if options.rounds:
+            measured = measure_row(row, options.rounds, options.warmup, device_clock(device))
+        else:
+            measured = untimed_row(row)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next row needs it, and so do processes that measure memory

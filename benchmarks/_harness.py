@@ -104,6 +104,12 @@ def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) 
     return {"row": row.label, "reference": row.reference, "contenders": contenders, "extra": extra}
 
 
+def untimed_row(row: Row) -> dict[str, Any]:
+    """The result of a row before anything is measured, in the form of :func:`measure_row`."""
+    contenders: dict[str, Any] = {contender.name: {} for contender in row.contenders}
+    return {"row": row.label, "reference": row.reference, "contenders": contenders, "extra": {}}
+
+
 def significant(value: float) -> float:
     """Four significant digits: more would be noise."""
     return float(f"{value:.4g}")
