@@ -4,11 +4,13 @@ import ctypes
 import importlib
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
+from benchmarks._harness import Unavailable
 from manifold_tying.training._machine import peak_memory, reset_peak_memory
 
 
@@ -27,7 +29,10 @@ def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
     context: BaseContext = multiprocessing.get_context("spawn" if options.device == "cuda" else "forkserver")
     context.set_forkserver_preload(["torch._dynamo", "benchmarks._command"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_measure, benchmark, options, row, contender).result()
+        try:
+            return pool.submit(_measure, benchmark, options, row, contender).result()
+        except BrokenProcessPool as error:
+            raise Unavailable("its process was killed, most likely for want of memory") from error
 
 
 def _measure(benchmark: str, options: Any, row: str, contender: str) -> int:
