@@ -9,12 +9,14 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from test_nothing_lost import poison
 from training_runs import config, lines, text
 
 from manifold_tying.training import _saving as saving
 from manifold_tying.training import train
 from manifold_tying.training._checkpoint import check_files, checkpoints, read_state
+from manifold_tying.training._processes import Processes
 from manifold_tying.training._writer import CheckpointWriter
 
 PATIENCE = 60  # seconds
@@ -173,3 +175,12 @@ def test_sigterm_and_a_full_disk(tmp_path: Path, corpus: Path, at_writing: Any) 
     with pytest.raises(OSError, match="No space left on device"):
         train(config(tmp_path, corpus), observer=setter(terminated, 7, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert whole(tmp_path) == [6]
+
+
+def test_under_ddp_only_the_process_that_writes_copies() -> None:
+    model = torch.nn.Linear(3, 2)
+    staged = [
+        saving.stage_checkpoint(1, model, torch.optim.SGD(model.parameters()), {}, processes=Processes("ddp", rank, 2))
+        for rank in range(2)
+    ]
+    assert staged[0].parts["model.safetensors"].keys() == {"weight", "bias"} and not staged[1].parts

@@ -39,7 +39,7 @@ _ALONE = Processes()
 
 @dataclass(frozen=True)
 class Staged:
-    """The state of a run after a step, in memory that nothing else writes to; of a DTensor this process's share."""
+    """What this process is to write of a run's state after a step, in memory that nothing else changes."""
 
     step: int
     parts: dict[str, dict[str, Tensor]]
@@ -54,8 +54,12 @@ def stage_checkpoint(
     *,
     schedule: MergeSchedule | None = None,
     probes: Probes | None = None,
+    processes: Processes = _ALONE,
 ) -> Staged:
-    """Copy to the CPU what a checkpoint of this step consists of; no process waits for another."""
+    """Copy to the CPU what a checkpoint of this step consists of; no process waits for another.
+
+    Of DTensors each process copies its share; where there are none, the process that writes copies all and the others nothing.
+    """
     state = optimizer.state_dict()
     parts = {
         _MODEL: model.state_dict(),
@@ -66,7 +70,9 @@ def stage_checkpoint(
         "format": FORMAT, "step": step, "config": config, "param_groups": state["param_groups"],
         "schedule": schedule.state_dict() if schedule else None,
     }  # fmt: skip
-    copies = {
+    if not processes.writes and not _sharded(parts):
+        parts = {}
+    copies = {  # since steps and merges change the tensors in place
         part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         for part, tensors in parts.items()
     }
@@ -83,7 +89,7 @@ def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE) -
     draft = final.with_name(f".{final.name}.draft")
     try:
         processes.first(lambda: _make_empty(draft))
-        if any(linalg.is_distributed(tensor) for part in staged.parts.values() for tensor in part.values()):
+        if _sharded(staged.parts):
             mine = processes.together(lambda: write_shards(draft, staged.parts, processes.rank, processes.group))
             files = processes.gather(mine)
         else:
@@ -114,6 +120,10 @@ def export_model(path: Path, out: Path) -> None:
             os.replace(draft / name, out / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sharded(parts: dict[str, dict[str, Tensor]]) -> bool:
+    return any(linalg.is_distributed(tensor) for tensors in parts.values() for tensor in tensors.values())
 
 
 def _make_empty(folder: Path) -> None:

@@ -51,6 +51,7 @@ class Run:
                 self.config.as_json(),
                 schedule=self.schedule,
                 probes=self.probes,
+                processes=self.processes,
             )
         )
 
