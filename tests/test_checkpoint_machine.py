@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from manifold_tying import linalg
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
-from manifold_tying.training import _checkpoint as module
+from manifold_tying.training import _checkpoint as reading
+from manifold_tying.training import _saving as saving
 from manifold_tying.training._files import digest
 from manifold_tying.training._tensors import read_shapes, read_tensors
 from manifold_tying.tying import shard_model
@@ -82,11 +83,12 @@ class Checkpoints(RuleBasedStateMachine):
         shutil.rmtree(self.run)
 
     def saved(self) -> list[Path]:
-        return module.checkpoints(self.run)
+        return reading.checkpoints(self.run)
 
     def save(self) -> Path:
         t = self.trained
-        return module.save_checkpoint(self.run, t.steps, t.model, t.optimizer, CONFIG, schedule=t.schedule)
+        staged = saving.stage_checkpoint(t.steps, t.model, t.optimizer, CONFIG, schedule=t.schedule)
+        return saving.write_checkpoint(self.run, staged)
 
     @rule(count=st.integers(1, 4))
     def train(self, count: int) -> None:
@@ -97,16 +99,16 @@ class Checkpoints(RuleBasedStateMachine):
     def save_whole(self) -> None:
         path = self.save()
         assert path.name == f"step-{self.trained.steps:08d}"
-        assert len(self.saved()) <= module.KEPT
+        assert len(self.saved()) <= saving.KEPT
 
     @precondition(lambda self: self.saved())
-    @rule(sharded=st.booleans(), which=st.integers(0, module.KEPT - 1))
+    @rule(sharded=st.booleans(), which=st.integers(0, saving.KEPT - 1))
     def resume(self, sharded: bool, which: int) -> None:
         path = self.saved()[max(-1 - which, -len(self.saved()))]
         new = Trained(sharded)
-        new.steps = module.load_checkpoint(path, new.model, new.optimizer, CONFIG, schedule=new.schedule)
+        new.steps = reading.load_checkpoint(path, new.model, new.optimizer, CONFIG, schedule=new.schedule)
         assert path.name == f"step-{new.steps:08d}" and new.schedule.steps == new.steps
-        module.set_newer_aside(path)
+        reading.set_newer_aside(path)
         self.trained = new
 
     @precondition(lambda self: self.saved())
@@ -138,7 +140,7 @@ class Checkpoints(RuleBasedStateMachine):
         new = Trained(sharded=False)
         before = new.tensors()
         with pytest.raises(ValueError, match=r"checkpoint .*step-") as error:
-            module.load_checkpoint(path, new.model, new.optimizer, CONFIG, schedule=new.schedule)
+            reading.load_checkpoint(path, new.model, new.optimizer, CONFIG, schedule=new.schedule)
         older = self.saved()[:-1]
         if older and "damaged" in str(error.value):
             assert f"--resume-from {older[-1].name}" in str(error.value)
@@ -154,14 +156,14 @@ class Checkpoints(RuleBasedStateMachine):
     @invariant()
     def every_checkpoint_is_whole(self) -> None:
         for path in self.saved():
-            module.check_files(path, module.read_state(path))
+            reading.check_files(path, reading.read_state(path))
 
 
 @contextmanager
 def full_disk(moment: int, *, at_the_name: bool) -> Iterator[Any]:
     """The ``moment``-th flush, or the renaming, fails."""
     calls = [0]
-    real = module.flush_to_disk
+    real = saving.flush_to_disk
 
     def flush(path: Path) -> None:
         calls[0] += 1
@@ -174,7 +176,7 @@ def full_disk(moment: int, *, at_the_name: bool) -> Iterator[Any]:
         raise OSError(30, "Read-only file system")
 
     patched = (
-        mock.patch.object(os, "replace", rename) if at_the_name else mock.patch.object(module, "flush_to_disk", flush)
+        mock.patch.object(os, "replace", rename) if at_the_name else mock.patch.object(saving, "flush_to_disk", flush)
     )
     with patched:
         yield lambda: calls[0] > moment
@@ -182,7 +184,7 @@ def full_disk(moment: int, *, at_the_name: bool) -> Iterator[Any]:
 
 def split(path: Path, processes: int) -> None:
     """Save a checkpoint again as so many processes would: rows in torch.chunk's shares, with their place beside them."""
-    state = module.read_state(path)
+    state = reading.read_state(path)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in read_shapes(path).items()}
     read_tensors(path, tensors)
     for file in path.glob("*.safetensors"):
@@ -200,7 +202,7 @@ def split(path: Path, processes: int) -> None:
         save_file(own, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
         assert load_file(file).keys() == own.keys()
         files[file.name] = digest(file)
-    module._write_state(path, {**state, "files": files})
+    saving._write_state(path, {**state, "files": files})
 
 
 def test_any_order_of_events_ends_where_an_undisturbed_run_does(undisturbed: list[dict[str, Tensor]]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import manifold_tying as mt
 from manifold_tying import models
-from manifold_tying.training._checkpoint import save_checkpoint
+from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +32,7 @@ def save_run(run: Path, interface: mt.TokenInterface) -> None:
     """What `make ablation` leaves, but for the training."""
     shape = dataclasses.replace(models.preset("nano"), embedding_norm=isinstance(interface, mt.PIT))
     model = models.Llama(shape, interface)
-    save_checkpoint(run, 180, model, torch.optim.SGD(model.parameters()), {"diagonal": "exp"})
+    write_checkpoint(run, stage_checkpoint(180, model, torch.optim.SGD(model.parameters()), {"diagonal": "exp"}))
 
 
 def test_diagnostics_run_after_an_ablation(

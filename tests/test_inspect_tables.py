@@ -14,9 +14,9 @@ from manifold_tying import models
 from manifold_tying.diagnostics import inspect_tables, interface_tables
 from manifold_tying.training import TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._checkpoint import save_checkpoint
 from manifold_tying.training._config import Interface, Settings
 from manifold_tying.training._recipe import resolve
+from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
 
 V, D = 40, 8
 CONFIGS: dict[str, Any] = {
@@ -100,8 +100,9 @@ def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> 
     optimizer = build_optimizer(model, config.settings)
     model.loss(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8)).backward()
     optimizer.step()  # so that T is no identity
-    save_checkpoint(tmp_path, 1, torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), {})  # an older one
-    checkpoint = save_checkpoint(tmp_path, 2, model, optimizer, config.as_json())
+    older = stage_checkpoint(1, torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), {})
+    write_checkpoint(tmp_path, older)
+    checkpoint = write_checkpoint(tmp_path, stage_checkpoint(2, model, optimizer, config.as_json()))
     expected = model.interface.materialize()
     for path in (tmp_path, checkpoint, str(checkpoint)):
         E, W_out, description = inspect_tables(path)
@@ -116,9 +117,8 @@ def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> 
 
 def test_a_bridged_pit_is_read_with_its_bridge(tmp_path: Path) -> None:
     pit = mt.PIT.from_embedding(torch.randn(V, D), bridge=True)
-    checkpoint = save_checkpoint(
-        tmp_path, 1, reference(pit), torch.optim.SGD([torch.zeros(1)]), {"diagonal": "softplus"}
-    )
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    checkpoint = write_checkpoint(tmp_path, stage_checkpoint(1, reference(pit), optimizer, {"diagonal": "softplus"}))
     assert torch.equal(inspect_tables(checkpoint).W_out, pit.materialize()[1])
 
 

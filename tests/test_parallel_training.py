@@ -96,6 +96,11 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
         assert said["ablation"] == json.dumps(json.loads((folder / "ablation/summary.json").read_text()))
         stopped, finished = json.loads(said["ablation"])
         assert "step 1 of untied" in stopped["failed"] and finished["arm"] == "transpose" and finished["val_loss"] > 0
+        for parallel in ("ddp", "fsdp"):
+            assert "No space left on device" in said[f"full {parallel}"]
+            full = folder / f"full {parallel}"
+            assert not checkpoints(full) and not (full / "result.json").exists()
+            assert lines(full)[-1]["step"] == STEPS  # the error of step 6 comes out where step 12 is to be saved
         assert "holds a run already" in said["again"]
         assert "parallel=none does not go with 2 processes" in said["none"]
         assert "a sequence for each of 2 processes" in said["few"]

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from training_runs import RUNS, config
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training import _loop as loop
+from manifold_tying.training import _saving as saving
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 SIZES = (2, 3, 4)
@@ -35,6 +38,23 @@ def group(size: int, rank: int, store: dist.Store, name: str) -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_while_saving(run: Any) -> None:
+    """Train with this process's checkpoint of step 6 held up until the metrics of step 8 have been written."""
+    gone_on = Event()
+    real = saving.write_shards
+
+    def hold(draft: Path, *rest: Any) -> dict[str, str]:
+        assert dist.get_rank() or gone_on.wait(60), "no step was taken while the checkpoint was being written"
+        return real(draft, *rest)
+
+    def observe(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 8:
+            gone_on.set()
+
+    with mock.patch.object(saving, "write_shards", hold):
+        train(run, observer=observe)
 
 
 def said(run: Callable[[], Any]) -> str:
@@ -73,6 +93,16 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
         found["ablation"] = json.dumps(rows)
     finally:
         vars(loop)["build_model"] = real
+    for parallel, full in (("ddp", 0), ("fsdp", 1)):  # the process whose disk is full
+
+        def fill(draft: Path, *rest: Any, full: int = full) -> dict[str, str]:
+            if rank == full:
+                raise OSError(28, "No space left on device")
+            return {}
+
+        run = config(folder / f"full {parallel}", corpus, parallel=parallel)
+        with mock.patch.multiple(saving, write_tensors=fill, write_shards=fill):
+            found[f"full {parallel}"] = said(lambda run=run: train(run))  # type: ignore[misc]
     found["again"] = said(lambda: train(config(folder / "fsdp 2", corpus, parallel="fsdp")))
     found["none"] = said(lambda: train(config(folder / "none", corpus, parallel="none")))
     found["few"] = said(lambda: train(config(folder / "few", corpus, batch_size=1)))
@@ -110,7 +140,11 @@ def main(rank: int, folder: Path, port: int) -> None:
             for name, (sizes, interface, settings) in RUNS.items():
                 if size in sizes:
                     print(name, size, flush=True)
-                    train(config(folder / f"{name} {size}", corpus, interface, **settings))
+                    run = config(folder / f"{name} {size}", corpus, interface, **settings)
+                    if (name, size) == ("fsdp", 2):  # from whose step 6 the others go on
+                        train_while_saving(run)
+                    else:
+                        train(run)
             if size == 2:
                 found = errors(folder, corpus, rank)
             else:

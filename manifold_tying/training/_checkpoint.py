@@ -1,4 +1,4 @@
-"""Checkpoints: a folder of safetensors and JSON, written beside its place and renamed, read without executing anything.
+"""Checkpoints: a folder of safetensors and JSON, found and read without executing anything; ``_saving`` writes them.
 
 A run of one process, or under DDP, writes whole tensors: model.safetensors, optimizer.safetensors, probes.safetensors. A
 sharded run writes one file per process by torch.distributed.checkpoint in its safetensors form, which unlike its usual one
@@ -19,60 +19,20 @@ from torch.optim import Optimizer
 
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.training._files import digest, flush_to_disk
+from manifold_tying.training._files import digest
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
+from manifold_tying.training._tensors import read_shapes, read_tensors
 
 FORMAT = 3
-KEPT = 2  # newest checkpoints of a run
-_FOLDER = "checkpoints"
-_MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
+FOLDER = "checkpoints"
 STATE = "state.json"
 _ALONE = Processes()
 
 
-def save_checkpoint(
-    run: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    config: dict[str, Any],
-    *,
-    schedule: MergeSchedule | None = None,
-    probes: Probes | None = None,
-    processes: Processes = _ALONE,
-) -> Path:
-    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``; all processes of a run call it."""
-    final = run / _FOLDER / f"step-{step:08d}"
-    draft = final.with_name(f".{final.name}.draft")
-    state = optimizer.state_dict()
-    parts = {
-        _MODEL: model.state_dict(),
-        _OPTIMIZER: {f"optimizer.{i}.{k}": v for i, values in state["state"].items() for k, v in values.items()},
-        _PROBES: {f"probes.{k}": v for k, v in probes.state_dict().items()} if probes else {},
-    }
-    content = {
-        "format": FORMAT, "step": step, "config": config, "processes": processes.size,
-        "param_groups": state["param_groups"], "schedule": schedule.state_dict() if schedule else None,
-    }  # fmt: skip
-    try:
-        processes.first(lambda: _make_empty(draft))
-        if any(linalg.is_distributed(tensor) for part in parts.values() for tensor in part.values()):
-            files = processes.gather(processes.together(lambda: write_shards(draft, parts, processes.rank)))
-        else:
-            files = [processes.first(lambda: write_tensors(draft, parts))]
-        digests = {name: value for found in files for name, value in found.items()}
-        processes.first(lambda: _publish(draft, final, {**content, "files": digests}))
-    finally:
-        if processes.writes:
-            shutil.rmtree(draft, ignore_errors=True)
-    return final
-
-
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    return sorted((run / _FOLDER).glob("step-*"))
+    return sorted((run / FOLDER).glob("step-*"))
 
 
 def find_checkpoint(run: Path, name: str) -> Path:
@@ -123,25 +83,6 @@ def load_checkpoint(
     return state["step"]
 
 
-def export_model(path: Path, out: Path) -> None:
-    """Write the model of a checkpoint to ``OUT/model.safetensors``, whole, and what is known of it to ``OUT/state.json``."""
-    state = read_state(path)
-    check_files(path, state)
-    found = {k: v for k, v in read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
-    tensors = {k: torch.empty(shape, dtype=dtype) for k, (shape, dtype) in found.items()}
-    read_tensors(path, tensors)
-    out.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "step": state["step"], "config": state["config"]}
-    _make_empty(draft := out.with_name(f".{out.name}.draft"))
-    try:
-        write_file(tensors, draft / _MODEL)
-        _write_state(draft, {**content, "files": {_MODEL: digest(draft / _MODEL)}})
-        for name in (_MODEL, STATE):
-            os.replace(draft / name, out / name)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint, checked against its own digest."""
     try:
@@ -155,9 +96,14 @@ def read_state(path: Path) -> dict[str, Any]:
             f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}; use the version that wrote it"
         )
     unchanged = json.dumps(state, indent=1) == text  # spelled as it was written, so that not one bit is another
-    if state.pop("digest", None) != _digest_of(state) or not unchanged:
+    if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise ValueError(f"checkpoint {path} is damaged: {STATE} was changed. {_advice(path)}")
     return state
+
+
+def digest_of_state(state: Mapping[str, Any]) -> str:
+    """SHA-256 of the JSON part, its own digest left out."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
@@ -214,41 +160,6 @@ def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _publish(draft: Path, final: Path, content: dict[str, Any]) -> None:
-    """Give the draft its name. A folder is always there whole or not at all: what goes is renamed before it is deleted."""
-    _write_state(draft, content)
-    flush_to_disk(draft)
-    _remove(final)
-    os.replace(draft, final)
-    flush_to_disk(final.parent)
-    for old in checkpoints(final.parent.parent)[:-KEPT]:
-        _remove(old)
-    for left in final.parent.glob(".*.old"):  # by a process that was killed
-        shutil.rmtree(left)
-
-
-def _write_state(folder: Path, content: dict[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps({**content, "digest": _digest_of(content)}, indent=1))
-    flush_to_disk(folder / STATE)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(path, old)
-        shutil.rmtree(old)
-
-
-def _digest_of(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _advice(path: Path) -> str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from manifold_tying.training._checkpoint import STATE, checkpoints, export_model
+from manifold_tying.training._checkpoint import STATE, checkpoints
 from manifold_tying.training._inspect import interface_summary
+from manifold_tying.training._saving import export_model
 from manifold_tying.tying import convert, export, load, save
 from manifold_tying.tying.huggingface._register import import_transformers
 

@@ -26,6 +26,7 @@ from manifold_tying.training._recipe import resolve
 from manifold_tying.training._record import METRICS, Record, finite
 from manifold_tying.training._signals import EXIT_STATUS, Termination, termination
 from manifold_tying.training._step import Diverged, Run, gradients, usable, why
+from manifold_tying.training._writer import CheckpointWriter
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
 
 CONFIG, RESULT = "config.json", "result.json"
@@ -70,17 +71,18 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     optimizer = build_optimizer(model, settings)
     schedule = build_merges(model, optimizer, settings)
     probes = Probes(model, schedule)
-    run = Run(config, arm, processes, model, loss_of, optimizer, schedule, probes, batches, held_out)
-    start = _open_folder(run)
-    record: Record | None = None
-    try:
-        record = processes.together(lambda: Record(config.out, start) if processes.writes else None)
-        with termination() as terminated:
-            _steps(run, record, start, observer, terminated)
-        return processes.first(lambda: _write_row(run, record))
-    finally:
-        if record is not None:
-            record.close()
+    with CheckpointWriter(config.out, processes, settings.timeout) as writer:
+        run = Run(config, arm, processes, model, loss_of, optimizer, schedule, probes, batches, held_out, writer)
+        start = _open_folder(run)
+        record: Record | None = None
+        try:
+            record = processes.together(lambda: Record(config.out, start) if processes.writes else None)
+            with termination() as terminated:
+                _steps(run, record, start, observer, terminated)
+            return processes.first(lambda: _write_row(run, record))
+        finally:
+            if record is not None:
+                record.close()
 
 
 def load_data(config: TrainConfig, progress: Callable[[str], None] | None = None) -> TokenData:
@@ -173,6 +175,7 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
         else:
             skipped += 1
             if settings.on_nan == "stop" or skipped == MOST_SKIPPED:
+                run.writer.wait()  # the message names the newest checkpoint
                 raise Diverged(why(run, done, loss, skipped))
         metrics: dict[str, Any] = {
             "step": done,
@@ -204,6 +207,8 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
             if record:
                 record.flush()
             run.save(done)
+        if ends or stops:
+            run.writer.wait()
         if stops and not ends:
             if record:
                 print(f"SIGTERM: saved step {done} of {settings.steps} in {run.config.out}; go on with --resume")

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +53,7 @@ class Processes:
     rank: int = 0
     size: int = 1
     mesh: "DeviceMesh | None" = None
+    group: dist.ProcessGroup | None = None  # in which they talk; None is the default group
 
     @classmethod
     def of(cls, settings: Settings) -> "Processes":
@@ -76,6 +77,17 @@ class Processes:
         if settings.init_from is not None:
             raise ValueError(f"init_from works in one process, got {size}; start it without torchrun")
         return cls(kind, dist.get_rank(), size, _mesh(kind, size, torch.device(settings.device).type))
+
+    def apart(self, timeout: float) -> "Processes":
+        """The same processes with a group of their own, for one other thread of each; all of them call it."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo"))
+
+    def leave(self) -> None:
+        """Give up the group of :meth:`apart`, when all processes are done with it."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
 
     @property
     def writes(self) -> bool:
@@ -101,7 +113,7 @@ class Processes:
     def total(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place."""
         if self.size > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self.group)
         return value
 
     def together(self, work: Callable[[], T]) -> T:
@@ -126,7 +138,7 @@ class Processes:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def first(self, work: Callable[[], T]) -> T:

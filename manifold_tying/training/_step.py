@@ -8,13 +8,15 @@ from torch import Tensor
 
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
-from manifold_tying.training._checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._evaluation import Batch, autocast
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import LossOf, Processes, without_sync
+from manifold_tying.training._saving import stage_checkpoint
 from manifold_tying.training._signals import Termination
+from manifold_tying.training._writer import CheckpointWriter
 from manifold_tying.training.data import Batches
 from manifold_tying.tying import PIT
 
@@ -37,17 +39,20 @@ class Run:
     probes: Probes
     batches: Batches
     held_out: list[Batch]
+    writer: CheckpointWriter
 
-    def save(self, step: int) -> Path:
-        return save_checkpoint(
-            self.config.out,
-            step,
-            self.model,
-            self.optimizer,
-            self.config.as_json(),
-            schedule=self.schedule,
-            probes=self.probes,
-            processes=self.processes,
+    def save(self, step: int) -> None:
+        """Copy the state of this step, which is written while training goes on; raises what kept the one before from it."""
+        self.writer.write(
+            lambda: stage_checkpoint(
+                step,
+                self.model,
+                self.optimizer,
+                self.config.as_json(),
+                schedule=self.schedule,
+                probes=self.probes,
+                processes=self.processes,
+            )
         )
 
     def load(self, path: Path) -> int:

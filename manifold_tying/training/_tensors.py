@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,14 +21,17 @@ def write_tensors(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dic
     return {name: digest(draft / name) for name in parts}
 
 
-def write_shards(draft: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int) -> dict[str, str]:
-    """One file per process with its shards of all parts, by all of them; returns the digests of this process's files."""
+def write_shards(
+    draft: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> dict[str, str]:
+    """One file per process of the group with its shards of all parts; returns the digests of this process's files."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-        dcp.save({k: v for part in parts.values() for k, v in part.items()}, storage_writer=writer)
+        tensors = {k: v for part in parts.values() for k, v in part.items()}
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # on every process, with what went wrong on each
         raise OSError(f"cannot write {draft}: {next(iter(error.failures.values()))[0]}") from error
     mine = list(draft.glob(f"shard-{rank + 1:05d}-*"))
