@@ -1,0 +1,1 @@
+"""The papers' comparisons as recipes."""
