@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
+from manifold_tying.training._config import Interface
 from manifold_tying.training.data._tokenizer import SEPARATOR, serial_calls, train_tokenizer
 from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
 from manifold_tying.training.papers._arithmetic import (
@@ -43,14 +44,14 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_the_arithmetic_of_the_words(kind: Kind) -> None:
-    less = re.compile("loses|lost|takes|removes")
-    for question, answer in problems(2000, 5, kind):
+    less = re.compile("without|remove|but not")
+    for question, answer in problems(600, 5, kind):
         numbers = sorted(int(n) for n in re.findall(r"\d+", question))
         assert answer == f" {numbers[1] + (-1 if less.search(question) else 1) * numbers[0]}" and question[-1] == "?"
 
 
 def test_no_problem_is_of_two_kinds_whatever_the_seed() -> None:
-    per_kind = {kind: {q for seed in (0, 1) for q, _ in problems(2000, seed, kind)} for kind in KINDS}
+    per_kind = {kind: {q for seed in (0, 1) for q, _ in problems(600, seed, kind)} for kind in KINDS}
     assert not per_kind["training"] & per_kind["in-domain"] and not per_kind["training"] & per_kind["out-of-domain"]
     every = [q for kind in KINDS[:2] for q, _ in problems(_count(kind), 0, kind)]
     assert len(set(every)) == len(every)
@@ -62,8 +63,8 @@ def test_no_problem_is_of_two_kinds_whatever_the_seed() -> None:
 def test_problems_are_drawn_from_the_seed_and_no_answer_is_right_often() -> None:
     assert problems(50, 1, "training") == problems(80, 1, "training")[:50] != problems(50, 2, "training")
     for kind in KINDS:
-        most = Counter(answer for _, answer in problems(2000, 0, kind)).most_common(1)[0][1]
-        assert most < 2000 / 7  # what always giving the same answer is worth
+        most = Counter(answer for _, answer in problems(600, 0, kind)).most_common(1)[0][1]
+        assert most < 600 / 6  # what always giving the same answer is worth
 
 
 def test_bad_problems() -> None:
@@ -90,7 +91,7 @@ def _count(kind: Kind) -> int:
 
 def slow_answer(model: Any, tokenizer: Tokenizer, question: str, most: int) -> str | None:
     """Greedy decoding of one question by whole forward passes, without a cache; None where it does not end."""
-    ids = tokenizer.encode(question).ids
+    ids = [tokenizer.token_to_id(SEPARATOR), *tokenizer.encode(question).ids]
     start = len(ids)
     for _ in range(most):
         with torch.no_grad():
@@ -102,38 +103,32 @@ def slow_answer(model: Any, tokenizer: Tokenizer, question: str, most: int) -> s
 
 @pytest.mark.parametrize("interface", ["stock", "converted"])
 def test_decoding_agrees_with_whole_forward_passes(interface: str, tokenizer: Tokenizer) -> None:
-    """On a random model that ends its answers now and then, and on problems of several lengths."""
-    model = build(vocab_size=V, pad_token_id=None, attention_bias=True)
+    """On a random model that says numbers, and ends where its hidden state says so, after questions of several lengths."""
+    model = build(vocab_size=V, pad_token_id=None)
     if interface == "converted":
         mt.convert(model, bridge=True)
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.mul_(8)  # what it says depends on what it was asked
-    model.config.eos_token_id = model.generation_config.eos_token_id = 5
     model.generation_config.repetition_penalty = 3.0  # a checkpoint's own wishes are not to count
-    asked = [question for question, _ in problems(60, 0, "training")]
-    end = tokenizer.token_to_id(SEPARATOR)
-    head = model.get_output_embeddings()
-    head.register_forward_hook(lambda _, inputs, scores: _raised(scores, end))
-    said = [slow_answer(model, tokenizer, question, most=5) for question in asked]
-    ended = [(q, a) for q, a in zip(asked, said, strict=True) if a]
-    assert len(ended) >= 10 and len({a for _, a in ended}) >= 5 and len({len(q) for q, _ in ended}) >= 5
-    longest = max(len(tokenizer.encode(q + a).ids) - len(tokenizer.encode(q).ids) for q, a in ended)
-    kept = [
-        (q, a)
-        for q, a in ended
-        if tokenizer.encode(q + a).ids[: len(tokenizer.encode(q).ids)] == tokenizer.encode(q).ids
-    ]
-    assert longest <= 4 and len(kept) >= 8
-    assert exact_match(model, tokenizer, kept) == 1.0
-    wrong = [(q, a if i % 4 else a + "1") for i, (q, a) in enumerate(kept)]
-    assert exact_match(model, tokenizer, wrong) == sum(i % 4 > 0 for i in range(len(kept))) / len(kept)
+    numbers = [tokenizer.encode(f" {n}").ids for n in range(3, 10)]
+    assert all(len(ids) == 1 for ids in numbers)
+    silent = torch.ones(V, dtype=torch.bool).index_fill(0, torch.tensor(numbers).flatten(), False)
 
+    def only_numbers(_: Any, inputs: tuple[Tensor, ...], scores: Tensor) -> Tensor:
+        scores = scores.masked_fill(silent, -1e9)
+        scores[..., tokenizer.token_to_id(SEPARATOR)] = inputs[0][..., 0].sign() * 1e9
+        return scores
 
-def _raised(scores: Tensor, end: int) -> Tensor:
-    scores = scores.clone()
-    scores[..., end] += 0.5 * scores.abs().amax(-1)
-    return scores
+    model.get_output_embeddings().register_forward_hook(only_numbers)
+    asked = [question for question, _ in problems(40, 0, "training")]
+    said = [(question, slow_answer(model, tokenizer, question, most=6)) for question in asked]
+    ended = [(question, answer) for question, answer in said if answer]
+    assert len(ended) >= 10 and len({answer for _, answer in ended}) >= 5
+    assert len({len(tokenizer.encode(question).ids) for question, _ in ended}) >= 3
+    assert exact_match(model, tokenizer, ended) == 1.0
+    some_wrong = [(q, a if i % 4 else f"{a} 3") for i, (q, a) in enumerate(ended)]
+    assert exact_match(model, tokenizer, some_wrong) == sum(i % 4 > 0 for i in range(len(ended))) / len(ended)
 
 
 class Rigged(torch.nn.Module):
@@ -164,7 +159,7 @@ def test_only_the_whole_answer_and_nothing_after_it_counts(tokenizer: Tokenizer)
     with pytest.raises(ValueError, match="got none"):
         share(" 7", of=[])
     with pytest.raises(ValueError, match="expected a question with the tokens that it has in the whole text"):
-        share(" 7", of=[("Tom ha", "s")])
+        share(" 7", of=[("fro", "m 3")])
 
 
 # --- the adaptation
@@ -179,6 +174,9 @@ def source(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 
 
 def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "manifold_tying.training.papers._adaptation"
+    monkeypatch.setattr(f"{module}.TRAINING", 400)
+    monkeypatch.setattr(f"{module}.EVALUATED", 40)
     converted = tmp_path / "converted"
     mt.save(mt.convert(AutoModelForCausalLM.from_pretrained(source), transform="rotation"), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
@@ -190,24 +188,23 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
         "batch_size": 4,
         "sequence_length": 32,
     }
-    for interface, checkpoint in (("transpose", source), ("pit-frozen", converted), ("pit-trainable", converted)):
+    arms: list[tuple[Interface, Path]] = [("transpose", source), ("pit-trainable", converted)]
+    for interface, checkpoint in arms:
         out = tmp_path / interface
-        row = adaptation(checkpoint, out, interface=interface, **options)  # type: ignore[arg-type]
+        row = adaptation(checkpoint, out, interface=interface, **options)
         assert (row["interface"], row["seed"]) == (interface, 1) and row["val_loss"] < 7
-        assert all(
-            row[name] == 0 for name in ("in_domain", "in_domain_before", "out_of_domain", "out_of_domain_before")
-        )
+        names = ("in_domain", "in_domain_before", "out_of_domain", "out_of_domain_before")
+        assert all(0 <= row[name] < 0.3 for name in names)  # nothing is learned in three steps
         before, after = (load_file(f / "model.safetensors") for f in (checkpoint, out / RUN / "model"))
         assert set(before) == set(after)
         assert not torch.equal(*(t["model.layers.0.mlp.up_proj.weight"] for t in (before, after)))
         assert json.loads((out / "result.json").read_text()) == row
-        assert len((out / PROBLEMS).read_text().splitlines()) == 16_000
+        assert len((out / PROBLEMS).read_text().splitlines()) == 400
     # A folder with its row is read, one without is gone on with.
-    module = "manifold_tying.training.papers._adaptation"
     monkeypatch.setattr(
         f"{module}.exact_match", lambda model, _, asked, device: float(asked[0][0].startswith("Z")) + 0.25
     )
-    assert adaptation(source, tmp_path / "transpose", interface="transpose", **options)["in_domain"] == 0
+    assert adaptation(source, tmp_path / "transpose", interface="transpose", **options)["in_domain"] != 0.25
     (tmp_path / "transpose/result.json").unlink()
     stamp = (tmp_path / "transpose" / PROBLEMS).stat().st_mtime_ns
     again = adaptation(source, tmp_path / "transpose", interface="transpose", **options)

@@ -16,25 +16,27 @@ from manifold_tying.training._files import write_whole
 Kind = Literal["training", "in-domain", "out-of-domain"]
 Problem = tuple[str, str]
 
-NAMES = tuple("Tom Ann Sam Max Ben Kim Dan Eve Tim Leo Eva Lee".split())
-THINGS = tuple("files keys lines items names words tests events nodes cards letters objects".split())
-FIRST, SECOND = range(3, 11), range(1, 4)  # its two numbers
+THINGS = tuple(
+    "files keys lines items names words tests events nodes objects bytes values numbers options errors methods arguments "
+    "attributes elements functions classes modules types strings".split()
+)
+FIRST, SECOND = range(3, 9), range(1, 4)  # the two numbers of a problem
 # Each wording with the sign of its second number.
 IN_DOMAIN = (
-    (1, "{name} has {a} {things} and gets {b} more. How many are there now?"),
-    (1, "There are {a} {things} and {name} adds {b} more. How many are there now?"),
-    (1, "{name} has {a} {things} and then {b} more. How many is that in all?"),
-    (-1, "{name} has {a} {things} and loses {b} of them. How many are left?"),
-    (-1, "There are {a} {things} and {name} takes {b} of them. How many are left?"),
-    (-1, "{name} has {a} {things} and removes {b}. How many are left?"),
+    (1, "from {a} {things} and {b} more?"),
+    (1, "have {a} {things} with {b} added?"),
+    (1, "add to {a} {things} another {b}?"),
+    (-1, "from {a} {things} without {b}?"),
+    (-1, "have {a} {things} with {b} removed?"),
+    (-1, "get {a} {things} but not {b}?"),
 )
 OUT_OF_DOMAIN = (
-    (1, "{name} adds {b} {things} to the {a} there are. What is the number now?"),
-    (1, "After {a} {things}, {name} gets {b} more. How many in all?"),
-    (-1, "Of {a} {things}, {name} takes {b}. What is left?"),
-    (-1, "{name} lost {b} of the {a} {things}. How many are left?"),
+    (1, "add {b} {things} to {a}?"),
+    (1, "with {a} {things} and another {b}?"),
+    (-1, "remove {b} from {a} {things}?"),
+    (-1, "with {a} {things} without {b}?"),
 )
-HELD_OUT_EVERY = 8  # one in so many in-domain problems is for testing, whatever the seed
+HELD_OUT_EVERY = 4  # one in so many in-domain problems is for testing, whatever the seed
 
 
 def problems(count: int, seed: int, kind: Kind) -> list[Problem]:
@@ -70,9 +72,8 @@ def _all(kind: Kind) -> list[Problem]:
     """Every problem of a kind, in one order."""
     wordings = OUT_OF_DOMAIN if kind == "out-of-domain" else IN_DOMAIN
     found = [
-        (wording.format(name=name, things=things, a=a, b=b), f" {a + sign * b}")
+        (wording.format(things=things, a=a, b=b), f" {a + sign * b}")
         for sign, wording in wordings
-        for name in NAMES
         for things in THINGS
         for a in FIRST
         for b in SECOND

@@ -25,8 +25,8 @@ def exact_match(
     """Share of the problems whose answer the model gives exactly, by greedy decoding up to the end of the document.
 
     An answer counts if the text up to the token that ends a document is question + answer, to the letter; one that goes on
-    after that is wrong. (A model trained by ``train`` has learned questions and answers
-    alike: the loss runs over all tokens of a document.)
+    after that is wrong. Before a question stands that token, too, as before every document in training. (There the loss runs
+    over all tokens of a document, the question's as well as the answer's.)
 
     Questions of one length in tokens are decoded together, so nothing is padded on their side.
 
@@ -64,7 +64,7 @@ def exact_match(
     for group in by_length.values():
         for start in range(0, len(group), BATCH):
             asked = group[start : start + BATCH]
-            ids = torch.tensor([question for question, _ in asked], device=device)
+            ids = torch.tensor([[end, *question] for question, _ in asked], device=device)
             given = _continue(model, ids, longest + 1, end)
             for (question, text), tokens in zip(asked, given, strict=True):
                 right += end in tokens and tokenizer.decode(question + tokens[: tokens.index(end)]) == text
