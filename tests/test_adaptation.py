@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.training._config import Interface
-from manifold_tying.training.data._tokenizer import SEPARATOR, serial_calls, train_tokenizer
+from manifold_tying.training.data._tokenizer import SEPARATOR, separator_id, serial_calls, train_tokenizer
 from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
 from manifold_tying.training.papers._arithmetic import (
     HELD_OUT_EVERY,
@@ -91,12 +91,13 @@ def _count(kind: Kind) -> int:
 
 def slow_answer(model: Any, tokenizer: Tokenizer, question: str, most: int) -> str | None:
     """Greedy decoding of one question by whole forward passes, without a cache; None where it does not end."""
-    ids = [tokenizer.token_to_id(SEPARATOR), *tokenizer.encode(question).ids]
+    end = separator_id(tokenizer, "the tokenizer")
+    ids: list[int] = [end, *tokenizer.encode(question).ids]
     start = len(ids)
     for _ in range(most):
         with torch.no_grad():
             ids = [*ids, int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())]
-        if ids[-1] == tokenizer.token_to_id(SEPARATOR):
+        if ids[-1] == end:
             return tokenizer.decode(ids[start:-1])
     return None
 

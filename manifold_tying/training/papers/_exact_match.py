@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -64,8 +64,8 @@ def exact_match(
     for group in by_length.values():
         for start in range(0, len(group), BATCH):
             asked = group[start : start + BATCH]
-            ids = torch.tensor([[end, *question] for question, _ in asked], device=device)
-            given = _continue(model, ids, longest + 1, end)
+            before = torch.tensor([[end, *question] for question, _ in asked], device=device)
+            given = _continue(model, before, longest + 1, end)
             for (question, text), tokens in zip(asked, given, strict=True):
                 right += end in tokens and tokenizer.decode(question + tokens[: tokens.index(end)]) == text
     return right / len(problems)
@@ -73,7 +73,8 @@ def exact_match(
 
 def _continue(model: "PreTrainedModel", ids: torch.Tensor, most: int, end: int) -> list[list[int]]:
     """At most so many tokens after each row of ids (B, N), the likeliest at each place, until the end token."""
-    out = model.generate(
+    generate: Any = model.generate  # mypy takes it for a tensor
+    out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=most,
