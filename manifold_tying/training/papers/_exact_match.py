@@ -66,8 +66,8 @@ def exact_match(
             asked = group[start : start + BATCH]
             before = torch.tensor([[end, *question] for question, _ in asked], device=device)
             given = _continue(model, before, longest + 1, end)
-            for (question, text), tokens in zip(asked, given, strict=True):
-                right += end in tokens and tokenizer.decode(question + tokens[: tokens.index(end)]) == text
+            for (question_ids, text), tokens in zip(asked, given, strict=True):
+                right += end in tokens and tokenizer.decode(question_ids + tokens[: tokens.index(end)]) == text
     return right / len(problems)
 
 
