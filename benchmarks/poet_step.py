@@ -56,7 +56,9 @@ class StepOptions(Options):
 
 def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
     device = torch.device(options.device)
-    if name == "adamw":  # the largest: 16 bytes for weight, gradient and moments; 18.6 a weight were measured at poet-350m
+    if (
+        name == "adamw"
+    ):  # the largest: 16 bytes for weight, gradient and moments; 18.6 a weight were measured at poet-350m
         refuse_large(18.6 * _weights(shape), device, "weights, gradients, moments and a step")
     settings = ShapedSettings(device=options.device, shape=shape, **BODIES[name])
     config = resolve(TrainConfig(out=Path("unused"), interface="untied", settings=settings))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from huggingface_models import build, difference, logits
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -218,6 +219,60 @@ def test_memory_and_transform_have_their_own_rates_and_no_decay(tmp_path: Path, 
     assert not any(p.shape == (V, D) for p in clipped_parameters(model))
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
+    """The source as `manifold-tying convert` leaves it, but for settings that are not the defaults of a run."""
+    folder = tmp_path_factory.mktemp("converted")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    mt.save(mt.convert(model, transform="rotation", retraction="cayley", diagonal="softplus"), folder)
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=["all", "lora"])
+@pytest.mark.parametrize("interface", ["pit-frozen", "pit-trainable"])
+def test_converted_checkpoint_is_gone_on_with(
+    interface: Interface, changes: dict[str, Any], tmp_path: Path, converted: Path, corpus: Path
+) -> None:
+    config = run(tmp_path / "run", converted, corpus, interface, **changes)
+    ids, targets = first_batch(config)
+    expected = F.cross_entropy(logits(mt.load(converted), ids).flatten(0, 1), targets.flatten()).item()
+    row = train(config)
+    assert lines(tmp_path / "run/metrics.jsonl")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "run/model"))
+    assert set(after) == set(before)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    stored = {name.rsplit(".", 2)[1]: name for name in before if ".interface." in name}
+    assert stored["cholesky_factor"] in moved
+    assert (stored["memory"] in moved) == (interface == "pit-trainable")
+    assert {name for name in moved if ".interface." not in name} == {
+        name for name in before if name.endswith("_proj.weight") or (not changes and name.endswith("norm.weight"))
+    }
+    assert row["defect"] <= 1e-6 and row["delta_ti"] < 1e-3
+    recorded = json.loads((tmp_path / "run/model/config.json").read_text())["quantization_config"]
+    assert recorded["memory"] == interface.removeprefix("pit-")  # the source was converted with a frozen one
+    assert (recorded["retraction"], recorded["diagonal"]) == ("cayley", "softplus")
+    again = run(tmp_path / "again", tmp_path / "run/model", corpus, "pit-frozen", steps=1)
+    assert train(again)["val_loss"] == pytest.approx(row["val_loss"], rel=0.1)
+
+
+def test_a_converted_checkpoints_own_settings_count(tmp_path: Path, converted: Path, corpus: Path) -> None:
+    def point(**changes: Any) -> tuple[TrainConfig, Any, Any]:
+        config = resolve(run(tmp_path, converted, corpus, **changes))
+        model = build_model(config)
+        memory = next(p for name, p in model.named_parameters() if "memory" in name)
+        return config, memory, build_optimizer(model, config.settings)._manifolds[memory]
+
+    config, memory, manifold = point()
+    assert (config.settings.retraction, config.settings.diagonal) == ("cayley", "softplus")
+    assert config == resolve(config) and config.as_json()["diagonal"] == "softplus"
+    assert manifold.retraction == memory.manifold.retraction == "cayley"
+    _, memory, manifold = point(retraction="qr")  # how Z moves from here on can be chosen
+    assert manifold.retraction == memory.manifold.retraction == "qr"
+    frozen = build_model(resolve(run(tmp_path, converted, corpus, "pit-frozen")))
+    assert all(not p.requires_grad for name, p in frozen.named_parameters() if "memory" in name)
+
+
 def test_ablation_of_all_arms(tmp_path: Path, source: Path, corpus: Path) -> None:
     arms = "transpose,untied,pit-frozen,pit-trainable+init_transform=rotation"
     shared = run(tmp_path, source, corpus, steps=2).settings
@@ -288,7 +343,13 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     converted = tmp_path / "converted"
     mt.save(mt.convert(build(**TINY)), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    refused("converted already", converted, "pit-frozen")
+    refused("is converted already: .* transpose starts from a table. Choose pit-frozen or pit-trainable", converted)
+    refused("is converted already: .* untied starts from a table", converted, "untied")
+    refused("^init_transform cannot be chosen", converted, "pit-frozen", init_transform="rotation")
+    refused("^bridge cannot be chosen", converted, "pit-frozen", bridge=True)
+    refused("expected diagonal=softplus.* got exp; leave it out", converted, "pit-frozen", diagonal="exp")
+    (converted / "config.json").write_text((converted / "config.json").read_text().replace(" true", " false"))
+    refused("one of them is wrong", converted, "pit-frozen")
 
 
 def test_rotation_scales_move_a_table_evenly() -> None:

@@ -28,6 +28,7 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
         assert settings.table_std is not None, "the settings are resolved"
         return (Untied if name == "untied" else TransposeTying)(vocab_size, hidden_size, std=settings.table_std)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
+    assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
 
 

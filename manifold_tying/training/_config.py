@@ -33,7 +33,8 @@ class Settings:
     preset: str = "nano"
     """Shape of the model, see manifold_tying.models.PRESETS; not used with init_from."""
     init_from: Path | None = None
-    """Folder of a transformers checkpoint to go on from, with tied tables. Its tokenizer.json is used."""
+    """Folder of a transformers checkpoint to go on from, with tied tables, or a converted one (PIT arms). Its
+    tokenizer.json is used."""
     init_transform: Start = "head"
     """init_from, PIT arms: where T starts: the identity, or such that the head or the embedding computes what it did;
     rotation is the latter after a rotation of the residual stream, with the head's scales in the final norm's gain."""
@@ -84,10 +85,11 @@ class Settings:
     """Standard deviation that plain token tables start with."""
     embedding_norm: bool | None = None
     """RMS-normalize the looked-up embeddings."""
-    diagonal: Diagonal = "exp"
-    """Map that keeps the transform's diagonal positive; exp lets its scale grow faster than softplus at the same rate."""
-    retraction: Retraction = "polar"
-    """How a trainable memory stays orthonormal."""
+    diagonal: Diagonal | None = None
+    """Map that keeps the transform's diagonal positive; exp lets its scale grow faster than softplus at the same rate. None is
+    exp, of a converted checkpoint what it has."""
+    retraction: Retraction | None = None
+    """How a trainable memory stays orthonormal; None is polar, of a converted checkpoint what it was made with."""
     retract_every: int = 1
     """Measure the memory's Gram matrix every so many steps."""
     second_moment: Literal["element", "row", "matrix"] = "element"
@@ -120,8 +122,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         preset(self.preset)
-        check_retraction(self.retraction)
-        CholeskyFactor(self.diagonal)
+        if self.retraction is not None:
+            check_retraction(self.retraction)
+        if self.diagonal is not None:
+            CholeskyFactor(self.diagonal)
         check_start(self)
         if self.body not in get_args(Body):
             raise ValueError(f"unknown body {self.body!r}; choose one of {', '.join(get_args(Body))}")

@@ -1,8 +1,10 @@
 """Learning rates of continued pretraining, and what a run takes from the checkpoint (docs/continued-pretraining.md)."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_shape import read_shape
 
 # At this width, where they were tried; all shrink with the width, as the body's rate from scratch does.
@@ -24,11 +26,13 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
             f"expected sequence_length <= {shape.max_positions}, the positions that {settings.init_from} was made for, "
             f"got {settings.sequence_length}"
         )
+    if shape.interface is not None:
+        _check_converted(settings, config.interface, shape.interface)
     pit = config.interface.startswith("pit")
     narrowing = WIDTH / shape.hidden_size
     lr = settings.lr if settings.lr is not None else narrowing * (LR if settings.lora_rank is None else LORA_LR)
-    filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings)}
-    rotated = settings.init_transform == "rotation"
+    filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings), **interface_maps(settings, shape.interface)}
+    rotated = settings.init_transform == "rotation" or bool(shape.interface and shape.interface.get("rotated"))
     if pit and settings.transform_lr is None:
         filled["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else TRANSFORM_FACTOR) * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
@@ -42,6 +46,33 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
             )
         filled["tokenizer"] = tokenizer
     return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))  # type: ignore[arg-type]
+
+
+def interface_maps(settings: Settings, recorded: Mapping[str, Any] | None = None) -> dict[str, object]:
+    """Retraction and diagonal, where they are not given: a converted checkpoint's own, else polar and exp."""
+    usual = {"retraction": "polar", "diagonal": "exp"}
+    return {name: getattr(settings, name) or (recorded or usual)[name] for name in usual}
+
+
+def _check_converted(settings: Settings, interface: Interface, recorded: Mapping[str, Any]) -> None:
+    """ValueError for what only a stock checkpoint can start, or what contradicts the numbers that are stored."""
+    folder = settings.init_from
+    if not interface.startswith("pit"):
+        raise ValueError(
+            f"{folder} is converted already: it has Z and T in the place of tables, and {interface} starts from a table. "
+            "Choose pit-frozen or pit-trainable, or go on from the checkpoint that it was converted from"
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    if given := [name for name in ("init_transform", "bridge") if getattr(settings, name) != defaults[name]]:
+        raise ValueError(
+            f"{', '.join(given)} cannot be chosen, since {folder} is converted already: Z and T go on as they are. Leave it "
+            "out, or go on from the checkpoint that it was converted from"
+        )
+    if settings.diagonal not in (None, recorded["diagonal"]):
+        raise ValueError(
+            f"expected diagonal={recorded['diagonal']}, the map that the transform in {folder} is stored by, got "
+            f"{settings.diagonal}; leave it out"
+        )
 
 
 def schedule_lengths(settings: Settings) -> dict[str, object]:

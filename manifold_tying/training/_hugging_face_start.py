@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from manifold_tying.manifolds import Retraction, Stiefel
+from manifold_tying.parametrizations import OnStiefel, parametrized
 from manifold_tying.tying import Memory
-from manifold_tying.tying.huggingface import convert, halves, save
-from manifold_tying.tying.huggingface._checkpoint import write
+from manifold_tying.tying.huggingface import convert, halves, load, save
+from manifold_tying.tying.huggingface._checkpoint import recorded_options, write
+from manifold_tying.tying.huggingface._install import record
 from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import read_tables
 
@@ -21,18 +24,22 @@ if TYPE_CHECKING:
 def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
     """The checkpoint in float32 with the arm's token interface.
 
-    "transpose" is the checkpoint as it is, "untied" has its table on both sides, the PIT arms are converted.
+    "transpose" is the checkpoint as it is, "untied" has its table on both sides, the PIT arms are converted, or go on with
+    the Z and T of a converted one.
     """
     assert settings.init_from is not None
+    memory: Memory = "frozen" if interface == "pit-frozen" else "trainable"
+    assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
+    if recorded_options(settings.init_from) is not None:
+        return _go_on(load(settings.init_from, dtype=torch.float32), memory, settings.retraction)
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings.init_from, local_files_only=True, use_safetensors=True, dtype=torch.float32
     )
-    read_tables(model)  # refuses what is untied or converted already, whatever the arm
+    read_tables(model)  # refuses what is untied, whatever the arm
     if interface == "untied":
         _untie(model)
     elif interface != "transpose":
-        memory: Memory = "frozen" if interface == "pit-frozen" else "trainable"
         convert(
             model,
             transform=settings.init_transform,
@@ -41,6 +48,18 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
             retraction=settings.retraction,
             diagonal=settings.diagonal,
         )
+    return model
+
+
+def _go_on(model: "PreTrainedModel", memory: Memory, retraction: Retraction) -> "PreTrainedModel":
+    """The converted model with its memory frozen or trainable as the arm says, whichever it was, and so recorded."""
+    stored = parametrized(halves(model)[0].interface)["memory"]
+    point = stored[0]
+    assert isinstance(point, OnStiefel)
+    point.manifold = Stiefel(retraction)
+    setattr(stored.original, "manifold", point.manifold)  # noqa: B010 - as manifold_tying.stiefel leaves it
+    stored.original.requires_grad_(memory == "trainable")
+    record(model)
     return model
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from manifold_tying.models import preset
 from manifold_tying.training._config import Interface, Settings, TrainConfig
-from manifold_tying.training._continued_recipe import resolve_continued, schedule_lengths
+from manifold_tying.training._continued_recipe import interface_maps, resolve_continued, schedule_lengths
 
 # Adam moves every entry of the memory by about its learning rate, and the entries are about 1/√V: this is the share of an
 # entry that one step may change at the peak.
@@ -30,7 +30,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     filled: dict[str, object] = {"lr": lr}
     if settings.embedding_norm is None:
         filled["embedding_norm"] = pit
-    filled |= schedule_lengths(settings)
+    filled |= schedule_lengths(settings) | interface_maps(settings)
     if not pit and settings.table_std is None:
         filled["table_std"] = TABLE_STD
     if pit and settings.transform_lr is None:

@@ -61,7 +61,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     config = Path(path, "config.json")
     if not config.is_file():
         raise ValueError(f"expected the folder of a converted model, but there is no {config}")
-    if json.loads(config.read_text()).get("quantization_config", {}).get("quant_method") != METHOD:
+    if recorded_options(Path(path)) is None:
         raise ValueError(
             f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
         )
@@ -69,6 +69,12 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
     return model
+
+
+def recorded_options(folder: Path) -> dict[str, Any] | None:
+    """What config.json says of a converted checkpoint's interface; None where it says nothing, as of a stock one."""
+    entry = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    return entry if entry.get("quant_method") == METHOD else None
 
 
 @torch.no_grad()

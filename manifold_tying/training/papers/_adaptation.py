@@ -1,0 +1,111 @@
+"""A checkpoint adapted to a task by LoRA, with exact match before and after, in and out of domain (PIT, section B.2)."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer
+
+from manifold_tying.training._ablation import check_folder
+from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._files import write_whole
+from manifold_tying.training._hugging_face_model import OUT
+from manifold_tying.training._loop import RESULT, train
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training._record import finite
+from manifold_tying.training.papers._arithmetic import problems, write_problems
+from manifold_tying.training.papers._exact_match import exact_match
+from manifold_tying.tying.huggingface._register import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RUN, PROBLEMS = "run", "problems.jsonl"
+TRAINING, EVALUATED = 1_900, 600  # problems of every run, the same; evaluated in domain and out of it
+
+
+def adaptation(
+    checkpoint: Path,
+    out: Path,
+    *,
+    interface: Interface,
+    steps: int,
+    seed: int,
+    lora_rank: int = 8,
+    lr: float | None = None,
+    device: str = "cpu",
+    **changes: Any,
+) -> dict[str, Any]:
+    """Train low-rank updates of a checkpoint's blocks on word problems, and count what it answers before and after.
+
+    ``OUT/run`` holds the training run, ``OUT/run/model`` the adapted checkpoint, ``OUT/result.json`` the row. A folder that has
+    its row is not trained again, an unfinished one is gone on with. The loss runs over all tokens of a problem, the question
+    as well as the answer, as in every run of ``train``. The problems are the same whatever the seed, which is that of the
+    updates' initial weights and of the order of the data.
+
+    Args:
+        checkpoint: a transformers checkpoint with tied tables ("transpose", "untied"; the PIT arms convert it), or a converted
+            one ("pit-frozen", "pit-trainable": as it is).
+        out: folder to write to.
+        interface: of the adapted model. PIT's T trains besides the updates, and Z with "pit-trainable".
+        steps: optimizer steps.
+        seed: of the run.
+        lora_rank: of the updates.
+        lr: peak learning rate of the updates; None is the recipe's.
+        device: cpu, cuda or cuda:N, to train and to evaluate on.
+        changes: further fields of :class:`manifold_tying.training.Settings`.
+
+    Returns:
+        "interface", "seed", "in_domain", "out_of_domain" (exact match from 0 to 1 after training), "in_domain_before",
+        "out_of_domain_before" (of the checkpoint itself), "val_loss" (nats per token of held-out training problems),
+        "trainable_parameters".
+
+    Raises:
+        ValueError: what :func:`manifold_tying.training.train` refuses, or a folder that holds another run.
+    """
+    settings = Settings(
+        init_from=checkpoint,
+        data=f"jsonl:{out / PROBLEMS}",
+        steps=steps,
+        lora_rank=lora_rank,
+        lr=lr,
+        device=device,
+        **changes,
+    )
+    run = resolve(TrainConfig(out=out / RUN, interface=interface, seed=seed, resume=True, settings=settings))
+    check_folder(run)
+    result = out / RESULT
+    if result.exists():
+        return json.loads(result.read_text())
+    before = _exact_matches(checkpoint, device)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / PROBLEMS).exists():  # the time of its change tells whether its tokens are in the cache
+        write_problems(out / PROBLEMS, TRAINING, seed=0)
+    trained = train(run)
+    row = {
+        "interface": interface,
+        "seed": seed,
+        **_exact_matches(run.out / OUT, device),
+        **{f"{name}_before": value for name, value in before.items()},
+        "val_loss": trained["val_loss"],
+        "trainable_parameters": trained["trainable_parameters"],
+    }
+    write_whole(result, json.dumps(finite(row), indent=1).encode())
+    return row
+
+
+def _exact_matches(folder: Path, device: str) -> dict[str, float]:
+    model = _load(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return {
+        "in_domain": exact_match(model, tokenizer, problems(EVALUATED, 0, "in-domain"), device),
+        "out_of_domain": exact_match(model, tokenizer, problems(EVALUATED, 0, "out-of-domain"), device),
+    }
+
+
+def _load(folder: Path) -> "PreTrainedModel":
+    """A stock or a converted checkpoint, which transformers reads where this package is imported."""
+    return import_transformers().AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
+    )
