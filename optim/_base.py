@@ -24,7 +24,7 @@ class RiemannianOptimizer(Optimizer):
     ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
 
     A group may have a "scale", a tensor that every update of its parameters is multiplied by, entry by entry, as if each entry
-    had a learning rate of its own; of points (polar retraction) one number per column, see ``scaled_tangent_part``.
+    had a learning rate of its own; of points of Stiefel one number per column, see ``scaled_tangent_part``.
 
     Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
     two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
@@ -93,10 +93,8 @@ class RiemannianOptimizer(Optimizer):
                 f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
                 f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
             )
-        if p in self._manifolds and not is_polar(self._manifolds[p]):
-            raise ValueError(
-                f"a scale works for points of Stiefel('polar') only, but {name} is on {self._manifolds[p]}"
-            )
+        if p in self._manifolds and not isinstance(self._manifolds[p], Stiefel):
+            raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {self._manifolds[p]}")
         if group["weight_decay"] != 0:
             raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
         return scale
