@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from training_runs import SHAPE, TINY, text
 
 import manifold_tying as mt
@@ -17,7 +18,7 @@ from manifold_tying.training._build import build_model
 from manifold_tying.training._loop import RESULT
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.cli import main
-from manifold_tying.training.papers import RECIPES, ReproduceConfig, _poet, reproduce
+from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._table import Table, agreement
 
@@ -111,6 +112,23 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     before = [path.stat().st_mtime_ns for path in results]
     again = reproduce(config("pit-continued", tmp_path, corpus, **own))
     assert again == [losses, consistency, early] and [path.stat().st_mtime_ns for path in results] == before
+
+
+def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_adapted, "STEPS", 2)
+    own = {"source_data": f"text:{corpus}", "source_tokens": 1024, "seeds": 1}
+    (table,) = reproduce(config("pit-adaptation", tmp_path, corpus, **own))
+    assert [line[0] for line in table.body] == [
+        "transpose tying", "PIT, Z frozen, T = I (the paper's)", "PIT, Z trained, by rotation"
+    ]  # fmt: skip
+    rotated = "pit-trainable+init_transform=rotation-0"
+    row = json.loads((tmp_path / "adapted" / rotated / "result.json").read_text())
+    assert table.body[2][1] == f"{100 * row['in_domain']:.1f}" and table.body[0][-1] == "16.9 / 12.4"
+    before, after = (
+        mt.diagnostics.inspect_tables(folder)
+        for folder in (tmp_path / "continued" / rotated / "model", tmp_path / "adapted" / rotated / "run/model")
+    )
+    assert torch.equal(before.E, after.E) and torch.equal(before.W_out, after.W_out)  # LoRA alone
 
 
 def test_agreement_is_spearmans() -> None:

@@ -17,13 +17,14 @@ from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
 from manifold_tying.training._progress import Started
-from manifold_tying.training.papers import _pit, _poet
+from manifold_tying.training.papers import _adapted, _pit, _poet
 from manifold_tying.training.papers._source import trained_source
 from manifold_tying.training.papers._table import Table
 
 Name = Literal[
     "pit-from-scratch",
     "pit-continued",
+    "pit-adaptation",
     "poet-pretraining",
     "poet-initialization",
     "poet-merging",
@@ -34,13 +35,14 @@ Recipe = Callable[[Path, Settings, int, Started | None], list[Table]]
 RECIPES: Mapping[Name, Recipe] = {
     "pit-from-scratch": _pit.from_scratch,
     "pit-continued": _pit.continued,
+    "pit-adaptation": _adapted.adapted,
     "poet-pretraining": _poet.pretraining,
     "poet-initialization": _poet.initialization,
     "poet-merging": _poet.merging,
     "poet-terms": _poet.terms,
     "poet-budget": _poet.budget,
 }
-CONTINUED = ("pit-continued",)
+CONTINUED = ("pit-continued", "pit-adaptation")
 OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614_400}
 
 
@@ -48,9 +50,10 @@ OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614
 class ReproduceConfig:
     """Run one of the papers' comparisons and write its tables, beside what the paper prints, to DIR/tables.md.
 
-    pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), poet-pretraining (POET, Table 2),
-    poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7, Figure 10), poet-budget (Figure 5). The same
-    command again only does what is missing.
+    pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6); poet-pretraining
+    (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
+    poet-budget (Figure 5).
+    The same command again only does what is missing.
     """
 
     name: Annotated[Name, tyro.conf.Positional]
@@ -72,11 +75,11 @@ class ReproduceConfig:
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     init_from: Path | None = None
-    """pit-continued: the tied transformers checkpoint to continue; None trains a small one first."""
+    """pit-continued, pit-adaptation: the tied transformers checkpoint to continue; None trains a small one first."""
     source_data: str = "stdlib"
-    """pit-continued without init_from: what the source is trained on."""
+    """Without init_from: what the source is trained on."""
     source_tokens: int = 614_400
-    """pit-continued without init_from: how long."""
+    """Without init_from: for how long."""
 
     def __post_init__(self) -> None:
         if self.name not in get_args(Name):
