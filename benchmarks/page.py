@@ -1,7 +1,7 @@
-"""The page of results: every file in benchmarks/results as a section of docs/benchmarks.md.
+"""The pages of results: the files in benchmarks/results as sections of docs/benchmarks.md and docs/papers.md.
 
-python -m benchmarks.page            # writes it
-python -m benchmarks.page --check    # exits with 1 where the page differs from the results
+python -m benchmarks.page            # writes them
+python -m benchmarks.page --check    # exits with 1 where a page differs from the results
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 import tyro
 
+from benchmarks import papers
 from benchmarks._command import ROOT, columns
 
 HEADER = """# Benchmarks
@@ -28,12 +29,13 @@ before it, each in a process of its own.
 
 @dataclass(frozen=True)
 class Options:
-    """Where results are and where the page goes."""
+    """Where results are and where the pages go."""
 
     results: Path = ROOT / "benchmarks/results"
     page: Path = ROOT / "docs/benchmarks.md"
+    papers: Path = ROOT / "docs/papers.md"
     check: bool = False
-    """Write nothing; exit with 1 where the page differs."""
+    """Write nothing; exit with 1 where a page differs."""
 
 
 def render(results: Path) -> str:
@@ -86,11 +88,11 @@ def _line(cells: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
-    page = render(options.results)
-    if not options.check:
-        options.page.write_text(page, encoding="utf-8")
-    elif not options.page.exists() or options.page.read_text(encoding="utf-8") != page:
-        sys.exit(f"{options.page} differs from the results; run python -m benchmarks.page")
+    for path, text in ((options.page, render(options.results)), (options.papers, papers.render(options.results))):
+        if not options.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} differs from the results; run python -m benchmarks.page")
 
 
 if __name__ == "__main__":

@@ -343,7 +343,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         "Peers: geoopt 0.5.1.",
     ):
         assert expected in text
-    where = ["--results", str(results), "--page", str(tmp_path / "page.md")]
+    where = ["--results", str(results), "--page", str(tmp_path / "page.md"), "--papers", str(tmp_path / "papers.md")]
     with pytest.raises(SystemExit, match="differs"):
         page([*where, "--check"])
     page(where)
@@ -352,6 +352,20 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     (results / "maps-cpu.json").write_text(json.dumps(result))
     with pytest.raises(SystemExit, match="differs"):
         page([*where, "--check"])
+    page(where)
+    table = {"title": "POET, Table 5", "head": ["arm", "loss"], "body": [["xavier", "5.432"]], "notes": ["a note"]}
+    described = {
+        "comparison": "poet-initialization",
+        "command": "manifold-tying reproduce ...",
+        "machine": {},
+        "tables": [table],
+    }
+    (results / "papers-poet-initialization-cpu.json").write_text(json.dumps(described))
+    with pytest.raises(SystemExit, match="papers.md differs"):
+        page([*where, "--check"])
+    page(where)
+    text = (tmp_path / "papers.md").read_text()
+    assert "| xavier | 5.432 |" in text and "- a note" in text and "`manifold-tying reproduce ...`" in text
 
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
