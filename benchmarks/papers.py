@@ -8,12 +8,13 @@ from manifold_tying.training.papers._table import Table
 HEADER = """# The papers' comparisons
 
 Written by `python -m benchmarks.page` from what `manifold-tying reproduce` left (its `tables.json`, in
-[benchmarks/results](../benchmarks/results) as papers-NAME.json); do not edit. Each section names its command, which does it again, at
-any size: `--preset`, `--tokens`, `--seeds`, `--data`, `--device`.
+[benchmarks/results](../benchmarks/results) as papers-NAME.json); do not edit. Each section names its command, which does it
+again, at any size: `--preset`, `--tokens`, `--seeds`, `--data`, `--device`.
 
-Means over seeds ± the sample standard deviation; losses in nats per token on held-out text. Models and corpora here are thousands of times
-smaller than the papers', so a difference to their tables says what happens at this size and nothing about theirs, and where arms are
-within the spread their order says nothing at all. Learning rates are those of [learning-rates.md](learning-rates.md) for every arm.
+Means over seeds ± the sample standard deviation; losses in nats per token on held-out text. Models and corpora here are
+thousands of times smaller than the papers', so a difference to their tables says what happens at this size and nothing
+about theirs, and where arms are within the spread their order says nothing at all. Learning rates are those of
+[learning-rates.md](learning-rates.md) for every arm.
 """
 
 

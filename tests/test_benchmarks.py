@@ -361,7 +361,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         "tables": [table],
     }
     (results / "papers-poet-initialization-cpu.json").write_text(json.dumps(described))
-    with pytest.raises(SystemExit, match="papers.md differs"):
+    with pytest.raises(SystemExit, match=r"papers\.md differs"):
         page([*where, "--check"])
     page(where)
     text = (tmp_path / "papers.md").read_text()
