@@ -60,7 +60,8 @@ def picture_of(figure: Figure, name: str, panels: Sequence[tuple[str, Axes, Sequ
     """The figure in both formats; ``panels`` are titles, axes and the curves in them."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    svg = svg_of(figure, name, PAGE_COLOURS)  # drawn last: the places below are those of this layout
+    figure.set_layout_engine("none")  # it has been laid out, which takes most of the time
+    svg = svg_of(figure, name, PAGE_COLOURS)
     width, height = (float(inches) * POINTS_PER_INCH for inches in figure.get_size_inches())
     return Picture(
         png=buffer.getvalue(),
