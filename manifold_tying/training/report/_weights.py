@@ -195,7 +195,7 @@ def _updates(experiment: Experiment, arms: Sequence[str], weights: Sequence[str]
             "with its column, so each step can move it twice, which is 1 here. Scheme block always does, scheme full leaves "
             "dimensions out between merges. Points are means, whiskers reach from the entry with the fewest to that with "
             "the most.",
-            alternative=f"Dot chart, Updates of the entries: share of the possible updates of each weight's entries ({', '.join(ranges)}), lowest to "
-            f"highest: {values}.",
+            alternative="Dot chart, Updates of the entries: share of the possible updates of each weight's entries "
+            f"({', '.join(ranges)}), lowest to highest: {values}.",
         )
     ]
