@@ -13,7 +13,7 @@ from training_runs import config, text
 from manifold_tying.training import train
 from manifold_tying.training.cli import main
 from manifold_tying.training.report import load_experiment, load_experiments
-from manifold_tying.training.report._comparison import differences, names_of
+from manifold_tying.training.report._comparison import comparable, differences, names_of
 from manifold_tying.training.report._experiment import interface_of
 from manifold_tying.training.report._results import results
 
@@ -94,8 +94,14 @@ def test_what_cannot_be_compared_is_said_at_the_top(
         main(["report", str(folders["first"]), "second"])
         shown = "".join(Page(tmp_path / "report" / "report.html").text)
         assert shown.index("cannot be compared") < shown.index("data: stdlib") < shown.index("Findings")
-        # a winner in each folder, and none over both
+        # a winner in each, and none over both
         assert shown.count("lowest") >= 2 and "below first/" in shown and "below second/" in shown
+
+
+def test_arms_are_grouped_by_what_they_are_measured_on_and_not_by_folder(folders: dict[str, Path]) -> None:
+    both = load_experiments([folders["run"], folders["first"], folders["second"]])
+    first, second = [f"first/{arm}" for arm in ("untied", "transpose")], ["second/transpose", "second/pit-trainable"]
+    assert comparable(both) == [["run/pit-trainable"], first + second]
 
 
 def test_other_budgets_and_rates_can_be_compared(folders: dict[str, Path], tmp_path: Path) -> None:

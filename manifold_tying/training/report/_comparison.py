@@ -58,11 +58,12 @@ def together(experiments: Mapping[str, Experiment]) -> Experiment:
 
 
 def comparable(experiment: Experiment) -> list[list[str]]:
-    """The arms in groups within which losses are compared: all in one, or where they differ a group per folder."""
-    arms = arm_names(experiment.rows)
-    if len(experiment.sources) == 1 or not differences(experiment):
-        return [arms]
-    return [[arm for arm in arms if arm.startswith(f"{source.name}/")] for source in experiment.sources]
+    """The arms that have finished runs, in groups within which losses are measured on the same."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for arm in arm_names(experiment.rows):
+        measured = _measured_on({**experiment.settings, **experiment.arms[arm]})
+        groups.setdefault(tuple(measured.values()), []).append(arm)
+    return list(groups.values())
 
 
 def differences(experiment: Experiment) -> list[str]:
