@@ -591,6 +591,7 @@ def test_long_names_are_wrapped_and_whole() -> None:
         assert "".join(lines) == name and max(map(len, lines)) <= LONGEST
     assert wrapped("mini/pit-trainable+lr=0.001") == "mini/\npit-trainable\n+lr=0.001"
     assert wrapped("pit-trainable") == "pit-trainable"
+    assert wrapped("poet-full+equivalence_lr=0.008") == "poet-full\n+equivalence_lr=\n0.008"
 
 
 def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:

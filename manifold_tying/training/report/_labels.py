@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,9 +18,9 @@ LONGEST = 17  # letters in a line
 
 
 def wrapped(name: str) -> str:
-    """A long name on several lines, broken behind a slash and before a plus where it can be."""
+    """A long name on several lines, broken behind a slash or an equals sign and before a plus where it can be."""
     lines = [""]
-    for part in re.findall(r"\+?[^/+]*/?", name):
+    for part in re.findall(r"\+?[^/+=]*[/=]?", name):
         if lines[-1] and len(lines[-1]) + len(part) > LONGEST:
             lines.append("")
         lines[-1] += part
@@ -43,13 +44,13 @@ def label_ends(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], *
     for line, (x, y), place in zip(curves, ends, places, strict=True):
         look = looks[line.arm]
         # straight on to the edge, so that a curve which ends early is not crossed by another's tie
-        dotted = {"color": look.colour, "linewidth": 0.8, "linestyle": (0, (1, 1.5)), "gid": look.group}
+        dotted: dict[str, Any] = {"color": look.colour, "linewidth": 0.8, "linestyle": (0, (1, 1.5)), "gid": look.group}
         tie = Line2D([x, 1.0, 1.03], [y, y, place], **dotted)
         key = Line2D([1.03, 1.05, 1.07], [place] * 3, markevery=[1], markersize=3.5, markeredgewidth=0, **look.line)
         for artist in (tie, key):
             artist.set(transform=axes.transAxes, clip_on=False)
             axes.add_artist(artist)
-        text = {"va": "center", "color": ink, "size": FONT_SIZE, "linespacing": 1.1, "gid": look.group}
+        text: dict[str, Any] = {"va": "center", "color": ink, "size": FONT_SIZE, "linespacing": 1.1, "gid": look.group}
         axes.text(1.09, place, wrapped(line.arm), transform=axes.transAxes, **text)
 
 

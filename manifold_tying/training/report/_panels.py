@@ -113,4 +113,5 @@ def _key(figure: Figure, arms: Sequence[str], looks: Mapping[str, Look]) -> None
     )
     for arm, handle, text in zip(arms, legend.legend_handles, legend.get_texts(), strict=True):
         for part in (handle, text):
-            part.set_gid(looks[arm].group)
+            if part is not None:
+                part.set_gid(looks[arm].group)
