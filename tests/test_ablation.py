@@ -154,7 +154,7 @@ def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.Ca
         row = re.search(rf"^ *{arm} +2 +(\d+\.\d+)", printed, re.MULTILINE)
         assert row and abs(float(row[1]) - mean) < 0.006
     page = (out / "report.html").read_text()
-    assert page.count("<img") >= 4 and "data:image/png;base64," in page
+    assert page.count("<figure ") >= 4
     assert len(list(out.glob("*.png"))) >= 4
     (out / "report.html").unlink()
     main(["report", str(out)])

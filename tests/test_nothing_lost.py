@@ -82,8 +82,9 @@ def test_an_arm_that_stops_does_not_end_the_others(
     assert [row["arm"] for row in rows] == ["untied", "transpose"] and rows[1]["val_loss"] > 0
     assert "step 8 of untied" in rows[0]["failed"] and json.loads((tmp_path / "out/summary.json").read_text()) == rows
     assert any("untied, seed 0, stopped before its end" in sentence for sentence in findings(rows))
-    assert len(load_experiment(tmp_path / "out").rows) == 1
-    assert "step 8 of untied" in write_report(tmp_path / "out").read_text()
+    half = load_experiment(tmp_path / "out")
+    assert len(half.rows) == 1
+    assert "step 8 of untied" in write_report(half, tmp_path / "out").read_text()
     again = ablate(experiment)  # without the poison: from its last checkpoint to its end
     assert again[1] == rows[1] and again[0]["val_loss"] > 0
 

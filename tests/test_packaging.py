@@ -29,7 +29,7 @@ def test_wheel_holds_every_module_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
     assert {"manifold_tying/optim/_adam.py", "manifold_tying/models/_llama.py", "manifold_tying/py.typed"} <= set(names)
-    assert "manifold_tying/training/report/report.css" in names
+    assert {f"manifold_tying/training/report/{name}" for name in ("page.html", "report.css", "report.js")} <= set(names)
     tops = {name.split("/")[0] for name in names}
     assert tops == {"manifold_tying", next(top for top in tops if top.endswith(".dist-info"))}
 

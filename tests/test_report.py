@@ -1,6 +1,7 @@
 """The end of an ablation on made-up experiments: every number against numpy, every picture against its pixels."""
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -17,19 +18,20 @@ from PIL import Image
 from rich.console import Console
 from scipy.optimize import minimize
 
-from manifold_tying.training.report import _curves, findings, load_experiment, plot_curves, summary_table, write_report
+from manifold_tying.training.report import _curves, _page, findings, load_experiment, summary_table, write_report
 from manifold_tying.training.report._curves import PLOTS
 from manifold_tying.training.report._drawing import tick_labels
 from manifold_tying.training.report._experiment import Run
-from manifold_tying.training.report._labels import spread_out
+from manifold_tying.training.report._labels import LONGEST, spread_out, wrapped
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
-from manifold_tying.training.report._series import curve, trailing_mean
+from manifold_tying.training.report._picture import Picture
+from manifold_tying.training.report._series import MOST, curve, trailing_mean
 from manifold_tying.training.report._statistics import paired_differences, sample_sd, summarize
 
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
 FINAL = {"untied": 4.22, "transpose": 4.16, "pit-frozen": 4.19, "pit-trainable": 4.10}
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "input"}
 
 
 def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int] = (0, 1)) -> list[dict]:
@@ -108,6 +110,9 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.text: list[str] = []
+        self.scripts: list[str] = []  # the numbers of the figures, then the script itself
+        self.figures: list[dict[str, str]] = []
+        self.drawn: list[set[str]] = []  # groups of arms in each figure
         self.tables: list[list[list[list[str]]]] = []  # tables, rows, cells, pieces of text
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
@@ -117,6 +122,11 @@ class Page(HTMLParser):
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
             self.open.append(tag)
+        if tag == "svg" and "figure" in self.open:
+            self.figures.append({name: value or "" for name, value in attrs})
+            self.drawn.append(set())
+        elif "svg" in self.open and "figure" in self.open:
+            self.drawn[-1] |= set((dict(attrs).get("class") or "").split()) - {"arm"}
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
@@ -129,16 +139,19 @@ class Page(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if "script" in self.open:
+            self.scripts.append(data)
+        elif not {"style", "svg"} & set(self.open):
             self.text.append(data)
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1].append(data)
 
-    def images(self) -> list[tuple[Image.Image, str]]:
-        sources = [attributes for tag, attributes in self.tags if tag == "img"]
-        head = "data:image/png;base64,"
-        assert all(one["src"].startswith(head) for one in sources)
-        return [(decoded(base64.b64decode(one["src"].removeprefix(head))), one["alt"]) for one in sources]
+    def data(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.scripts[:-1]]
+
+
+def reported_page(out: Path) -> Page:
+    return Page(write_report(load_experiment(out), out))
 
 
 def decoded(png: bytes) -> Image.Image:
@@ -190,7 +203,7 @@ def printed(rows: list[dict], width: int = 120) -> str:
 def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict], Path]:
     out = tmp_path_factory.mktemp("experiment")
     rows = write_experiment(out)
-    return Page(write_report(out)), rows, out
+    return reported_page(out), rows, out
 
 
 @pytest.fixture
@@ -198,7 +211,9 @@ def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pixel in place of every figure, for tests of what stands around them."""
     pixel = io.BytesIO()
     Image.new("RGB", (1, 1)).save(pixel, format="PNG")
-    monkeypatch.setattr(_curves, "draw", lambda curves, looks, axis: pixel.getvalue())
+    picture = Picture(png=pixel.getvalue(), svg="", width=1, height=1, panels=[])
+    monkeypatch.setattr(_curves, "draw", lambda name, curves, looks, axis: picture)
+    monkeypatch.setattr(_page, "write_figures", lambda figures, out: None)
 
 
 # statistics
@@ -291,30 +306,62 @@ def test_settings_command_machine_and_words_are_there(reported: tuple[Page, list
 def test_every_figure_shows_the_arms_that_have_the_quantity_and_no_other(
     reported: tuple[Page, list[dict], Path],
 ) -> None:
-    page, _, _ = reported
-    colours = {arm: look.colour for arm, look in looks(ARMS).items()}
-    images = page.images()
-    assert len(images) == len(PLOTS) == 6
-    for plot, (image, alternative) in zip(PLOTS, images, strict=True):
-        expected = ARMS[2:] if plot.quantity in ("defect", "cond_transform") else ARMS
-        drawn = {arm for arm in ARMS if shows(image, colours[arm])}
-        assert drawn == set(expected), plot.name
-        assert all((arm in alternative) == (arm in expected) for arm in ARMS)
+    page, _, out = reported
+    of_arms = looks(ARMS)
+    assert len(page.figures) == len(PLOTS) == 6
+    for plot, figure, groups in zip(PLOTS, page.figures, page.drawn, strict=True):
+        expected = set(ARMS[2:] if plot.quantity in ("defect", "cond_transform") else ARMS)
+        image = decoded((out / f"{plot.name}.png").read_bytes())
         assert image.getpixel((0, 0)) == (255, 255, 255)
+        assert {arm for arm in ARMS if shows(image, of_arms[arm].colour)} == expected, plot.name
+        assert {arm for arm in ARMS if of_arms[arm].group in groups} == expected
+        assert figure["role"] == "img"
+        assert {arm for arm in ARMS if arm in figure["aria-label"]} == expected
     captions = "".join(page.text)
     assert captions.count("Left out, with no positive value of this quantity: untied, transpose.") == 2
     assert "each point is the mean over the last 2 steps" in captions
 
 
-def test_the_page_fetches_nothing_and_runs_nothing(reported: tuple[Page, list[dict], Path]) -> None:
+def test_the_page_holds_the_numbers_that_its_figures_show(reported: tuple[Page, list[dict], Path]) -> None:
     page, _, out = reported
-    assert {"script", "link", "iframe", "object", "form", "base"}.isdisjoint(tag for tag, _ in page.tags)
+    assert len(page.data()) == len(PLOTS)
+    losses = page.data()[0]
+    assert losses["against"] == "tokens" and [panel["log"] for panel in losses["panels"]] == [False, False]
+    for place, arm in enumerate(ARMS):
+        files = [out / f"{arm}-{seed}" / "metrics.jsonl" for seed in (0, 1)]
+        of_seeds = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        values = np.array([[line["val_loss"] for line in lines if "val_loss" in line] for lines in of_seeds])
+        for panel in losses["panels"]:
+            one = panel["curves"][place]
+            assert (one["arm"], one["name"]) == (place, arm)
+            assert one["x"] == [512.0 * step for step in range(10, 81, 10)]
+            np.testing.assert_allclose(one["mean"], values.mean(axis=0), rtol=1e-7)
+            np.testing.assert_allclose(one["low"], values.min(axis=0), rtol=1e-7)
+            np.testing.assert_allclose(one["high"], values.max(axis=0), rtol=1e-7)
+
+
+def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: tuple[Page, list[dict], Path]) -> None:
+    page, _, out = reported
+    assert {"link", "iframe", "object", "form", "base", "img"}.isdisjoint(tag for tag, _ in page.tags)
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert scripts == [{"type": "application/json"}] * len(PLOTS) + [{}]
+    policy = next(attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
-        assert attributes.get("src", "data:").startswith("data:") and attributes.get("href", "#").startswith("#")
-        assert "srcset" not in attributes
-    markup = re.sub(r"base64,[^\"]*", "", (out / "report.html").read_text(encoding="utf-8"))
-    assert not re.search(r"https?:|//[a-z]|url\(|@import", markup)
+        assert "src" not in attributes and "srcset" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    markup = (out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", markup)
+
+
+def test_the_same_experiment_gives_the_same_page(reported: tuple[Page, list[dict], Path], tmp_path: Path) -> None:
+    _, _, out = reported
+    write_report(load_experiment(out), tmp_path)
+    again = (tmp_path / "report.html").read_bytes()
+    assert again == (out / "report.html").read_bytes()
+    assert len(again) < 300_000
 
 
 def test_names_for_those_who_do_not_see_the_page(reported: tuple[Page, list[dict], Path]) -> None:
@@ -328,8 +375,10 @@ def test_names_for_those_who_do_not_see_the_page(reported: tuple[Page, list[dict
             assert attributes["scope"] in ("row", "col")
         if attributes.get("class") == "scroll":
             assert attributes["aria-label"] and attributes["role"] == "region" and attributes["tabindex"] == "0"
-        if attributes.get("href"):
-            assert attributes["href"].removeprefix("#") in identifiers
+        for reference in (attributes.get("href"), *re.findall(r"url\((#[^)]*)\)", attributes.get("clip-path", ""))):
+            assert reference is None or reference.removeprefix("#") in identifiers
+        if tag == "figure":
+            assert attributes["aria-labelledby"] in identifiers
     assert [tag for tag, _ in page.tags if re.fullmatch(r"h\d", tag)][:2] == ["h1", "h2"]
     assert next(attributes for tag, attributes in page.tags if tag == "html")["lang"] == "en"
 
@@ -345,10 +394,9 @@ def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
         "arms": {arm: {value: value}, value: {}},
     }
     (tmp_path / "experiment.json").write_text(json.dumps(described))
-    page = Page(write_report(tmp_path))
-    assert "script" not in {tag for tag, _ in page.tags}
-    images = page.images()  # all of them ours
-    assert images and all(arm in alternative for _, alternative in images)
+    page = reported_page(tmp_path)
+    assert [tag for tag, _ in page.tags].count("script") == 1  # ours
+    assert page.figures and all(arm in figure["aria-label"] for figure in page.figures)
     text = "".join(page.text)
     assert command in text
     # title, heading; preset; a setting, its value; the same of machine and arm; the waiting arm's column and name
@@ -356,10 +404,20 @@ def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
     assert text.count(arm) >= 4
 
 
+def test_names_in_figures_and_their_numbers_are_escaped(tmp_path: Path) -> None:
+    arm = r"</script><!--<script>&$\oops$"
+    write_experiment(tmp_path, arms=(arm,), seeds=(0,))
+    page = reported_page(tmp_path)
+    assert [tag for tag, _ in page.tags].count("script") == 1 + len(page.figures) == 5
+    for data in page.data():
+        assert {one["name"] for panel in data["panels"] for one in panel["curves"]} == {arm}
+    assert "<!--<" not in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.usefixtures("without_drawing")
 def test_one_seed_and_one_arm(tmp_path: Path) -> None:
     rows = write_experiment(tmp_path, arms=("untied",), seeds=(7,))
-    page = Page(write_report(tmp_path))
+    page = reported_page(tmp_path)
     cells = dict(zip(("".join(cell) for cell in page.tables[0][0]), page.tables[0][1], strict=True))
     assert cells["vallossnats"] == [f"{rows[0]['val_loss']:.4f}", "—"]
     assert cells["Δ\N{NO-BREAK SPACE}totransposenats"] == ["—"]
@@ -367,7 +425,7 @@ def test_one_seed_and_one_arm(tmp_path: Path) -> None:
     assert "There is no transpose arm" in text and "There is no other arm to compare it with." in text
     assert "Not drawn, since no arm has a value for it: Defect; Condition number of the transform." in text
     assert "One seed, so there is no band." in text
-    assert len(page.images()) == 4
+    assert len(page.figures) == 4
 
 
 def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
@@ -380,7 +438,7 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
     write_lines(tmp_path / "untied-1" / "metrics.jsonl", metrics)
     rows[1]["val_loss"] = None  # what JSON has for NaN
     (tmp_path / "summary.json").write_text(json.dumps(rows))
-    page = Page(write_report(tmp_path))
+    page = reported_page(tmp_path)
     assert page.tables[0][1][2] == ["nan", "± nan"]
     assert findings(rows)[0].startswith("transpose: validation loss")
     assert "left out of the comparison: untied." in findings(rows)[1]
@@ -400,7 +458,7 @@ def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", interrupted)
-        write_report(tmp_path)
+        write_report(load_experiment(tmp_path), tmp_path)
     assert page.read_text() == "old"
     assert drafts[0].endswith("</html>\n"), "whole before it is renamed"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -506,18 +564,34 @@ def test_brackets_in_a_name_are_no_markup_for_the_terminal() -> None:
 # curves
 
 
-def test_plot_curves_writes_what_there_is_and_removes_what_there_was(tmp_path: Path) -> None:
+def test_figures_are_written_and_those_of_before_removed(tmp_path: Path) -> None:
     arm = r"$\oops$"  # not a formula, and no error for not being one
     write_experiment(tmp_path, arms=(arm,), seeds=(0,))
-    stale = tmp_path / "defect.png"
-    stale.write_bytes(b"of an earlier experiment")
-    paths = plot_curves(load_experiment(tmp_path), tmp_path)
-    assert [path.name for path in paths] == [
-        f"{plot.name}.png" for plot in PLOTS if plot.quantity not in ("defect", "cond_transform")
-    ]
-    assert not stale.exists()
-    for path in paths:
-        assert shows(decoded(path.read_bytes()), looks([arm])[arm].colour)
+    (tmp_path / "defect.png").write_bytes(b"of an earlier experiment")
+    (tmp_path / "mine.png").write_bytes(b"not ours")
+    write_report(load_experiment(tmp_path), tmp_path)
+    written = {path.stem for path in tmp_path.glob("*.png")}
+    assert written == {"mine"} | {plot.name for plot in PLOTS if plot.quantity not in ("defect", "cond_transform")}
+    for name in written - {"mine"}:
+        assert shows(decoded((tmp_path / f"{name}.png").read_bytes()), looks([arm])[arm].colour)
+
+
+def test_of_a_long_curve_evenly_spaced_points_are_kept() -> None:
+    metrics = [{"step": step, "tokens": step, "loss": float(step)} for step in range(1, 4 * MOST)]
+    line = curve([Run(arm="a", seed=0, metrics=metrics, seconds={})], x="tokens", y="loss")
+    assert line is not None and len(line.x) == MOST
+    assert (line.x[0], line.x[-1]) == (1, 4 * MOST - 1) and line.last == 4 * MOST - 1
+    assert set(np.diff(line.x)) <= {3.0, 4.0, 5.0}
+    np.testing.assert_array_equal(line.mean, line.x)
+
+
+def test_long_names_are_wrapped_and_whole() -> None:
+    for name in ("pit-trainable", "mini/pit-trainable+body=poet-block+lr=0.001", "x" * 60, "a/b+c=1+d=2"):
+        lines = wrapped(name).split("\n")
+        assert "".join(lines) == name and max(map(len, lines)) <= LONGEST
+    assert wrapped("mini/pit-trainable+lr=0.001") == "mini/\npit-trainable\n+lr=0.001"
+    assert wrapped("pit-trainable") == "pit-trainable"
+    assert wrapped("poet-full+equivalence_lr=0.008") == "poet-full\n+equivalence_lr=\n0.008"
 
 
 def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
@@ -610,7 +684,7 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (lambda out: (out / "experiment.json").unlink(), r"experiment\.json is missing"),
         (lambda out: (out / "untied-0" / "metrics.jsonl").unlink(), r"metrics\.jsonl is missing"),
         (lambda out: (out / "untied-0" / "timing.jsonl").unlink(), r"timing\.jsonl is missing"),
-        (replaced("summary.json", "[{"), r"summary\.json, line 1: not JSON.*ablate"),
+        (replaced("summary.json", "[{"), r"summary\.json, line 1: not JSON.*command that wrote"),
         (replaced("summary.json", "{}"), r"expected a list.*got dict"),
         (replaced("summary.json", "[]"), r"no run has finished"),
         (replaced("summary.json", "[3]"), r"entry 0: expected an object, got int"),

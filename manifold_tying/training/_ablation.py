@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 
+from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import POET_SETTINGS, Body, Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._loop import CONFIG, RESULT, Observer, discard, load_data_together, train
@@ -139,21 +138,7 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
 
 def commands(config: AblateConfig) -> list[str]:
     """One command per arm and seed, quoted for a shell, that does what :func:`ablate` does for it."""
-    lines = []
-    for _, run in config.runs():
-        words = ["manifold-tying", "train", "--out", str(run.out), "--interface", run.interface]
-        words += ["--seed", str(run.seed), "--resume"]
-        for field in dataclasses.fields(Settings):
-            value = getattr(run.settings, field.name)
-            flag = f"--{field.name.replace('_', '-')}"
-            if value == field.default:
-                continue
-            if isinstance(value, bool) and field.default is False:
-                words.append(flag)
-            else:
-                words += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-        lines.append(shlex.join(words))
-    return lines
+    return [train_command(run) for _, run in config.runs()]
 
 
 def check_folder(run: TrainConfig) -> None:
@@ -190,7 +175,7 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
         own = run.as_json()
         per_arm[arm] |= {k: own[k] for k in own if k not in shared and k not in ("interface", "seed")}
     return {
-        "command": " ".join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:2] == ["ablate"] else f"ablate({config})",
+        "command": called_as("ablate") or f"ablate({config})",
         "machine": machine(torch.device(config.settings.device)),
         "settings": {**shared, "seeds": config.seeds},
         "arms": per_arm,

@@ -15,11 +15,12 @@ from manifold_tying.training._checkpoint import (
     find_checkpoint,
     set_newer_aside,
 )
+from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import TrainConfig, check_device
 from manifold_tying.training._evaluation import describe_interface, evaluate
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel
-from manifold_tying.training._machine import peak_memory, reset_peak_memory
+from manifold_tying.training._machine import machine, peak_memory, reset_peak_memory
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
@@ -30,6 +31,7 @@ from manifold_tying.training._writer import CheckpointWriter
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
 
 CONFIG, RESULT = "config.json", "result.json"
+ORIGIN = "run.json"  # apart from the configuration: a resumed run may be called otherwise, and elsewhere
 MOST_SKIPPED = 10  # steps in a row, with on_nan="skip"
 Observer = Callable[[dict[str, Any]], None]
 
@@ -116,6 +118,7 @@ def discard(value: object) -> None:
 def _open_folder(run: Run) -> int:
     """Make the run's folder or find the checkpoint to go on from; returns the step that was reached."""
     config, processes = run.config, run.processes
+    device = torch.device(config.settings.device)
     path = processes.first(lambda: _checkpoint_of(config))
     start = 0
     if path is not None:
@@ -127,6 +130,8 @@ def _open_folder(run: Run) -> int:
         try:
             config.out.mkdir(parents=True, exist_ok=True)
             write_whole(config.out / CONFIG, json.dumps(config.as_json(), indent=1).encode())
+            origin = {"command": called_as("train") or train_command(config), "machine": machine(device)}
+            write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
         except OSError as error:
             raise ValueError(
                 f"cannot write to {config.out}: {error.strerror}; choose a folder that is writable"

@@ -21,15 +21,17 @@ from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.papers import ReproduceConfig, reproduce
-from manifold_tying.training.report import findings, load_experiment, plot_curves, summary_table, write_report
+from manifold_tying.training.report import findings, load_experiments, summary_table, write_report
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Draw the curves and write report.html of an experiment again."""
+    """Draw the curves and write report.html of an ablation or a run; of several, one page that compares them."""
 
-    out: Annotated[Path, tyro.conf.Positional]
-    """Folder that ablate wrote to."""
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+    """Folders that ablate or train wrote to."""
+    out: Path | None = None
+    """Folder for report.html and the figures; None is DIR itself where there is one, and ./report for several."""
 
 
 def run_train(config: TrainConfig, console: Console) -> None:
@@ -60,7 +62,7 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
         console.print(summary_table(rows))
         for line in findings(rows):
             console.print(line)
-        run_report(ReportConfig(config.out), console)
+        run_report(ReportConfig((config.out,)), console)
     if failed:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 
@@ -74,8 +76,9 @@ def run_reproduce(config: ReproduceConfig, console: Console) -> None:
 
 
 def run_report(config: ReportConfig, console: Console) -> None:
-    plot_curves(load_experiment(config.out), config.out)
-    console.print(f"report: {write_report(config.out)}", soft_wrap=True)
+    experiment = load_experiments(config.folders)
+    out = config.out or (config.folders[0] if len(config.folders) == 1 else Path("report"))
+    console.print(f"report: {write_report(experiment, out)}", soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """What a person sees at the end of an ablation: findings, a table, curves and one self-contained page."""
 
-from manifold_tying.training.report._curves import plot_curves as plot_curves
+from manifold_tying.training.report._comparison import load_experiments as load_experiments
 from manifold_tying.training.report._experiment import Experiment as Experiment
 from manifold_tying.training.report._experiment import Run as Run
 from manifold_tying.training.report._findings import findings as findings

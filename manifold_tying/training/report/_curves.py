@@ -9,11 +9,8 @@ from manifold_tying.training.report._drawing import Axis, Drawn, draw
 from manifold_tying.training.report._experiment import Experiment, arm_names
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
-from manifold_tying.training.report._series import Curve, curve, of_seeds, smoothing_window
+from manifold_tying.training.report._series import MOST, SECONDS, TOKENS, Curve, curve, of_seeds, smoothing_window
 from manifold_tying.training.report._weights import WEIGHT_FIGURES, weight_figures
-
-TOKENS = "tokens"
-SECONDS = "seconds"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +23,7 @@ class Plot:
     quantity: str
     """The key in metrics.jsonl."""
     label: str
-    """The y axis, with its unit; may hold formulas for matplotlib."""
+    """The y axis, with its unit."""
     against: str = TOKENS
     log: bool = False
     zoom: bool = False
@@ -67,7 +64,7 @@ PLOTS = (
         name="defect",
         title="Defect",
         quantity="defect",
-        label=r"defect  $\|Z^{\top}Z - I\|_F\;/\;\sqrt{d}$",
+        label="defect, ‖Z⊤Z − I‖ / √d",
         log=True,
         reading="How far the memory is off the Stiefel manifold; float32 rounding alone gives about 10⁻⁷.",
     ),
@@ -75,7 +72,7 @@ PLOTS = (
         name="delta-ti",
         title="Interface consistency ΔTI",
         quantity="delta_ti",
-        label=r"ΔTI  $\|W_{\mathrm{out}}E - I\|_F$",
+        label="ΔTI, ‖Wₒᵤₜ E − I‖",
         log=True,
         reading="How far unembedding is from inverting the embedding.",
     ),
@@ -94,11 +91,14 @@ ORTHOGONALITY = Plot(
     name="orthogonality-error",
     title="Orthogonality error of POET's rotations",
     quantity="orthogonality_error",
-    label=r"$e_{\mathrm{orth}}$  $\|RR^{\top} - I\|_F\;/\;\sqrt{m}$",
+    label="e_orth, ‖RR⊤ − I‖ / √m",
     log=True,
     reading="How far R and P are from orthogonal, the largest of all weights since the evaluation before: it grows from "
     "merge to merge, after which they start at the identity again.",
 )
+
+
+FIGURES = {plot.name for plot in (*PLOTS, ORTHOGONALITY)} | WEIGHT_FIGURES
 
 
 def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
@@ -117,7 +117,8 @@ def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
             Drawn(
                 name=plot.name,
                 title=plot.title,
-                png=draw(curves, looks(arms), axis),
+                picture=draw(plot.name, curves, looks(arms), axis),
+                against=plot.against,
                 caption=_caption(plot, curves, arms, window),
                 alternative=_alternative(plot, curves),
             )
@@ -125,13 +126,12 @@ def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
     return figures + (weight_figures(experiment) if rotating else []), empty
 
 
-def plot_curves(experiment: Experiment, out: str | Path) -> list[Path]:
-    """Write the figures as ``out/<name>.png``; a figure without data is not written, and an older one of it removed."""
-    figures, _ = drawn_figures(experiment)
-    known = {plot.name for plot in (*PLOTS, ORTHOGONALITY)} | WEIGHT_FIGURES
-    for name in known - {figure.name for figure in figures}:
-        (Path(out) / f"{name}.png").unlink(missing_ok=True)
-    return [write_whole(Path(out) / f"{figure.name}.png", figure.png) for figure in figures]
+def write_figures(figures: Sequence[Drawn], out: Path) -> None:
+    """Write the figures as ``out/<name>.png``; one of ours that is there and not among them is removed."""
+    for name in FIGURES - {figure.name for figure in figures}:
+        (out / f"{name}.png").unlink(missing_ok=True)
+    for figure in figures:
+        write_whole(out / f"{figure.name}.png", figure.picture.png)
 
 
 def _curves(experiment: Experiment, plot: Plot, window: int) -> list[Curve]:
@@ -146,6 +146,8 @@ def _caption(plot: Plot, curves: Sequence[Curve], arms: Sequence[str], window: i
         sentences.append(
             f"Smoothed: each point is the mean over the last {window} steps." if window > 1 else "Not smoothed."
         )
+    if any(len(line.x) == MOST for line in curves):
+        sentences.append(f"{MOST} evenly spaced points of each curve are drawn.")
     sentences.append(of_seeds(curves))
     left_out = [arm for arm in arms if arm not in {line.arm for line in curves}]
     if left_out:

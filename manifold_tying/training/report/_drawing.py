@@ -1,14 +1,11 @@
 """One figure with matplotlib's object-oriented interface: no pyplot, so no global state and no display."""
 
-import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import (
     EngFormatter,
     FixedFormatter,
@@ -20,13 +17,12 @@ from matplotlib.ticker import (
 )
 
 from manifold_tying.training.report._labels import height_of, label_ends
-from manifold_tying.training.report._numbers import significant
+from manifold_tying.training.report._numbers import SUPERSCRIPTS, significant
 from manifold_tying.training.report._palette import Look
+from manifold_tying.training.report._picture import FAINT, INK, Picture, paper, picture_of, plain_text
 from manifold_tying.training.report._series import Curve
 
-INK, FAINT, PAPER = "#24292f", "#d8dee4", "#ffffff"
-WIDTH, PANEL_HEIGHT, MARGINS = 5.7, 3.3, 0.7  # inches; the margins are what ticks and labels take from a panel
-DOTS_PER_INCH = 200
+PANEL_HEIGHT, MARGINS = 2.85, 0.7  # inches; the margins are what ticks and labels take from a panel
 FEW = 40  # up to so many points get a marker each
 TOKEN_NUMBERS = EngFormatter(sep="\N{NARROW NO-BREAK SPACE}")
 TIME_UNITS = ((7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, size, name
@@ -39,7 +35,9 @@ class Drawn:
     name: str
     """The file's name, without .png."""
     title: str
-    png: bytes
+    picture: Picture
+    against: str
+    """What the x axes count: "tokens", "seconds", or "" where they are no course of training."""
     caption: str
     alternative: str
     """In words, for those who cannot see it."""
@@ -56,31 +54,18 @@ class Axis:
     zoom: bool
 
 
-def draw(curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> bytes:
-    """The curves as PNG, labelled where they end; with ``zoom`` a second panel below shows how they end."""
-    panels = 2 if axis.zoom else 1
-    height = max(PANEL_HEIGHT, height_of(len(curves)) + MARGINS)
-    figure = paper(height * panels)
-    for position, axes in enumerate(figure.subplots(panels, 1, squeeze=False)[:, 0]):
+@plain_text
+def draw(name: str, curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis) -> Picture:
+    """The curves, labelled where they end; with ``zoom`` a second panel below shows how they end."""
+    count = 2 if axis.zoom else 1
+    height = max(PANEL_HEIGHT, height_of([line.arm for line in curves]) + MARGINS)
+    figure = paper(height * count)
+    panels = list(figure.subplots(count, 1, squeeze=False)[:, 0])
+    for position, axes in enumerate(panels):
         _panel(axes, curves, looks, axis, last_half=position == 1)
         label_ends(axes, curves, looks, height=height - MARGINS, ink=INK)
-        _x_axis(axes, axis, named=position == panels - 1)
-    return png_of(figure)
-
-
-def paper(height: float) -> Figure:
-    """An empty figure, as wide as all of them."""
-    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, facecolor=PAPER)
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def png_of(figure: Figure) -> bytes:
-    """The figure as a file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+        _x_axis(axes, axis, named=position == count - 1)
+    return picture_of(figure, name, [("", axes, [("", line) for line in curves]) for axes in panels])
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis: Axis, *, last_half: bool) -> None:
@@ -89,14 +74,14 @@ def _panel(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], axis:
     for line in curves:
         look = looks[line.arm]
         seen = line.x >= start
-        axes.fill_between(line.x[seen], line.low[seen], line.high[seen], color=look.colour, alpha=0.18, linewidth=0)
+        axes.fill_between(line.x[seen], line.low[seen], line.high[seen], **look.band)
         size = 3.5 if seen.sum() <= FEW else 0.0
         axes.plot(line.x[seen], line.mean[seen], **look.line, linewidth=1.5, markersize=size, markeredgewidth=0)
     axes.margins(x=0.02, y=0.06)
     if axis.log:
         axes.set_yscale("log")
         log_ticks(axes)
-    axes.set_ylabel(axis.label, color=INK, fontsize=10)
+    axes.set_ylabel(axis.label, color=INK, fontsize=9.5)
     calm(axes)
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # what is added from here on moves nothing
 
@@ -109,7 +94,15 @@ def log_ticks(axes: Axes, count: int = 5) -> None:
         axes.yaxis.set_major_locator(FixedLocator(ticks))
         axes.yaxis.set_major_formatter(FixedFormatter(tick_labels(ticks)))
         axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def power_of_ten(value: float) -> str:
+    """10⁻⁷; "" for what is no power of ten."""
+    power = math.log10(value)
+    return f"10{str(round(power)).translate(SUPERSCRIPTS)}" if math.isclose(power, round(power), abs_tol=1e-9) else ""
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
@@ -134,7 +127,7 @@ def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
         name = f"training time ({unit})"
     if named:
-        axes.set_xlabel(name, color=INK, fontsize=10)
+        axes.set_xlabel(name, color=INK, fontsize=9.5)
 
 
 def calm(axes: Axes) -> None:

@@ -1,10 +1,15 @@
 """An experiment as it lies on disk: arms (what is compared) times seeds (how often)."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
+
+from manifold_tying.training._config import Body, Interface
 
 BASELINES = ("transpose", "adamw")  # what the other arms are measured against: the first of these that there is
+
+TRAINED = (*get_args(Interface), *get_args(Body))
 
 Quantity = Literal[
     "val_loss",
@@ -54,13 +59,24 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A folder that was read: its name, and how and on what it came about."""
+
+    name: str
+    command: str
+    """"" where it was not recorded."""
+    machine: Mapping[str, Any]
+    kind: Literal["ablation", "run"] = "ablation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
     """All that the report knows."""
 
     rows: Sequence[Row]
     runs: Sequence[Run]
-    command: str
-    machine: Mapping[str, Any]
+    sources: Sequence[Source]
+    """The folders that it comes from."""
     settings: Mapping[str, Any]
     """What all arms share."""
     arms: Mapping[str, Mapping[str, Any]]
@@ -75,8 +91,10 @@ def arm_names(rows: Sequence[Row]) -> list[str]:
 
 
 def interface_of(arm: str) -> str:
-    """What an arm trains: ``pit-frozen+lr=0.002`` is a pit-frozen with a setting of its own."""
-    return arm.partition("+")[0]
+    """What an arm trains: ``pit-frozen+lr=0.002`` is a pit-frozen with a setting of its own, ``mine/untied`` is the untied of a
+    folder."""
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)  # the last: a folder may be called as an arm is
+    return named[-1] if named else arm.partition("+")[0]
 
 
 def baseline_of(arms: Sequence[str]) -> str | None:

@@ -1,6 +1,8 @@
 """The arms' names at the right of a figure, where each curve ends, moved apart where they would overlap."""
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,31 +12,46 @@ from manifold_tying.training.report._palette import Look
 from manifold_tying.training.report._series import Curve
 from manifold_tying.training.report._statistics import mean
 
-FONT_SIZE = 9.5
-LINE_HEIGHT = 0.19  # inches from one label to the next
+FONT_SIZE = 9
+LINE_HEIGHT, LABEL_GAP = 0.15, 0.04  # inches
+LONGEST = 17  # letters in a line
 
 
-def height_of(labels: int) -> float:
-    """Inches that so many labels take."""
-    return LINE_HEIGHT * labels
+def wrapped(name: str) -> str:
+    """A long name on several lines, broken behind a slash or an equals sign and before a plus where it can be."""
+    lines = [""]
+    for part in re.findall(r"\+?[^/+=]*[/=]?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > LONGEST:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line[start : start + LONGEST] for line in lines for start in range(0, len(line), LONGEST))
+
+
+def label_height(names: Sequence[str]) -> float:
+    """Inches from one label to the next: as much as the one with the most lines takes."""
+    return LINE_HEIGHT * max((wrapped(name).count("\n") + 1 for name in names), default=1) + LABEL_GAP
+
+
+def height_of(names: Sequence[str]) -> float:
+    """Inches that the labels take."""
+    return label_height(names) * len(names)
 
 
 def label_ends(axes: Axes, curves: Sequence[Curve], looks: Mapping[str, Look], *, height: float, ink: str) -> None:
     """Write the names beside axes ``height`` inches high, each tied to its curve's last point by a dotted line."""
     ends = [_last_point(axes, line) for line in curves]
-    places = spread_out([y for _, y in ends], LINE_HEIGHT / height)
+    places = spread_out([y for _, y in ends], label_height([line.arm for line in curves]) / height)
     for line, (x, y), place in zip(curves, ends, places, strict=True):
         look = looks[line.arm]
         # straight on to the edge, so that a curve which ends early is not crossed by another's tie
-        tie = Line2D([x, 1.0, 1.03], [y, y, place], color=look.colour, linewidth=0.8, linestyle=(0, (1, 1.5)))
+        dotted: dict[str, Any] = {"color": look.colour, "linewidth": 0.8, "linestyle": (0, (1, 1.5)), "gid": look.group}
+        tie = Line2D([x, 1.0, 1.03], [y, y, place], **dotted)
         key = Line2D([1.03, 1.05, 1.07], [place] * 3, markevery=[1], markersize=3.5, markeredgewidth=0, **look.line)
         for artist in (tie, key):
             artist.set(transform=axes.transAxes, clip_on=False)
             axes.add_artist(artist)
-        # a dollar sign in a name is a dollar sign, not the beginning of a formula
-        axes.text(
-            1.09, place, line.arm, transform=axes.transAxes, va="center", color=ink, size=FONT_SIZE, parse_math=False
-        )
+        text: dict[str, Any] = {"va": "center", "color": ink, "size": FONT_SIZE, "linespacing": 1.1, "gid": look.group}
+        axes.text(1.09, place, wrapped(line.arm), transform=axes.transAxes, **text)
 
 
 def spread_out(places: Sequence[float], gap: float) -> list[float]:

@@ -1,11 +1,13 @@
 """Small pieces of HTML. Every function here takes text and escapes it; arguments called ``markup`` are HTML already."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from manifold_tying.training.report._numbers import DASH
+from manifold_tying.training.report._palette import SVG_DASHES, Look
 
 
 def section(name: str, heading: str, markup: str) -> str:
@@ -20,11 +22,31 @@ def scrolling(label: str, markup: str) -> str:
 
 
 def table(label: str, head: Sequence[str], body: Iterable[str]) -> str:
-    """A table of ready rows in a box that scrolls; the cells of the head are markup."""
+    """A table of ready rows in a box that scrolls; the cells of the head are markup, by which the script sorts."""
     cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     rows = "\n".join(body)
     markup = f"<table>\n<thead><tr>{cells}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
     return scrolling(label, markup)
+
+
+def number_attribute(value: Any) -> str:
+    """Of a table's cell: the number that it is sorted by; nothing for what is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return f' data-value="{value!r}"' if number else ""
+
+
+def data_block(value: Any) -> str:
+    """JSON for the script. Nothing in it can end the block or open a comment."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return f'<script type="application/json">{text}</script>\n'
+
+
+def swatch(look: Look) -> str:
+    """A piece of an arm's line."""
+    style = f"stroke: {look.variable}; stroke-dasharray: {SVG_DASHES[look.dashes]}"
+    return f'<svg class="swatch" viewBox="0 0 20 10" aria-hidden="true"><path d="M1 5H19" style="{style}"/></svg>'
 
 
 def definitions(entries: Iterable[tuple[str, str]], kind: str = "facts") -> str:

@@ -1,16 +1,21 @@
-"""The page: one self-contained HTML file out of page.html, report.css and the sections."""
+"""The page: one self-contained HTML file out of page.html, report.css, report.js and the sections."""
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from manifold_tying.training._files import write_whole
-from manifold_tying.training.report._curves import drawn_figures
+from manifold_tying.training.report._comparison import comparable
+from manifold_tying.training.report._curves import Plot, drawn_figures, write_figures
+from manifold_tying.training.report._drawing import Drawn
 from manifold_tying.training.report._experiment import Experiment, arm_names, seeds_of
-from manifold_tying.training.report._reading import load_experiment
+from manifold_tying.training.report._figures import figures_section
+from manifold_tying.training.report._palette import COLOURS, ON_DARK, looks, variables
 from manifold_tying.training.report._sections import (
-    figures_section,
     findings_section,
     machine_section,
     results_section,
@@ -19,35 +24,48 @@ from manifold_tying.training.report._sections import (
 )
 
 
-def write_report(out: str | Path) -> Path:
-    """Read the experiment in a folder and write ``report.html`` into it."""
-    return write_whole(Path(out) / "report.html", page(load_experiment(out)).encode())
-
-
-def page(experiment: Experiment) -> str:
-    """The whole page as text. Only its sections put data into markup, and they escape it."""
+def write_report(experiment: Experiment, out: str | Path) -> Path:
+    """Write ``report.html`` and the figures as PNG into a folder, which is made where there is none."""
     figures, empty = drawn_figures(experiment)
+    written = page(experiment, figures, empty).encode()
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_figures(figures, out)
+    return write_whole(out / "report.html", written)
+
+
+def page(experiment: Experiment, figures: Sequence[Drawn], empty: Sequence[Plot]) -> str:
+    """The whole page as text. Only its sections put data into markup, and they escape it."""
+    groups = comparable(experiment)
     sections = (
-        findings_section(experiment.rows, experiment.failures),
-        results_section(experiment.rows),
-        figures_section(figures, empty),
+        findings_section(experiment, groups),
+        results_section(experiment.rows, groups),
+        figures_section(figures, empty, looks(arm_names(experiment.rows))),
         settings_section(experiment),
         machine_section(experiment),
         words_section(),
     )
+    script = _shipped("report.js")
     return Template(_shipped("page.html")).substitute(
         title=escape(_title(experiment)),
         subtitle=escape(_subtitle(experiment)),
         style=_shipped("report.css"),
+        colours=variables(COLOURS),
+        colours_on_dark=variables(ON_DARK),
         sections="\n".join(sections),
+        script=script,
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
 def _title(experiment: Experiment) -> str:
+    if len(experiment.sources) > 1:
+        return f"Comparison of {len(experiment.sources)} folders"
+    what = {"ablation": "Ablation", "run": "Training run"}[experiment.sources[0].kind]
     if source := experiment.settings.get("init_from"):
-        return f"Ablation, continued from {source}"
+        return f"{what}, continued from {source}"
     preset = experiment.settings.get("preset")
-    return f"Ablation, preset {preset}" if preset else "Ablation"
+    return f"{what}, preset {preset}" if preset else what
 
 
 def _subtitle(experiment: Experiment) -> str:

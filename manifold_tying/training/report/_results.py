@@ -1,6 +1,6 @@
 """The results table as text: one line per arm, one column per quantity. The terminal and the page only dress it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manifold_tying.training.report._experiment import (
@@ -33,6 +33,8 @@ class Cell:
 
     mean: str
     sd: str = ""
+    value: float | None = None
+    """The mean as a number, to sort by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,14 @@ class Results:
     notes: Sequence[str]
 
 
-def results(rows: Sequence[Row]) -> Results:
-    """Mean ± sample standard deviation over seeds for every arm, in the order of the rows."""
+def results(rows: Sequence[Row], groups: Sequence[Sequence[str]] = ()) -> Results:
+    """Mean ± sample standard deviation over seeds for every arm, in the order of the rows.
+
+    ``groups`` are arms that can be measured against each other; without them all can.
+    """
     arms = arm_names(rows)
-    baseline = baseline_of(arms)
+    baselines = {arm: baseline_of(group) for group in groups or [arms] for arm in group}
+    named = [interface_of(baseline) for baseline in baselines.values() if baseline]
 
     def largest(quantity: Quantity) -> float:
         return max((value for arm in arms for value in by_seed(rows, arm, quantity).values()), default=0.0)
@@ -65,10 +71,10 @@ def results(rows: Sequence[Row]) -> Results:
             "orthogonality_error", lambda value, mean: significant(value, 2, like=mean)
         )
     columns = {
-        Column("seeds"): [Cell(str(len(seeds_of(rows, arm)))) for arm in arms],
+        Column("seeds"): [Cell(str(count), value=count) for count in (len(seeds_of(rows, arm)) for arm in arms)],
         Column("val loss", "nats"): column("val_loss", _nats),
-        Column("Δ\N{NO-BREAK SPACE}to " + interface_of(baseline or BASELINES[0]), "nats"): [
-            _difference(rows, arm, baseline) for arm in arms
+        Column("Δ\N{NO-BREAK SPACE}to " + next(iter(named), BASELINES[0]), "nats"): [
+            _difference(rows, arm, baselines[arm]) for arm in arms
         ],
         Column("train loss", "nats"): column("train_loss", _nats),
         Column("speed", "tokens/s"): column("tokens_per_second", lambda value, _: fixed(value)),
@@ -79,11 +85,11 @@ def results(rows: Sequence[Row]) -> Results:
         **rotations,
         Column("trainable", count_unit): [
             # a count: the same for every seed
-            Cell(one.mean)
+            Cell(one.mean, value=one.value)
             for one in column("trainable_parameters", lambda value, _: fixed(value / count_size, 2))
         ],
     }
-    return Results(arms, list(columns), list(zip(*columns.values(), strict=True)), _notes(rows, arms, baseline))
+    return Results(arms, list(columns), list(zip(*columns.values(), strict=True)), _notes(rows, arms, baselines))
 
 
 def _cell(summary: Summary | None, text: Text) -> Cell:
@@ -91,7 +97,7 @@ def _cell(summary: Summary | None, text: Text) -> Cell:
     if summary is None:
         return Cell(DASH)
     spread = DASH if summary.sd is None else "± " + text(summary.sd, summary.mean)
-    return Cell(text(summary.mean, summary.mean), spread)
+    return Cell(text(summary.mean, summary.mean), spread, summary.mean)
 
 
 def _nats(value: float, mean: float) -> str:
@@ -99,16 +105,20 @@ def _nats(value: float, mean: float) -> str:
 
 
 def _difference(rows: Sequence[Row], arm: str, baseline: str | None) -> Cell:
-    if baseline is None or arm == baseline:
-        return Cell("reference" if arm == baseline else DASH)
+    if baseline is None:
+        return Cell(DASH)
+    if arm == baseline:
+        return Cell("reference", value=0.0)
     summary = summarize(paired_differences(by_seed(rows, arm, "val_loss"), by_seed(rows, baseline, "val_loss")))
-    return Cell(DASH) if summary is None else Cell(fixed(summary.mean, 4, signed=True), _cell(summary, _nats).sd)
+    if summary is None:
+        return Cell(DASH)
+    return Cell(fixed(summary.mean, 4, signed=True), _cell(summary, _nats).sd, summary.mean)
 
 
-def _notes(rows: Sequence[Row], arms: Sequence[str], baseline: str | None) -> list[str]:
+def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str | None]) -> list[str]:
     """What a reader must know before comparing two lines of the table."""
     notes = []
-    if baseline is None:
+    if not any(baselines.values()):
         notes.append(f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it.")
     if len({tuple(seeds_of(rows, arm)) for arm in arms}) > 1:
         listed = "; ".join(f"{arm}: {', '.join(map(str, seeds_of(rows, arm)))}" for arm in arms)

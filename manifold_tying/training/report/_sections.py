@@ -1,32 +1,59 @@
 """The sections of the page, one function each: data in, markup out, everything that comes from data escaped."""
 
-import base64
-import struct
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from manifold_tying.training.report._curves import Plot
-from manifold_tying.training.report._drawing import Drawn
+from manifold_tying.training.report._comparison import differences
 from manifold_tying.training.report._experiment import Experiment, Row, arm_names
 from manifold_tying.training.report._findings import findings
-from manifold_tying.training.report._markup import definitions, scrolling, section, table, text_of, words_of
+from manifold_tying.training.report._markup import (
+    definitions,
+    number_attribute,
+    scrolling,
+    section,
+    swatch,
+    table,
+    text_of,
+    words_of,
+)
 from manifold_tying.training.report._palette import looks
 from manifold_tying.training.report._results import Cell, Column, results
 from manifold_tying.training.report._words import WORDS
 
-
-def findings_section(rows: Sequence[Row], failures: Sequence[str] = ()) -> str:
-    """What came out, in sentences, and which runs stopped before their end."""
-    sentences = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in [*findings(rows), *failures])
-    return section("findings", "Findings", sentences.replace(" ± ", "&nbsp;±&nbsp;"))
+NO_COMMAND = (
+    "The command was not recorded, as the first versions of <code>train</code> did not; its settings are above."
+)
 
 
-def results_section(rows: Sequence[Row]) -> str:
+def findings_section(experiment: Experiment, groups: Sequence[Sequence[str]]) -> str:
+    """What came out, in sentences, which runs stopped before their end, and first of all what cannot be compared."""
+    apart = differences(experiment)
+    warning = ""
+    if apart:
+        listed = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in apart)
+        warning = (
+            '<div class="warning">\n<p><strong>Losses on this page are not all measured on the same text in the same tokens,'
+            f" so they cannot be compared across:</strong></p>\n<ul>\n{listed}\n</ul>\n</div>\n"
+        )
+    sentences = [*_findings(experiment.rows, groups), *experiment.failures]
+    paragraphs = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    return warning + section("findings", "Findings", paragraphs.replace(" ± ", "&nbsp;±&nbsp;"))
+
+
+def _findings(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        sentence for arms in groups if (of := [row for row in rows if row["arm"] in arms]) for sentence in findings(of)
+    ]
+
+
+def results_section(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> str:
     """The results table."""
-    content = results(rows)
+    content = results(rows, groups)
+    of_arm = looks(content.arms)
     body = [
-        f"<tr>{_arm(arm, content.arms)}{''.join(map(_cell, cells))}</tr>"
+        f'<tr class="arm {of_arm[arm].group}"><th scope="row">{swatch(of_arm[arm])}{escape(arm)}</th>'
+        f"{''.join(map(_cell, cells))}</tr>"
         for arm, cells in zip(content.arms, content.cells, strict=True)
     ]
     reading = (
@@ -36,14 +63,6 @@ def results_section(rows: Sequence[Row]) -> str:
     notes = "".join(f'\n<p class="note">{escape(note)}</p>' for note in content.notes)
     head = ["arm", *map(_heading, content.columns)]
     return section("results", "Results", reading + table("Results by arm", head, body) + notes)
-
-
-def figures_section(figures: Sequence[Drawn], empty: Sequence[Plot]) -> str:
-    """A section per figure."""
-    shown = "\n".join(map(_figure, figures))
-    missing = "; ".join(plot.title for plot in empty)
-    note = f'\n<p class="note">Not drawn, since no arm has a value for it: {escape(missing)}.</p>' if empty else ""
-    return section("curves", "Curves", f'<div class="figures">\n{shown}\n</div>{note}')
 
 
 def settings_section(experiment: Experiment) -> str:
@@ -64,20 +83,22 @@ def settings_section(experiment: Experiment) -> str:
 
 def machine_section(experiment: Experiment) -> str:
     """How to do it again, and what it ran on."""
-    command = scrolling("Command", f"<pre><code>{escape(experiment.command)}</code></pre>")
-    machine = definitions((words_of(key), text_of(value)) for key, value in experiment.machine.items())
-    return section("command", "Command and machine", f"{command}\n{machine}")
+    parts = []
+    for source in experiment.sources:
+        if len(experiment.sources) > 1:
+            parts.append(f"<h3>{escape(source.name)}</h3>")
+        if source.command:
+            code = f"<pre><code>{escape(source.command)}</code></pre>"
+            parts.append(scrolling(f"Command of {source.name}", code))
+        else:
+            parts.append(f'<p class="note">{NO_COMMAND}</p>')
+        parts.append(definitions((words_of(key), text_of(value)) for key, value in source.machine.items()))
+    return section("command", "Command and machine", "\n".join(parts))
 
 
 def words_section() -> str:
     """Short definitions."""
     return section("words", "Words", definitions(WORDS, kind="glossary"))
-
-
-def _arm(arm: str, arms: Sequence[str]) -> str:
-    colour = looks(arms)[arm].colour
-    swatch = f'<span class="swatch" style="background:{colour}" aria-hidden="true"></span>'
-    return f'<th scope="row">{swatch}{escape(arm)}</th>'
 
 
 def _heading(column: Column) -> str:
@@ -88,23 +109,16 @@ def _heading(column: Column) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    return f"<td>{escape(cell.mean)}" + (f"<small>{escape(cell.sd)}</small>" if cell.sd else "") + "</td>"
-
-
-def _figure(figure: Drawn) -> str:
-    name = f"figure-{figure.name}"
-    width, height = struct.unpack(">II", figure.png[16:24])  # the PNG's own header, so that nothing jumps while loading
-    source = f"data:image/png;base64,{base64.b64encode(figure.png).decode()}"
     return (
-        f'<section aria-labelledby="{name}">\n<h3 id="{name}">{escape(figure.title)}</h3>\n<figure>\n'
-        f'<img width="{width}" height="{height}" alt="{escape(figure.alternative)}" src="{source}">\n'
-        f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>\n</section>"
+        f"<td{number_attribute(cell.value)}>{escape(cell.mean)}"
+        + (f"<small>{escape(cell.sd)}</small>" if cell.sd else "")
+        + "</td>"
     )
 
 
 def _setting(key: str, values: Sequence[Any]) -> str:
     differs = ' class="differs"' if any(value != values[0] for value in values) else ""
-    cells = "".join(f"<td>{text_of(value)}</td>" for value in values)
+    cells = "".join(f"<td{number_attribute(value)}>{text_of(value)}</td>" for value in values)
     return f'<tr{differs}><th scope="row">{words_of(key)}</th>{cells}</tr>'
 
 

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from manifold_tying.training.report._experiment import Run
 
 Values = NDArray[np.float64]
+TOKENS, SECONDS = "tokens", "seconds"  # what a curve is drawn against
+MOST = 500  # points of a curve: more than a figure has room for, and they would only make the page large
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     """The runs of one arm as a curve; None where none of them measured y against x.
 
     x is "tokens" or "seconds"; where seeds differ in x (they do in seconds), a step stands at its mean. ``window``
-    smooths each run by a mean over the last so many values; ``positive`` leaves out what a log axis cannot show.
+    smooths each run by a mean over the last so many values; ``positive`` leaves out what a log axis cannot show. Of more than
+    ``MOST`` points evenly spaced ones are kept.
     """
     measured = [points for points in (_points(run, x, y) for run in runs) if points]
     shared = sorted(set.intersection(*map(set, measured))) if measured else []
@@ -44,6 +47,8 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     values = np.stack([trailing_mean(row, window) for row in values])
     if np.isnan(values).all():
         return None
+    kept = np.unique(np.linspace(0, len(shared) - 1, min(len(shared), MOST)).round().astype(int))  # first and last too
+    places, values = places[kept], values[:, kept]
     return Curve(runs[0].arm, places, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(measured))
 
 
@@ -73,7 +78,7 @@ def _points(run: Run, x: str, y: str) -> dict[int, tuple[float, float]]:
     """(x, y) by step, wherever both were measured."""
     points = {}
     for line in run.metrics:
-        place = run.seconds.get(line["step"]) if x == "seconds" else line.get(x)
+        place = run.seconds.get(line["step"]) if x == SECONDS else line.get(x)
         if place is not None and line.get(y) is not None:
             points[line["step"]] = (place, line[y])
     return points

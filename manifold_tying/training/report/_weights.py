@@ -9,9 +9,10 @@ from manifold_tying.training.report._experiment import Experiment, Run, arm_name
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
 from manifold_tying.training.report._panels import ArmLines, draw_panels, draw_ranges
-from manifold_tying.training.report._series import Curve, curve, of_seeds
+from manifold_tying.training.report._series import TOKENS, Curve, curve, of_seeds
 from manifold_tying.training.report._statistics import mean
 
+SINGULAR_VALUES = {"max": "largest", "median": "median", "min": "smallest"}
 STABLE, FINAL = ":", "-."  # linestyles of where POET's second and third phase begin
 
 
@@ -22,8 +23,8 @@ class WeightPlot:
     name: str
     title: str
     label: str
-    lines: tuple[str, ...]
-    """Keys of a weight's flat numbers; the arms' last values of the first are told in words."""
+    lines: Mapping[str, str]
+    """Keys of a weight's flat numbers, and what they are called; the arms' last values of the first are told in words."""
     shaded: tuple[str, str] | None = None
     log: bool = False
     phases: bool = False
@@ -35,8 +36,8 @@ def _turning(side: str, rows: str) -> WeightPlot:
     return WeightPlot(
         name=f"turning-{side}",
         title=f"How far {side} has turned",
-        label=rf"$v^{{\top}} {side} v\;/\;v^{{\top}} v$",
-        lines=(f"{side}.vector", f"{side}.trace"),
+        label=f"v⊤{side} v / v⊤v",
+        lines={f"{side}.vector": f"{side} v", f"{side}.trace": f"tr {side} / m"},
         shaded=(f"{side}.low", f"{side}.high"),
         phases=True,
         reading=f"{side}, the product over all merges, turns the {rows} of W0. Heavy, with points: the cosine between a fixed "
@@ -51,7 +52,7 @@ PLOTS = (
         name="singular-values",
         title="Singular values",
         label="singular values of W: largest, median, smallest",
-        lines=("singular_values.max", "singular_values.median", "singular_values.min"),
+        lines={f"singular_values.{which}": name for which, name in SINGULAR_VALUES.items()},
         shaded=("singular_values.min", "singular_values.max"),
         log=True,
         reading="POET keeps those of W0, up to the error of its rotations; AdamW lets the large ones grow. Heavy: the largest; "
@@ -61,14 +62,14 @@ PLOTS = (
         name="svd-entropy",
         title="SVD entropy",
         label="SVD entropy of W",
-        lines=("svd_entropy",),
+        lines={"svd_entropy": ""},
         reading="How evenly the squared singular values are spread: 1 where all are equal, 0 for rank one.",
     ),
     WeightPlot(
         name="hyperspherical-energy",
         title="Hyperspherical energy",
         label="hyperspherical energy of the rows of W",
-        lines=("hyperspherical_energy",),
+        lines={"hyperspherical_energy": ""},
         reading="Sum over all pairs of rows, normalized, of one over their distance: low where the neurons are spread evenly.",
     ),
     _turning("R", "outputs"),
@@ -86,13 +87,14 @@ def weight_figures(experiment: Experiment) -> list[Drawn]:
     for plot in PLOTS:
         panels = {name: panel for name in weights if (panel := list(_panel(experiment, plot, arms, name)))}
         if panels:
-            png = draw_panels(panels, looks(arms), plot.label, log=plot.log)
-            seeds = of_seeds([line for panel in panels.values() for one in panel for line in one.lines])
+            picture = draw_panels(plot.name, panels, looks(arms), plot.label, log=plot.log)
+            seeds = of_seeds([line for panel in panels.values() for one in panel for line in one.lines.values()])
             figures.append(
                 Drawn(
                     name=plot.name,
                     title=plot.title,
-                    png=png,
+                    picture=picture,
+                    against=TOKENS,
                     caption=f"{plot.reading} {seeds}",
                     alternative=_alternative(plot, panels),
                 )
@@ -124,14 +126,15 @@ def _panel(experiment: Experiment, plot: WeightPlot, arms: Sequence[str], name: 
     for arm in arms:
         of_arm = [run for run in experiment.runs if run.arm == arm]
         runs = [of_weight(run, name) for run in of_arm]
-        lines = [line for key in plot.lines if (line := curve(runs, x="tokens", y=key, positive=plot.log))]
+        found = {name: curve(runs, x=TOKENS, y=key, positive=plot.log) for key, name in plot.lines.items()}
+        lines = {name: line for name, line in found.items() if line}
         if not lines:
             continue
         band = None
         if plot.shaded:
-            low, high = (curve(runs, x="tokens", y=key, positive=plot.log) for key in plot.shaded)
+            low, high = (curve(runs, x=TOKENS, y=key, positive=plot.log) for key in plot.shaded)
             band = (low.x, low.mean, high.mean) if low and high else None
-        marks = _phases(of_arm, lines[1]) if plot.phases else {}
+        marks = _phases(of_arm, list(lines.values())[1]) if plot.phases else {}
         yield ArmLines(arm=arm, lines=lines, band=band, marks=marks)
 
 
@@ -152,11 +155,11 @@ def _alternative(plot: WeightPlot, panels: Mapping[str, Sequence[ArmLines]]) -> 
     last: dict[str, list[float]] = {}
     for panel in panels.values():
         for one in panel:
-            last.setdefault(one.arm, []).append(one.lines[0].last)
+            last.setdefault(one.arm, []).append(next(iter(one.lines.values())).last)
     values = ", ".join(f"{arm} {significant(mean(numbers), 4)}" for arm, numbers in last.items())
     return (
         f"{len(panels)} line charts, {plot.title}: a panel per weight ({', '.join(panels)}), lines per arm against training "
-        f"tokens. Last values of {plot.lines[0]}, mean over the weights: {values}."
+        f"tokens. Last values of {next(iter(plot.lines))}, mean over the weights: {values}."
     )
 
 
@@ -186,12 +189,13 @@ def _updates(experiment: Experiment, arms: Sequence[str], weights: Sequence[str]
         Drawn(
             name=UPDATES,
             title="Updates of the entries",
-            png=draw_ranges(ranges, looks(arms), label),
+            picture=draw_ranges(UPDATES, ranges, looks(arms), label),
+            against="",
             caption="How evenly training reached the entries of each weight up to its end: R moves an entry with its row and P "
             "with its column, so each step can move it twice, which is 1 here. Scheme block always does, scheme full leaves "
             "dimensions out between merges. Points are means, whiskers reach from the entry with the fewest to that with "
             "the most.",
-            alternative=f"Dot chart, share of the possible updates of each weight's entries ({', '.join(ranges)}), lowest to "
-            f"highest: {values}.",
+            alternative="Dot chart, Updates of the entries: share of the possible updates of each weight's entries "
+            f"({', '.join(ranges)}), lowest to highest: {values}.",
         )
     ]

@@ -1,0 +1,88 @@
+"""Several experiments as one, and whether their losses may be compared at all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manifold_tying.models import PRESETS
+from manifold_tying.training.report._experiment import Experiment, arm_names
+from manifold_tying.training.report._reading import load_experiment
+
+# What a validation loss is measured on; everything else may well be what is compared.
+MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
+
+
+def load_experiments(folders: Sequence[str | Path]) -> Experiment:
+    """One experiment as it is; of several the arms are called ``folder/arm``."""
+    if not folders:
+        raise ValueError("expected at least one folder; give the --out of manifold-tying ablate or train")
+    paths = [Path(folder) for folder in folders]
+    for place, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:place]]:
+            raise ValueError(f"{path} is given twice; leave one out")
+    loaded = [load_experiment(path) for path in paths]
+    if len(loaded) == 1:
+        return loaded[0]
+    return together(dict(zip(names_of(paths), loaded, strict=True)))
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, and as many before it as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    longest = max(map(len, parts))
+    names = ["/".join(of[-1:]) for of in parts]
+    for count in range(2, longest + 1):
+        names = [
+            "/".join(of[-count:]) if names.count(name) > 1 else name for of, name in zip(parts, names, strict=True)
+        ]
+    return names
+
+
+def together(experiments: Mapping[str, Experiment]) -> Experiment:
+    """The experiments in one, under the names of their folders."""
+    arms = {
+        f"{name}/{arm}": {**one.settings, **own} for name, one in experiments.items() for arm, own in one.arms.items()
+    }
+    keys = list(dict.fromkeys(key for settings in arms.values() for key in settings))
+    values = {key: [settings.get(key) for settings in arms.values()] for key in keys}
+    shared = {key: of[0] for key, of in values.items() if all(value == of[0] for value in of)}
+    return Experiment(
+        rows=[{**row, "arm": f"{name}/{row['arm']}"} for name, one in experiments.items() for row in one.rows],
+        runs=[replace(run, arm=f"{name}/{run.arm}") for name, one in experiments.items() for run in one.runs],
+        sources=[replace(source, name=name) for name, one in experiments.items() for source in one.sources],
+        settings={key: value for key, value in shared.items() if value is not None},
+        arms={arm: {key: of for key, of in own.items() if key not in shared} for arm, own in arms.items()},
+        failures=[f"{name}/{sentence}" for name, one in experiments.items() for sentence in one.failures],
+    )
+
+
+def comparable(experiment: Experiment) -> list[list[str]]:
+    """The arms that have finished runs, in groups within which losses are measured on the same."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for arm in arm_names(experiment.rows):
+        measured = _measured_on({**experiment.settings, **experiment.arms[arm]})
+        groups.setdefault(tuple(measured.values()), []).append(arm)
+    return list(groups.values())
+
+
+def differences(experiment: Experiment) -> list[str]:
+    """A sentence for each setting by which the losses are not measured on the same text, in the same tokens."""
+    of_arms = {arm: _measured_on({**experiment.settings, **own}) for arm, own in experiment.arms.items()}
+    sentences = []
+    for key in MEASURED_ON:
+        groups: dict[str, list[str]] = {}
+        for arm, measured in of_arms.items():
+            groups.setdefault(measured[key], []).append(arm)
+        if len(groups) > 1:
+            listed = "; ".join(f"{value} ({', '.join(arms)})" for value, arms in groups.items())
+            sentences.append(f"{key.replace('val_', 'validation ').replace('_', ' ')}: {listed}.")
+    return sentences
+
+
+def _measured_on(settings: Mapping[str, Any]) -> dict[str, str]:
+    start, shape = settings.get("init_from"), PRESETS.get(settings.get("preset", ""))
+    tokenizer = settings.get("tokenizer") or (f"that of {start}" if start else "trained on the corpus")
+    vocabulary = "that of the checkpoint" if start or shape is None else f"{shape.vocab_size:,} tokens"
+    named = {"tokenizer": str(tokenizer), "vocabulary": vocabulary}
+    return {key: named.get(key) or str(settings.get(key, "unknown")) for key in MEASURED_ON}
