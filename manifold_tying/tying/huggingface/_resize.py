@@ -51,8 +51,8 @@ def resize_token_embeddings(
     new = _resized(old, V, options(embedding), mean_resizing, embedding.weight.dtype)
     bias = None if head.bias is None else _padded(head.bias, V)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
-    kept = {"scale": embedding.scale, "padding_idx": padding_idx, "rotated": embedding.rotated}
-    install(model, new, embedding.weight.dtype, bias=bias, **kept)
+    dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
+    install(model, new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
     model.config.get_text_config().vocab_size = V
     model.vocab_size = V
     warnings.warn(
