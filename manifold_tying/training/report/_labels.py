@@ -18,9 +18,13 @@ LONGEST = 17  # letters in a line
 
 
 def wrapped(name: str) -> str:
-    """A long name on several lines, broken behind a slash or an equals sign and before a plus where it can be."""
+    """A long name on several lines, broken behind a slash and before a plus, and where that is not enough behind an equals
+    sign, else anywhere."""
+    parts = re.findall(r"\+?[^/+]*/?", name)
     lines = [""]
-    for part in re.findall(r"\+?[^/+=]*[/=]?", name):
+    for part in (
+        piece for whole in parts for piece in (re.findall("[^=]*=?", whole) if len(whole) > LONGEST else [whole])
+    ):
         if lines[-1] and len(lines[-1]) + len(part) > LONGEST:
             lines.append("")
         lines[-1] += part
