@@ -33,6 +33,11 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def steps_of(arm: str, layout: str) -> int:
+    """All of them where parameters are sharded, and of poet, to reach its merges; elsewhere a few show the same."""
+    return STEPS if layout == "fsdp" or arm == "poet" else FEW
+
+
 def build(arm: str) -> Llama:
     """A model, the same in every process."""
     torch.manual_seed(1)

@@ -22,12 +22,12 @@ from distributed_models import (
     RUNS,
     SHAPES,
     SOME,
-    STEPS,
     D,
     build,
     gradient,
     move,
     points,
+    steps_of,
     train,
 )
 from torch import Tensor, nn
@@ -81,20 +81,20 @@ class LossModule(nn.Module):
 
 
 def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
-    model = build(arm)
+    model, steps = build(arm), range(steps_of(arm, layout))
     if layout == "vocabulary":
         shard_vocabulary(model.interface, group.mesh)
-        losses = train(model, model.loss, steps=range(FEW))  # a dozen small all-reduces per loss
+        losses = train(model, model.loss, steps=steps)
     elif layout == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(
             LossModule(model), process_group=group.mesh.get_group(), broadcast_buffers=False
         )
-        losses = train(model, wrapped, group.mean, group.share)
+        losses = train(model, wrapped, group.mean, group.share, steps)
     else:
         if layout == "checkpointed":
             checkpoint_blocks(model)
         shard_model(model, group.mesh, blocks=model.blocks if layout == "checkpointed" else ())
-        losses = train(model, model.loss, group.mean, group.share, range(FEW if layout == "checkpointed" else STEPS))
+        losses = train(model, model.loss, group.mean, group.share, steps)
     result: dict[str, Any] = {"losses": losses}
     if isinstance(model.interface, mt.PIT):
         Z = linalg.whole(model.interface.memory.detach())
