@@ -185,17 +185,16 @@ def test_stdlib_finds_the_running_library() -> None:
 def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "some_package_of_this_test"
     (package / "tests").mkdir(parents=True)
-    prose = "What this is for, in so many words. " * 8
+    prose = " ".join(8 * ["What this is for, in so many words."])
     (package / "__init__.py").write_text(f'"""{prose}"""\n\ndef f():\n    """Of f."""\n    x = "\\d"\n')
     (package / "short.py").write_text('"""Too little."""\n')
     (package / "broken.py").write_text(f'"""{prose}"""\nprint "2"\n')
     (package / "tests/t.py").write_text(f'"""{prose}"""\n')
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(open_corpus(f"docstrings:{package.name}").documents()) == [f"{prose.strip()}\n\nOf f."]
+    assert list(open_corpus(f"docstrings:{package.name}").documents()) == [f"{prose}\n\nOf f."]
     assert package.name not in sys.modules
-    assert any(
-        "Compute the (multiplicative) inverse of a matrix" in text for text in open_corpus("docstrings").documents()
-    )
+    numpy = open_corpus("docstrings:numpy").documents()
+    assert any("Compute the inverse of a matrix" in text for text in numpy)
 
 
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
