@@ -118,13 +118,17 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _x_axis(axes: Axes, axis: Axis, *, named: bool) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    locator = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10])
     if axis.against == "tokens":
+        axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(TOKEN_NUMBERS)
         name = "training tokens"
     else:
         size, unit = next((size, unit) for least, size, unit in TIME_UNITS if axes.get_xlim()[1] >= least)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+        low, high = (end / size for end in axes.get_xlim())  # even numbers of the unit that is shown
+        ticks = [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
+        axes.xaxis.set_major_locator(FixedLocator([tick * size for tick in ticks]))
+        axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))
         name = f"training time ({unit})"
     if named:
         axes.set_xlabel(name, color=INK, fontsize=9.5)
