@@ -191,8 +191,9 @@ def test_optimizer_gives_every_part_its_rate(tmp_path: Path, corpus: Path) -> No
 
 def test_explicit_settings_win_over_the_recipe() -> None:
     given = Settings(
-        lr=1.0, memory_lr=2.0, transform_lr=3.0, table_std=4.0, embedding_norm=False, warmup_steps=0, eval_every=7
-    )
+        lr=1.0, memory_lr=2.0, transform_lr=3.0, table_std=4.0, embedding_norm=False, warmup_steps=0, eval_every=7,
+        diagonal="softplus", retraction="qr",
+    )  # fmt: skip
     run = TrainConfig(out=Path("x"), settings=given)
     assert resolve(run) == run
     untied = resolve(TrainConfig(out=Path("x"), interface="untied")).settings
