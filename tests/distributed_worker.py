@@ -81,7 +81,7 @@ class LossModule(nn.Module):
 
 
 def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
-    model, steps = build(arm), range(steps_of(arm, layout))
+    model, steps = build(arm), range(steps_of(layout))
     if layout == "vocabulary":
         shard_vocabulary(model.interface, group.mesh)
         losses = train(model, model.loss, steps=steps)

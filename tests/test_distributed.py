@@ -58,7 +58,7 @@ def test_losses_are_those_of_one_process(arm: str, layout: str, size: int, found
     assert alone(arm)[-1] < alone(arm)[0] - 0.1  # it learns, so that there is something to miss
     for rank in range(size):
         result = found[rank][f"{arm} {layout} {size}"]
-        assert_same_losses(result["losses"], alone(arm)[: steps_of(arm, layout)])
+        assert_same_losses(result["losses"], alone(arm)[: steps_of(layout)])
         if "defect" in result:
             assert result["defect"] <= 1e-6 and abs(result["sharded defect"] - result["defect"]) < 1e-9
 
