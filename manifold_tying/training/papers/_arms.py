@@ -63,13 +63,13 @@ def train_arms(
     return Trained(arms=arms, rows=ablate(config, started=started), folder=folder)
 
 
-def loss_table(title: str, trained: Trained, printed: str, notes: Sequence[str]) -> Table:
+def loss_table(title: str, trained: Trained, printed: str | None, notes: Sequence[str]) -> Table:
     """Validation loss and perplexity of each arm, the difference to the first one by seed, and the paper's perplexity.
 
     Args:
         title: of the table.
         trained: the arms.
-        printed: the heading of the paper's column.
+        printed: the heading of the paper's column; None where no paper has these arms.
         notes: sentences below the table: what differs from the paper.
     """
     reference = trained.arms[0]
@@ -88,9 +88,10 @@ def loss_table(title: str, trained: Trained, printed: str, notes: Sequence[str])
                 nats(difference, signed=True) if difference else "",
                 fixed(math.exp(ours[arm.label]), 1) if losses else DASH,
                 fixed(parameters[0] / 1e6, 2) if parameters else DASH,
-                DASH if arm.printed is None else fixed(arm.printed, 2),
+                *([] if printed is None else [DASH if arm.printed is None else fixed(arm.printed, 2)]),
             ]
         )
     order = agreement(ours, {arm.label: arm.printed for arm in trained.arms if arm.printed is not None})
-    head = ["arm", "loss (nats/token)", f"against {reference.label}", "perplexity", "trainable (M)", printed]
+    head = ["arm", "loss (nats/token)", f"against {reference.label}", "perplexity", "trainable (M)"]
+    head += [] if printed is None else [printed]
     return Table(title=title, head=head, body=body, notes=[*([order] if order else []), *trained.failures(), *notes])

@@ -20,6 +20,7 @@ Printed = tuple[float, float, float]
 FROM_SCRATCH: dict[str, Printed] = {"transpose": (0.1241, 0.4925, 0.1121), "pit": (0.0, 0.0, 0.0024)}
 CONTINUED: dict[str, Printed] = {"transpose": (0.0089, 0.1333, 0.0106), "pit": (0.0, 0.0, 0.0021)}
 TRANSPOSE = "transpose tying"
+SCRATCH_COLUMN = "paper: training perplexity (Llama-0.3B)"
 
 
 def from_scratch(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
@@ -43,8 +44,7 @@ def from_scratch(out: Path, settings: Settings, seeds: int, started: Started | N
         "FineWeb-Edu, training loss.",
         "Each arm at its own rates (docs/learning-rates.md); the paper trains all by AdamW and names no rates.",
     ]
-    column = "paper: training perplexity (Llama-0.3B)"
-    losses = loss_table("PIT, Table 4: from-scratch pretraining", trained, column, notes)
+    losses = loss_table("PIT, Table 4: from-scratch pretraining", trained, SCRATCH_COLUMN, notes)
     return [losses, _consistency("PIT, Table 5: consistency of the interface", trained, FROM_SCRATCH, "Llama-0.3B")]
 
 

@@ -18,13 +18,17 @@ from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
 from manifold_tying.training._progress import Started
 from manifold_tying.training.papers import _adapted, _pit, _poet
+from manifold_tying.training.papers._ingredients import ingredients
 from manifold_tying.training.papers._source import trained_source
 from manifold_tying.training.papers._table import Table
+from manifold_tying.training.papers._tuned import tuned
 
 Name = Literal[
     "pit-from-scratch",
     "pit-continued",
     "pit-adaptation",
+    "pit-tuned",
+    "pit-ingredients",
     "poet-pretraining",
     "poet-initialization",
     "poet-merging",
@@ -36,6 +40,8 @@ RECIPES: Mapping[Name, Recipe] = {
     "pit-from-scratch": _pit.from_scratch,
     "pit-continued": _pit.continued,
     "pit-adaptation": _adapted.adapted,
+    "pit-tuned": tuned,
+    "pit-ingredients": ingredients,
     "poet-pretraining": _poet.pretraining,
     "poet-initialization": _poet.initialization,
     "poet-merging": _poet.merging,
@@ -50,9 +56,10 @@ OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614
 class ReproduceConfig:
     """Run one of the papers' comparisons and write its tables, beside what the paper prints, to DIR/tables.md.
 
-    pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6); poet-pretraining
-    (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
-    poet-budget (Figure 5).
+    pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6);
+    poet-pretraining (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
+    poet-budget (Figure 5). In no paper: pit-tuned (every arm from scratch at the best of as many trials) and pit-ingredients
+    (a trained memory without each part of its recipe).
     The same command again only does what is missing.
     """
 
