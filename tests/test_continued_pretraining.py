@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, param_groups
-from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, load_model, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import Interface
 from manifold_tying.training._loop import load_data
@@ -170,6 +170,7 @@ def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Pat
     ids, targets = whole[:-1].view(-1, N), whole[1:].view(-1, N)
     labels = torch.cat([ids, targets[:, -1:]], 1)
     assert model(input_ids=labels, labels=labels).loss.item() == pytest.approx(row["val_loss"], rel=1e-5)
+    assert difference(logits(load_model(tmp_path / "run"), ids), logits(model, ids)) < 1e-6
     assert (row["defect"] is None) != interface.startswith("pit")
     if interface.startswith("pit"):
         assert row["defect"] <= 1e-6 and row["delta_ti"] < 1e-3 and row["cond_transform"] > 1
@@ -185,6 +186,9 @@ def test_low_rank_updates_are_merged_and_touch_nothing_else(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path
 ) -> None:
     row = train(run(tmp_path / "run", source, corpus, interface, lora_rank=2, lr=2e-2, transform_lr=1e-2))
+    ids = torch.arange(12).view(1, 12)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    assert difference(logits(load_model(tmp_path / "run"), ids), logits(merged, ids)) < 1e-5
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "run/model"))
     matrices = {name for name in before if name.endswith("_proj.weight")}
     own = {name for name in after if ".interface." in name}

@@ -21,6 +21,8 @@ from manifold_tying.training.cli import main
 from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._table import Table, agreement
+from manifold_tying.training.papers._tuned import OWN, TRIALS, trial_specs
+from manifold_tying.training.report._numbers import significant
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,59 @@ def test_from_scratch(tmp_path: Path, corpus: Path) -> None:
     E, W_out, _ = mt.diagnostics.inspect_tables(tmp_path / "pit-trainable-0")
     assert mt.diagnostics.interface_consistency(E, W_out).anchor_cosine_distance < 1e-6
     assert float(of["transpose tying"][4]) > 0.01
+
+
+def test_every_arm_is_tuned_by_as_many_trials(tmp_path: Path, corpus: Path) -> None:
+    losses, interface, trials = reproduce(config("pit-tuned", tmp_path, corpus))
+    tried: dict[str, dict[str, float]] = {}
+    for label, spec, loss, _ in trials.body:
+        result = json.loads((tmp_path / f"{spec.strip('`')}-0" / RESULT).read_text())
+        assert loss == f"{result['val_loss']:.3f}"
+        tried.setdefault(label, {})[spec.strip("`")] = result["val_loss"]
+    assert [len(of_arm) for of_arm in tried.values()] == 4 * [5]
+    best = {label: min(of_arm, key=lambda spec: of_arm[spec]) for label, of_arm in tried.items()}
+    assert {line[0]: line[1].strip("`") for line in trials.body if line[3]} == best
+    # the chosen ones, and only those, went through every seed
+    assert [(row["arm"], row["seed"]) for row in rows(tmp_path)] == [
+        (spec, seed) for seed in (0, 1) for spec in best.values()
+    ]
+    for line, spec in zip(losses.body, best.values(), strict=True):
+        assert line[1].startswith(f"{np.mean([row['val_loss'] for row in rows(tmp_path) if row['arm'] == spec]):.3f} ±")
+    assert [line[0] for line in interface.body] == ["PIT, Z frozen", "PIT, Z trained"]
+    assert all(float(line[1].split("×")[0]) > 0 and "10⁻" in line[1] for line in interface.body)  # W_out E = I
+
+
+@pytest.mark.parametrize("interface", ["transpose", "untied", "pit-frozen", "pit-trainable"])
+def test_trials_stand_around_the_recipe(interface: Any) -> None:
+    shared = Settings(preset="mini")
+    usual, *others = [
+        resolve(TrainConfig(out=Path(), interface=interface, settings=parse_arm(spec, shared)[1])).settings
+        for spec in trial_specs(interface, shared)
+    ]
+    for trial, factors in zip(others, TRIALS[interface][1:], strict=True):
+        changed = {
+            name
+            for name in OWN[interface]
+            if not math.isclose(getattr(trial, name), getattr(usual, name), rel_tol=1e-3)
+        }
+        assert changed == set(factors)  # PIT's T keeps its rate where the body's changes
+
+
+def test_ingredients(tmp_path: Path, corpus: Path) -> None:
+    losses, interface = reproduce(config("pit-ingredients", tmp_path, corpus, seeds=1))
+    of = {row["arm"]: row for row in rows(tmp_path)}
+    assert len(losses.body) == len(of) == 14 and not [row for row in of.values() if "failed" in row]
+    assert len(losses.head) == len(losses.body[0]) == 5  # no column for a paper that has no such table
+    whole = of["pit-trainable"]["val_loss"]
+    for line, row in zip(losses.body[1:], list(of.values())[1:], strict=True):
+        assert line[2] == f"{row['val_loss'] - whole:+.3f}".replace("-", "−")
+        assert row["val_loss"] != whole  # what is removed is in use
+    assert len(interface.body) == 10
+    largest = max(
+        json.loads(line).get("cond_transform") or 0.0
+        for line in (tmp_path / "pit-trainable-0/metrics.jsonl").read_text().splitlines()
+    )
+    assert interface.body[0][3] == significant(largest, 2)
 
 
 def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

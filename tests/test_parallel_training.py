@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from training_runs import EVERY, RUNS, STEPS, config, lines, text
 
 import manifold_tying as mt
-from manifold_tying.training import train
+from manifold_tying.training import load_model, train
 from manifold_tying.training._checkpoint import checkpoints
 from manifold_tying.training.cli import main
 
@@ -81,6 +82,8 @@ def test_export_writes_one_file_of_what_one_process_has(folder: Path, tmp_path: 
     assert set(exported) == set(expected)
     for key, tensor in expected.items():
         assert (exported[key] - tensor).abs().max() < 1e-4 * tensor.abs().max()
+    sharded = load_model(folder / "fsdp 2").state_dict()
+    assert all(torch.equal(sharded[key], tensor) for key, tensor in exported.items())
     with pytest.raises(ValueError, match="manifold-tying export"):
         mt.diagnostics.inspect_tables(folder / "fsdp 2")
     assert mt.diagnostics.inspect_tables(tmp_path / "out").E.shape == (299, 16)

@@ -30,9 +30,9 @@ STATE = "state.json"
 _ALONE = Processes()
 
 
-def checkpoints(run: Path) -> list[Path]:
+def checkpoints(run: str | Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    return sorted((run / FOLDER).glob("step-*"))
+    return sorted((Path(run) / FOLDER).glob("step-*"))
 
 
 def find_checkpoint(run: Path, name: str) -> Path:

@@ -23,7 +23,12 @@ OnNan = Literal["stop", "skip"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
-ELSEWHERE = ("parallel", "timeout", "on_nan")  # how a run is worked off; a resumed one may differ in it
+ELSEWHERE = (
+    "parallel",
+    "timeout",
+    "on_nan",
+    "keep_checkpoints",
+)  # how a run is worked off; a resumed one may differ in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +117,8 @@ class Settings:
     """Held-out tokens to evaluate on, the same for every run."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end only."""
+    keep_checkpoints: int | None = 2
+    """How many of the newest stay; None keeps every one, to look at the course of a run (training.load_model)."""
     parallel: Parallel | None = None
     """How the processes that torchrun started share the work: ddp, fsdp (the model sharded over all of them) or hsdp (sharded
     within a node, replicated over nodes); None is none for one process and fsdp for several."""
@@ -136,8 +143,8 @@ class Settings:
         check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
-            "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "weight_decay": 0, "lr": 0, "memory_lr": 0,
-            "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
+            "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "weight_decay": 0, "lr": 0,
+            "memory_lr": 0, "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
             "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1, "timeout": 1,
         }  # fmt: skip
         for name, low in at_least.items():

@@ -73,7 +73,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     optimizer = build_optimizer(model, settings)
     schedule = build_merges(model, optimizer, settings)
     probes = Probes(model, schedule)
-    with CheckpointWriter(config.out, processes, settings.timeout) as writer:
+    with CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints) as writer:
         run = Run(config, arm, processes, model, loss_of, optimizer, schedule, probes, batches, held_out, writer)
         start = _open_folder(run)
         record: Record | None = None

@@ -32,7 +32,7 @@ from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
 
-KEPT = 2  # newest checkpoints of a run
+KEPT = 2  # newest checkpoints of a run, where it does not say how many
 _MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
 _ALONE = Processes()
 
@@ -79,8 +79,8 @@ def stage_checkpoint(
     return Staged(step, copies, copy.deepcopy(content))
 
 
-def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE) -> Path:
-    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``KEPT``; all processes of a run call it.
+def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE, *, keep: int | None = KEPT) -> Path:
+    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``keep``; all processes of a run call it.
 
     A reader finds the folders that were there or also the new one, never a part of one. ValueError or OSError on all
     processes where one of them cannot write; what was there is then still there.
@@ -96,7 +96,7 @@ def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE) -
             files = [processes.first(lambda: write_tensors(draft, staged.parts))]
         digests = {name: value for found in files for name, value in found.items()}
         content = {**staged.content, "processes": processes.size, "files": digests}
-        processes.first(lambda: _publish(draft, final, content))
+        processes.first(lambda: _publish(draft, final, content, keep))
     finally:
         if processes.writes:
             shutil.rmtree(draft, ignore_errors=True)
@@ -131,14 +131,14 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _publish(draft: Path, final: Path, content: dict[str, Any]) -> None:
+def _publish(draft: Path, final: Path, content: dict[str, Any], keep: int | None) -> None:
     """Give the draft its name. A folder is always there whole or not at all: what goes is renamed before it is deleted."""
     _write_state(draft, content)
     flush_to_disk(draft)
     _remove(final)
     os.replace(draft, final)
     flush_to_disk(final.parent)
-    for old in checkpoints(final.parent.parent)[:-KEPT]:
+    for old in checkpoints(final.parent.parent)[: -keep if keep else 0]:
         _remove(old)
     for left in final.parent.glob(".*.old"):  # by a process that was killed
         shutil.rmtree(left)

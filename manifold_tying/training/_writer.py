@@ -22,10 +22,12 @@ class CheckpointWriter:
         run: the folder of the run.
         processes: of the run; all of them make a writer.
         timeout: seconds that a thread waits for the others'.
+        keep: how many of the newest checkpoints stay; None is all.
     """
 
-    def __init__(self, run: Path, processes: Processes, timeout: float) -> None:
+    def __init__(self, run: Path, processes: Processes, timeout: float, keep: int | None) -> None:
         self._run = run
+        self._keep = keep
         self._processes = processes.apart(timeout)
         # A new thread would work with the first CUDA device, whichever is this process's.
         prepare = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else None
@@ -38,7 +40,7 @@ class CheckpointWriter:
         Waits for the checkpoint before, so that there is one copy at a time, and raises its error; see :meth:`wait`.
         """
         self.wait()
-        self._newest = self._thread.submit(write_checkpoint, self._run, stage(), self._processes)
+        self._newest = self._thread.submit(write_checkpoint, self._run, stage(), self._processes, keep=self._keep)
 
     def wait(self) -> None:
         """Wait until the newest checkpoint is there. ValueError or OSError, on all processes, where it could not be written."""

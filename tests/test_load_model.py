@@ -1,0 +1,74 @@
+"""Trained models back from their runs, at every checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import config, lines, text
+
+from manifold_tying import diagnostics
+from manifold_tying.training import checkpoints, load_model, train
+from manifold_tying.training._evaluation import evaluate
+from manifold_tying.training._loop import load_data
+from manifold_tying.training._processes import Processes
+from manifold_tying.training.data import validation_batches
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize(
+    ("interface", "changes"),
+    [
+        ("transpose", {"embedding_norm": True}),
+        ("untied", {"body": "poet-block", "equivalence_lr": 2e-3, "merge_every": 3}),
+        ("pit-frozen", {"body": "poet-full", "equivalence_lr": 2e-3, "log_det_penalty": 0.1}),
+        ("pit-trainable", {"retraction": "qr", "diagonal": "softplus", "second_moment": "row", "betas": (0.8, 0.9)}),
+    ],
+)
+def test_every_checkpoint_has_the_loss_that_was_measured(
+    interface: Any, changes: dict[str, Any], tmp_path: Path, corpus: Path
+) -> None:
+    run = config(
+        tmp_path, corpus, interface, **{"eval_every": 3, "checkpoint_every": 3, "keep_checkpoints": None, **changes}
+    )
+    train(run)
+    measured = {line["step"]: line["val_loss"] for line in lines(tmp_path) if "val_loss" in line}
+    shared = run.settings
+    batches = validation_batches(
+        load_data(run).val,
+        batch_size=shared.batch_size,
+        sequence_length=shared.sequence_length,
+        max_tokens=shared.val_tokens,
+    )
+    found = {}
+    for path in checkpoints(tmp_path):
+        model: Any = load_model(path)
+        found[json.loads((path / "state.json").read_text())["step"]] = evaluate(
+            model.loss, batches, torch.device("cpu"), Processes()
+        )
+    assert found == measured and len(set(found.values())) == 4
+    newest: Any = load_model(str(tmp_path))
+    assert diagnostics.delta_ti(*newest.interface.materialize()) == pytest.approx(lines(tmp_path)[-1]["delta_ti"])
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(2, [9, 12]), (3, [6, 9, 12]), (None, [3, 6, 9, 12])])
+def test_as_many_checkpoints_stay_as_are_asked_for(keep: Any, steps: list[int], tmp_path: Path, corpus: Path) -> None:
+    train(config(tmp_path, corpus, "transpose", checkpoint_every=3, keep_checkpoints=keep))
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in steps]
+
+
+def test_bad_folders(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(ValueError, match="expected the folder of a run with checkpoints"):
+        load_model(tmp_path)
+    run = config(tmp_path / "run", corpus, "transpose")
+    train(run)
+    file = checkpoints(tmp_path / "run")[0] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"model\.safetensors .* is not what was written"):
+        load_model(file.parent)
+    load_model(tmp_path / "run")  # its newest one is whole
