@@ -1,6 +1,5 @@
 """The examples of README and docs run as they stand."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import manifold_tying as mt
-from manifold_tying import models
+from manifold_tying.training import TrainConfig
+from manifold_tying.training._build import build_model
+from manifold_tying.training._config import Interface
+from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,31 +29,31 @@ def run_page(page: str, code: str) -> dict[str, Any]:
     return names
 
 
-def save_run(run: Path, interface: mt.TokenInterface) -> None:
-    """What `make ablation` leaves, but for the training."""
-    shape = dataclasses.replace(models.preset("nano"), embedding_norm=isinstance(interface, mt.PIT))
-    model = models.Llama(shape, interface)
-    write_checkpoint(run, stage_checkpoint(180, model, torch.optim.SGD(model.parameters()), {"diagonal": "exp"}))
+def save_run(run: Path, interface: Interface, seed: int = 0, steps: tuple[int, ...] = (180,)) -> None:
+    """What an ablation leaves, but for the training."""
+    config = resolve(TrainConfig(out=run, interface=interface, seed=seed))
+    model = build_model(config)
+    for step in steps:
+        staged = stage_checkpoint(step, model, torch.optim.SGD(model.parameters()), config.as_json())
+        write_checkpoint(run, staged, keep=None)
 
 
 def test_diagnostics_run_after_an_ablation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    kinds: dict[str, Any] = {
-        "untied-0": mt.Untied(4096, 128),
-        "transpose-0": mt.TransposeTying(4096, 128),
-        "transpose-1": mt.TransposeTying(4096, 128),
-        "pit-frozen-0": mt.PIT(4096, 128, diagonal="exp"),
-        "pit-trainable-0": mt.PIT(4096, 128, memory="trainable", diagonal="exp"),
-    }
-    for run, interface in kinds.items():
-        save_run(tmp_path / "runs" / "ablation" / run, interface)
+    arms: tuple[Interface, ...] = ("untied", "transpose", "pit-frozen", "pit-trainable")
+    for arm in arms:
+        save_run(tmp_path / "runs/ablation" / f"{arm}-0", arm)
+    save_run(tmp_path / "runs/ablation/transpose-1", "transpose", seed=1)
+    for arm in ("transpose", "pit-trainable"):
+        save_run(tmp_path / "runs/course" / f"{arm}-0", arm, steps=(36, 72))
     page = program("docs/diagnostics.md")
     assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: the tests themselves
     page = page.replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
     names = run_page("docs/diagnostics.md", page)
     assert names["consistency"]["pit-trainable"].delta_ti < 1e-4 < names["consistency"]["transpose"].delta_ti
+    assert [path.name for path in names["course"]["transpose"]] == ["step-00000036", "step-00000072"]
     assert (tmp_path / "traces.png").read_bytes().startswith(b"\x89PNG")
     assert "67108864000" in capsys.readouterr().out
 
