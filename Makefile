@@ -18,8 +18,9 @@ $(READY): pyproject.toml constraints.txt
 ablation: $(READY)
 	$(BIN)/manifold-tying ablate --out runs/ablation
 
+# A worker per core, each test in one thread; a file's tests stay together, since what they share is made once per worker.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 # The lower bound of the extra `huggingface`, in a venv of its own, with whatever its own bounds then bring.
 OLDEST := 5.0.0
