@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manifold_tying.models import preset
 from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training._config import Settings
 from manifold_tying.training._progress import Started
@@ -61,6 +62,15 @@ def train_arms(
     config = AblateConfig(out=folder, arms=specs, seeds=seeds, settings=settings)
     prepare_data(config)
     return Trained(arms=arms, rows=ablate(config, started=started), folder=folder)
+
+
+def size(settings: Settings) -> str:
+    """What the runs of a comparison are, for the notes below its tables."""
+    shape = preset(settings.preset)
+    return (
+        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
+        f"{settings.steps * settings.tokens_per_step:,} tokens of {settings.data}"
+    )
 
 
 def loss_table(title: str, trained: Trained, printed: str | None, notes: Sequence[str]) -> Table:

@@ -2,27 +2,21 @@
 
 from pathlib import Path
 
-from manifold_tying.models import preset
-from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._progress import Started
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training.papers._arms import Arm, loss_table, train_arms
+from manifold_tying.training.papers._arms import Arm, loss_table, size, train_arms
 from manifold_tying.training.papers._pit import TRANSPOSE
 from manifold_tying.training.papers._table import Table
 from manifold_tying.training.papers._throughout import interface_table
 
-PIT = "pit-trainable"
+PIT: Interface = "pit-trainable"
 
 
 def ingredients(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
     """PIT with a trained Z as the recipe has it, without each of its parts, and plain tables with the part they can have."""
     trained = train_arms(out, ingredient_arms(settings), settings, seeds, started)
-    shape = preset(settings.preset)
-    notes = [
-        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
-        f"{settings.steps * settings.tokens_per_step:,} tokens of {settings.data}, validation. All else is the recipe's and "
-        "was not tuned again.",
-    ]
+    notes = [f"{size(settings)}, validation. All else is the recipe's and was not tuned again."]
     title = "One ingredient removed at a time"
     return [loss_table(title, trained, None, notes), interface_table("The interface during training", trained)]
 

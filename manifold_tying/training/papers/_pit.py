@@ -6,12 +6,11 @@ from pathlib import Path
 
 from manifold_tying import diagnostics
 from manifold_tying.diagnostics import InterfaceConsistency
-from manifold_tying.models import preset
 from manifold_tying.training._config import Settings
 from manifold_tying.training._hugging_face_model import OUT
 from manifold_tying.training._progress import Started
 from manifold_tying.training._record import METRICS
-from manifold_tying.training.papers._arms import Arm, Trained, loss_table, train_arms
+from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table, nats, scientific
 from manifold_tying.training.report._statistics import mean
 
@@ -37,11 +36,8 @@ def from_scratch(out: Path, settings: Settings, seeds: int, started: Started | N
         Arm(label="untied", spec="untied"),
     ]
     trained = train_arms(out, arms, settings, seeds, started)
-    shape = preset(settings.preset)
     notes = [
-        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
-        f"{settings.steps * settings.tokens_per_step:,} tokens of {settings.data}, validation; the paper: Llama-0.3B, "
-        "FineWeb-Edu, training loss.",
+        f"{size(settings)}, validation; the paper: Llama-0.3B, FineWeb-Edu, training loss.",
         "Each arm at its own rates (docs/learning-rates.md); the paper trains all by AdamW and names no rates.",
     ]
     losses = loss_table("PIT, Table 4: from-scratch pretraining", trained, SCRATCH_COLUMN, notes)

@@ -6,7 +6,7 @@ from pathlib import Path
 from manifold_tying.models import preset
 from manifold_tying.training._config import Settings
 from manifold_tying.training._progress import Started
-from manifold_tying.training.papers._arms import Arm, Trained, loss_table, train_arms
+from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table
 
 FULL = "poet-full"  # with a fraction of 1/2, as in all of the paper's ablations
@@ -111,12 +111,7 @@ def _errors(trained: Trained) -> Table:
 
 
 def _of_runs(settings: Settings) -> list[str]:
-    shape = preset(settings.preset)
-    tokens = settings.steps * settings.tokens_per_step
-    return [
-        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
-        f"{tokens:,} tokens of {settings.data}; the paper: C4. Learning rates are the recipe's, not tuned per arm."
-    ]
+    return [f"{size(settings)}; the paper: C4. Learning rates are the recipe's, not tuned per arm."]
 
 
 def _size(settings: Settings, d: int) -> list[str]:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from manifold_tying.models import preset
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._progress import Started
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training.papers._arms import Arm, loss_table, train_arms
+from manifold_tying.training.papers._arms import Arm, loss_table, size, train_arms
 from manifold_tying.training.papers._pit import SCRATCH_COLUMN, TRANSPOSE
 from manifold_tying.training.papers._table import Table
 from manifold_tying.training.papers._throughout import interface_table
@@ -59,11 +58,8 @@ def tuned(out: Path, settings: Settings, seeds: int, started: Started | None) ->
         notes=["What is not named has the recipe's value (docs/learning-rates.md).", *tried.failures()],
     )
     trained = train_arms(out, best, settings, seeds, started)
-    shape = preset(settings.preset)
     notes = [
-        f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
-        f"{settings.steps * settings.tokens_per_step:,} tokens of {settings.data}, validation; the paper: Llama-0.3B, "
-        "FineWeb-Edu, training loss, Z frozen and embeddings as they are.",
+        f"{size(settings)}, validation; the paper: Llama-0.3B, FineWeb-Edu, training loss, Z frozen and used as it is.",
         "Seed 0 also chose the settings, for every arm among the same number of trials.",
     ]
     title = "From scratch, every arm at the best of its trials"
