@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +211,18 @@ def test_markdown_keeps_its_columns() -> None:
     assert text == "### t\n\n| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\n- n\n"
 
 
-def test_command(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = ["--preset", TINY, "--tokens", "48", "--batch-size", "3", "--sequence-length", "16", "--seeds", "1"]
-    main(["reproduce", "poet-initialization", "--out", str(tmp_path / "out"), "--data", f"text:{corpus}", *own])
+    words = ["reproduce", "poet-initialization", "--out", str(tmp_path / "out"), "--data", f"text:{corpus}", *own]
+    monkeypatch.setattr("sys.argv", ["manifold-tying", *words])
+    main(words)
     assert "uniform-spectrum" in capsys.readouterr().out
     described = json.loads((tmp_path / "out/tables.json").read_text())
     assert described["comparison"] == "poet-initialization" and len(described["tables"][0]["body"]) == 4
+    experiment = json.loads((tmp_path / "out/experiment.json").read_text())  # what the report page shows
+    assert described["command"] == experiment["command"] == shlex.join(["manifold-tying", *words])
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
         own = run.as_json()
         per_arm[arm] |= {k: own[k] for k in own if k not in shared and k not in ("interface", "seed")}
     return {
-        "command": called_as("ablate") or f"ablate({config})",
+        "command": called_as("ablate", "reproduce") or f"ablate({config})",
         "machine": machine(torch.device(config.settings.device)),
         "settings": {**shared, "seeds": config.seeds},
         "arms": per_arm,

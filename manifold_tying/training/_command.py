@@ -7,9 +7,9 @@ import sys
 from manifold_tying.training._config import Settings, TrainConfig
 
 
-def called_as(subcommand: str) -> str | None:
-    """The command line by which this process was started, quoted for a shell, where it is that subcommand's."""
-    return shlex.join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:2] == [subcommand] else None
+def called_as(*subcommands: str) -> str | None:
+    """The command line by which this process was started, quoted for a shell, where it is one of these subcommands'."""
+    return shlex.join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:] and sys.argv[1] in subcommands else None
 
 
 def train_command(run: TrainConfig) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import tyro
 
 from manifold_tying.models import preset
+from manifold_tying.training._command import called_as
 from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
@@ -136,8 +136,8 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
 
 def _command(config: ReproduceConfig) -> str:
     """The command line that makes the same."""
-    if sys.argv[1:2] == ["reproduce"]:
-        return shlex.join(["manifold-tying", *sys.argv[1:]])
+    if called := called_as("reproduce"):
+        return called
     words = ["manifold-tying", "reproduce", config.name]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
