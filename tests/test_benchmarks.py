@@ -365,7 +365,12 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         page([*where, "--check"])
     page(where)
     text = (tmp_path / "papers.md").read_text()
-    assert "| xavier | 5.432 |" in text and "- a note" in text and "`manifold-tying reproduce ...`" in text
+    assert (
+        "## poet-initialization, cpu\n" in text
+        and "| xavier | 5.432 |" in text
+        and "- a note" in text
+        and "`manifold-tying reproduce ...`" in text
+    )
 
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
