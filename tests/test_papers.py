@@ -172,11 +172,19 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
 
 def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_adapted, "STEPS", 2)
-    own = {"source_data": f"text:{corpus}", "source_tokens": 1024, "seeds": 1}
+    own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
     (table,) = reproduce(config("pit-adaptation", tmp_path, corpus, **own))
     assert [line[0] for line in table.body] == [
         "transpose tying", "PIT, Z frozen, T = I (the paper's)", "PIT, Z trained, by rotation"
     ]  # fmt: skip
+    falling, settled = (
+        json.loads((tmp_path / "source" / name / "config.json").read_text()) for name in ("run", "settled")
+    )
+    assert (falling["steps"], settled["steps"]) == (3, 1) and settled["lr"] == pytest.approx(falling["lr"] / 10)
+    begun = json.loads((tmp_path / "continued/transpose-0/config.json").read_text())["init_from"]
+    assert begun == str(tmp_path / "source/settled/model") and settled["init_from"] == str(
+        tmp_path / "source/run/model"
+    )
     rotated = "pit-trainable+init_transform=rotation-0"
     row = json.loads((tmp_path / "adapted" / rotated / "result.json").read_text())
     assert table.body[2][1] == f"{100 * row['in_domain']:.1f}" and table.body[0][-1] == "16.9 / 12.4"

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LR, WIDTH = 4e-3, 128  # peak rate at that width, for AdamW from scratch on transformers' own initial weights
 WEIGHT_DECAY = 0.1
+SETTLING, SETTLING_RATE = (
+    0.25,
+    0.1,
+)  # the last share of the steps, and its share of the rate: until nothing falls any more
 
 
 def tied_llama(name: str, positions: int) -> "PreTrainedModel":
@@ -41,19 +45,36 @@ def tied_llama(name: str, positions: int) -> "PreTrainedModel":
 
 
 def trained_source(out: Path, name: str, data: str, steps: int, started: Started | None = None) -> Path:
-    """Folder of a tied checkpoint of that preset, trained for so many steps; what is there already is not done again."""
-    start, run = out / "start", out / "run"
+    """Folder of a tied checkpoint of that preset, trained for so many steps; what is there already is not done again.
+
+    A quarter of the steps settle it: a second run from where the first one ended, whose rate falls from a tenth of the peak
+    to a hundredth, as checkpoints that are published were trained to the end of their schedule.
+    """
+    start = out / "start"
     lr = LR * WIDTH / preset(name).hidden_size
     if not (start / "tokenizer.json").exists():
-        made = load_data(TrainConfig(out=run, settings=Settings(preset=name, data=data, steps=steps)))
+        made = load_data(TrainConfig(out=start, settings=Settings(preset=name, data=data, steps=steps)))
         with torch.random.fork_rng():
             torch.manual_seed(0)
             tied_llama(name, positions=4 * Settings.sequence_length).save_pretrained(start)
         shutil.copy2(made.directory / "tokenizer.json", start)  # last: with it the folder is whole
-    if not (run / RESULT).exists():
+    settling = round(SETTLING * steps)
+    falling = _run(out / "run", start, data, steps - settling, lr, 0, started)
+    return _run(out / "settled", falling, data, settling, SETTLING_RATE * lr, 1, started) if settling else falling
+
+
+def _run(out: Path, init_from: Path, data: str, steps: int, lr: float, seed: int, started: Started | None) -> Path:
+    """The checkpoint of one run, trained where it is not there yet; the seed is that of the order of the data."""
+    if not (out / RESULT).exists():
         settings = Settings(
-            init_from=start, data=data, steps=steps, checkpoint_every=-(-steps // 4), lr=lr, weight_decay=WEIGHT_DECAY
+            init_from=init_from,
+            data=data,
+            steps=steps,
+            checkpoint_every=-(-steps // 4),
+            lr=lr,
+            weight_decay=WEIGHT_DECAY,
         )
         observer = started("source", 0, 1, steps) if started else None
-        train(TrainConfig(out=run, interface="transpose", resume=True, settings=settings), observer=observer)
-    return run / OUT
+        config = TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings)
+        train(config, observer=observer)
+    return out / OUT
