@@ -72,6 +72,7 @@ def draw(panels: Sequence[dict[str, Any]], quantities: Sequence[Quantity], path:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "curves"
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     size = (4.6 * len(panels), 3.1 * len(quantities))
     figure, grid = plt.subplots(len(quantities), len(panels), figsize=size, squeeze=False)
@@ -85,8 +86,9 @@ def draw(panels: Sequence[dict[str, Any]], quantities: Sequence[Quantity], path:
                 axes.plot(line["tokens"], line["mean"], label=interface_of(arm), **(of_arm.line | marker))
                 axes.fill_between(line["tokens"], line["low"], line["high"], **of_arm.band)
             axes.set_yscale("linear" if quantity in LINEAR else "log")
-            axes.set_title(f"{panel['preset']}", fontsize="medium")
+            axes.set_title(panel["preset"], fontsize="medium")
             axes.set_xlabel("training tokens")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             axes.set_ylabel(LABELS[quantity])
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
