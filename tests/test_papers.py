@@ -106,7 +106,7 @@ def test_every_arm_is_tuned_by_as_many_trials(tmp_path: Path, corpus: Path) -> N
         result = json.loads((tmp_path / f"{spec.strip('`')}-0" / RESULT).read_text())
         assert loss == f"{result['val_loss']:.3f}"
         tried.setdefault(label, {})[spec.strip("`")] = result["val_loss"]
-    assert [len(of_arm) for of_arm in tried.values()] == 4 * [5]
+    assert [len(of_arm) for of_arm in tried.values()] == 4 * [6]
     best = {label: min(of_arm, key=lambda spec: of_arm[spec]) for label, of_arm in tried.items()}
     assert {line[0]: line[1].strip("`") for line in trials.body if line[3]} == best
     # the chosen ones, and only those, went through every seed

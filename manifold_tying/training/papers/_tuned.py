@@ -18,8 +18,8 @@ LABELS: Mapping[Interface, str] = {
     "transpose": TRANSPOSE, "untied": "untied", "pit-frozen": "PIT, Z frozen", "pit-trainable": "PIT, Z trained"
 }  # fmt: skip
 PRINTED: Mapping[Interface, float] = {"transpose": 17.72, "pit-frozen": 50.17}
-# What each trial multiplies the recipe's values with: twice and half the body's rate for all, then what else an arm has.
-_ALL: tuple[Factors, ...] = ({}, {"lr": 0.5}, {"lr": 2.0})
+# What each trial multiplies the recipe's values with: the body's rate for all, then what else an arm has.
+_ALL: tuple[Factors, ...] = ({}, {"lr": 0.5}, {"lr": 2.0}, {"lr": 0.25})
 _TABLES: tuple[Factors, ...] = (*_ALL, {"table_std": 1 / 3}, {"lr": 0.5, "table_std": 1 / 3})
 TRIALS: Mapping[Interface, tuple[Factors, ...]] = {
     "transpose": _TABLES,
