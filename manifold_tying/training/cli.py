@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         runs[type(config)](config, Console(soft_wrap=False))
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False)
+        Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
 
 
