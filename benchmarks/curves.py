@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import tyro
 
+from benchmarks._figure import pyplot, save
 from manifold_tying.training.report._experiment import Experiment, arm_names, interface_of
 from manifold_tying.training.report._palette import looks
 from manifold_tying.training.report._reading import load_experiment
@@ -67,13 +68,9 @@ def _kept(values: Values) -> list[float]:
 
 def draw(panels: Sequence[dict[str, Any]], quantities: Sequence[Quantity], path: Path) -> None:
     """The figure, the same file for the same numbers."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "curves"
-    from matplotlib import pyplot as plt
     from matplotlib.ticker import EngFormatter
 
+    plt = pyplot("curves")
     size = (4.6 * len(panels), 3.1 * len(quantities))
     figure, grid = plt.subplots(len(quantities), len(panels), figsize=size, squeeze=False)
     for column, panel in enumerate(panels):
@@ -92,10 +89,7 @@ def draw(panels: Sequence[dict[str, Any]], quantities: Sequence[Quantity], path:
             axes.set_ylabel(LABELS[quantity])
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(plt, figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from benchmarks._command import commit
+from benchmarks._figure import pyplot, save
 from manifold_tying.linalg import skew, unskew
 from manifold_tying.training._machine import machine
 
@@ -74,12 +75,7 @@ def _draw(options: Options, generator: torch.Generator) -> Tensor:
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     """The curves, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "merge drift"  # the same file for the same numbers
-    from matplotlib import pyplot as plt
-
+    plt = pyplot("merge drift")
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for i, (name, values) in enumerate(curves.items()):
         even = name == "exact" or int(name) % 2 == 0
@@ -89,10 +85,7 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     axes.set_ylabel("largest change of a singular value / σ₁")
     axes.grid(alpha=0.3)
     axes.legend(ncol=2, fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(plt, figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

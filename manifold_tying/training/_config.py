@@ -23,12 +23,8 @@ OnNan = Literal["stop", "skip"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
-ELSEWHERE = (
-    "parallel",
-    "timeout",
-    "on_nan",
-    "keep_checkpoints",
-)  # how a run is worked off; a resumed one may differ in it
+# How a run is worked off; a resumed one may differ in it.
+ELSEWHERE = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
