@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 LR, WIDTH = 4e-3, 128  # peak rate at that width, for AdamW from scratch on transformers' own initial weights
 WEIGHT_DECAY = 0.1
-SETTLING, SETTLING_RATE = (
-    0.25,
-    0.1,
-)  # the last share of the steps, and its share of the rate: until nothing falls any more
+# The last share of the steps, and its share of the rate: until nothing falls any more.
+SETTLING, SETTLING_RATE = 0.25, 0.1
 
 
 def tied_llama(name: str, positions: int) -> "PreTrainedModel":
