@@ -263,6 +263,8 @@ def with_singular_values(*h: float, n: int) -> Tensor:
 
 POINTS = {
     "tall": lambda: conditioned((6, 3), 4.0),
+    "very tall": lambda: conditioned((13, 3), 4.0),
+    "very tall batch": lambda: conditioned((2, 9, 2), 3.0),
     "square": lambda: conditioned((4, 4), 4.0),
     "column": lambda: conditioned((5, 1), 1.0),
     "batch": lambda: conditioned((2, 2, 4, 2), 3.0),

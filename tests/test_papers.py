@@ -145,6 +145,13 @@ def test_ingredients(tmp_path: Path, corpus: Path) -> None:
         assert line[2] == f"{row['val_loss'] - whole:+.3f}".replace("-", "−")
         assert row["val_loss"] != whole  # what is removed is in use
     assert len(interface.body) == 10
+    rates = {
+        spec: json.loads((tmp_path / f"{spec}-0/config.json").read_text())["memory_lr"]
+        for spec in of
+        if spec == "pit-trainable" or "memory_lr" in spec
+    }
+    _, body, four_times, quarter = (rate / rates["pit-trainable"] for rate in rates.values())
+    assert (round(four_times, 3), round(quarter, 3)) == (4, 0.25) and body not in (1, 4, 0.25)
     largest = max(
         json.loads(line).get("cond_transform") or 0.0
         for line in (tmp_path / "pit-trainable-0/metrics.jsonl").read_text().splitlines()
@@ -153,15 +160,23 @@ def test_ingredients(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"source_data": f"text:{corpus}", "source_tokens": 1024, "seeds": 1}
+    own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
     losses, consistency, early = reproduce(config("pit-continued", tmp_path, corpus, **own))
     trained = {row["arm"]: row for row in rows(tmp_path)}
     assert len(trained) == 7 and not [row for row in trained.values() if "failed" in row]
     first = json.loads((tmp_path / "transpose-0/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert early.body[0][1] == f"{first:.3f}"
-    assert json.loads((tmp_path / "transpose-0/config.json").read_text())["init_from"].startswith(
-        str(tmp_path / "source")
+    # a source at the usual rate, settled in a quarter of the steps at a tenth of it; the arms start from that
+    source, settled, arm = (
+        json.loads((tmp_path / run / "config.json").read_text())
+        for run in ("source/run", "source/settled", "transpose-0")
     )
+    assert [Path(run["init_from"]).relative_to(tmp_path) for run in (source, settled, arm)] == [
+        Path("source/start"),
+        Path("source/run/model"),
+        Path("source/settled/model"),
+    ]
+    assert settled["lr"] == 0.1 * source["lr"] and settled["steps"] * 3 == source["steps"]
     assert len(consistency.body) == 7 and len(losses.body) == 7
     # the same command again trains nothing
     results = [tmp_path / "source/run" / RESULT, tmp_path / "transpose-0" / RESULT]

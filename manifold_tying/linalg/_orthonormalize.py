@@ -65,7 +65,7 @@ def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
     L, info = torch.linalg.cholesky_ex(gram(Y))
     if info.any() or not torch.isfinite(L).all():
         return None
-    Q = torch.linalg.solve_triangular(L.mT, Y, upper=True, left=False)
+    Q = _divide(Y, L.mT)
     G = gram(Q)
     off = torch.linalg.matrix_norm(G - identity_like(G)).amax()
     if off <= 6 * torch.finfo(Y.dtype).eps * Y.shape[-1] ** 0.5:
@@ -73,7 +73,14 @@ def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
     if not off < 0.1:
         return None
     L2 = torch.linalg.cholesky(G)
-    return torch.linalg.solve_triangular(L2.mT, Q, upper=True, left=False), (L @ L2).mT
+    return _divide(Q, L2.mT), (L @ L2).mT
+
+
+def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
+    """Y R⁻¹ for triangular R; by its inverse for a tall Y, where a product takes a third of a solve's time."""
+    if Y.shape[-2] < 4 * Y.shape[-1]:
+        return torch.linalg.solve_triangular(R, Y, upper=upper, left=False)
+    return Y @ torch.linalg.solve_triangular(R, identity_like(R).expand_as(R), upper=upper)
 
 
 class _QR(torch.autograd.Function):
@@ -98,4 +105,4 @@ class _QR(torch.autograd.Function):
         with full_precision(Q.device):
             M = -(grad_Q.mT @ Q)
             inside = grad_Q + Q @ (M.tril() + M.tril(-1).mT)
-            return torch.linalg.solve_triangular(R.mT, inside, upper=False, left=False), None
+            return _divide(inside, R.mT, upper=False), None
