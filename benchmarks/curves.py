@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import tyro
 
 from benchmarks._figure import pyplot, save
 from manifold_tying.training.report._experiment import Experiment, arm_names, interface_of
 from manifold_tying.training.report._palette import looks
 from manifold_tying.training.report._reading import load_experiment
-from manifold_tying.training.report._series import TOKENS, Values, curve, smoothing_window
+from manifold_tying.training.report._series import TOKENS, curve, smoothing_window
 
 Quantity = Literal["loss", "val_loss", "delta_ti", "defect", "cond_transform"]
 
@@ -54,16 +53,11 @@ def curves_of(experiment: Experiment, quantity: Quantity) -> dict[str, dict[str,
     found = {}
     for arm in arm_names(experiment.rows):
         runs = [run for run in experiment.runs if run.arm == arm]
-        line = curve(runs, x=TOKENS, y=quantity, window=window, positive=quantity not in LINEAR)
+        line = curve(runs, x=TOKENS, y=quantity, window=window, positive=quantity not in LINEAR, most=MOST)
         if line is not None:
             parts = {"tokens": line.x, "mean": line.mean, "low": line.low, "high": line.high}
-            found[arm] = {name: _kept(values) for name, values in parts.items()}
+            found[arm] = {name: [float(f"{value:.6g}") for value in values] for name, values in parts.items()}
     return found
-
-
-def _kept(values: Values) -> list[float]:
-    places = np.unique(np.linspace(0, len(values) - 1, min(len(values), MOST)).round().astype(int))
-    return [float(f"{value:.6g}") for value in values[places]]
 
 
 def draw(panels: Sequence[dict[str, Any]], quantities: Sequence[Quantity], path: Path) -> None:

@@ -30,12 +30,14 @@ class Curve:
         return float(self.mean[-1])
 
 
-def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: bool = False) -> Curve | None:
+def curve(
+    runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: bool = False, most: int = MOST
+) -> Curve | None:
     """The runs of one arm as a curve; None where none of them measured y against x.
 
     x is "tokens" or "seconds"; where seeds differ in x (they do in seconds), a step stands at its mean. ``window``
     smooths each run by a mean over the last so many values; ``positive`` leaves out what a log axis cannot show. Of more than
-    ``MOST`` points evenly spaced ones are kept.
+    ``most`` points evenly spaced ones are kept.
     """
     measured = [points for points in (_points(run, x, y) for run in runs) if points]
     shared = sorted(set.intersection(*map(set, measured))) if measured else []
@@ -47,7 +49,7 @@ def curve(runs: Sequence[Run], *, x: str, y: str, window: int = 1, positive: boo
     values = np.stack([trailing_mean(row, window) for row in values])
     if np.isnan(values).all():
         return None
-    kept = np.unique(np.linspace(0, len(shared) - 1, min(len(shared), MOST)).round().astype(int))  # first and last too
+    kept = np.unique(np.linspace(0, len(shared) - 1, min(len(shared), most)).round().astype(int))  # first and last too
     places, values = places[kept], values[:, kept]
     return Curve(runs[0].arm, places, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(measured))
 
