@@ -201,7 +201,9 @@ def test_interfaces_run(tmp_path: Path) -> None:
     (row,) = run("interface", tmp_path / "result.json")
     losses = row["extra"]["loss"]
     tied = [loss for name, loss in losses.items() if name.startswith("transpose")]
-    assert len(tied) >= 3 and max(tied) - min(tied) < 1e-4
+    torchs_own = hasattr(torch.nn.functional, "linear_cross_entropy")  # from torch 2.13 on
+    assert len(tied) >= 2 + torchs_own
+    assert max(tied) - min(tied) < 1e-4
     assert all(error < 1e-5 for error in row["extra"]["gradient error"].values())
     assert row["memory_unit"] == "logits"
     if not torch.cuda.is_available():

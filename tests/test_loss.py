@@ -160,7 +160,8 @@ def test_without_grad_no_gradient_is_computed() -> None:
 
 def peak_bytes(run: Callable[[], Any]) -> int:
     """Most bytes held at once during ``run`` beyond those before, from the allocator's own events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     held = peak = 0
     for event in profile.profiler.kineto_results.events():

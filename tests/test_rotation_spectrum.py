@@ -52,7 +52,8 @@ def test_vector_probe_draws_the_same_vector_each_time() -> None:
     state = torch.get_rng_state()
     first = vector_probe(R)
     assert torch.equal(torch.get_rng_state(), state)
-    assert vector_probe(R) == first == vector_probe(torch.stack([R, R]))[1]
+    assert vector_probe(R) == first
+    assert vector_probe(torch.stack([R, R]))[1] == pytest.approx(float(first), abs=1e-14)  # another order of sums
     assert vector_probe(R, generator=torch.Generator().manual_seed(0)) == first
     assert vector_probe(R, generator=torch.Generator().manual_seed(1)) != first
     identity = torch.eye(50, dtype=torch.bfloat16, requires_grad=True)

@@ -48,7 +48,9 @@ class _CayleyNeumann2(torch.autograd.Function):
     def forward(ctx: Any, A: Tensor) -> Tensor:
         ctx.save_for_backward(A)
         A2 = A @ A
-        return (A @ A2).add_(A + A2, alpha=2).add_(identity_like(A))
+        # The last sum not in place: compiled by torch 2.11, a forward that returns a tensor which it changed in place, in
+        # any Function, passes on a gradient of zeros, without a word.
+        return torch.add((A @ A2).add_(identity_like(A)), A + A2, alpha=2)
 
     @staticmethod
     @once_differentiable

@@ -48,7 +48,9 @@ class InputCentric(torch.autograd.Function):
             u = torch.mm(h, W0.mT, out=out) if bias is None else torch.addmm(bias, h, W0.mT, out=out)
             v = take(u, order_R, v)
             y = put(u, multiply(v, R, False, room("turned", len(order_R))), order_R, y)
-            return (y if rest is None else y.add_(rest)), v
+            if rest is not None:  # not in place where compiled: see linalg._cayley on what a forward returns
+                y = y + rest if torch.compiler.is_compiling() else y.add_(rest)
+            return y, v
 
         y, v = _by_blocks(of_block, base, (x,), (len(base), len(order_R)))
         ctx.save_for_backward(x, v, base, bias, stored, order_R, order_P)

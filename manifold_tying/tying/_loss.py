@@ -79,7 +79,8 @@ def _loss_and_gradients(
         largest = vocabulary.largest(x)
         total = x.sub_(largest).exp_().sum(1, keepdim=True)
         picked, total = vocabulary.add(picked, total)
-        loss += ((total.log() + largest - picked)[:, 0] * weight[part]).sum()
+        # Out of place: see linalg._cayley on what a forward returns.
+        loss = loss + ((total.log() + largest - picked)[:, 0] * weight[part]).sum()
         if grad_hidden is None and grad_table is None:
             continue
         x.mul_(weight[part, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
