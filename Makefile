@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-oldest-transformers lint types check clean
+.PHONY: install ablation test test-oldest-torch test-oldest-transformers lint types check clean
 
 install: $(READY)
 
@@ -21,6 +21,13 @@ ablation: $(READY)
 # A worker per core, each test in one thread; a file's tests stay together, since what they share is made once per worker.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.
+OLDEST_TORCH := 2.11.0
+test-oldest-torch:
+	$(PYTHON) -m venv $(VENV)-oldest-torch
+	$(VENV)-oldest-torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(OLDEST_TORCH)" --editable ".[dev]"
+	$(VENV)-oldest-torch/bin/python -m pytest --numprocesses auto --dist loadfile
 
 # The lower bound of the extra `huggingface`, in a venv of its own, with whatever its own bounds then bring.
 OLDEST := 5.0.0
@@ -42,4 +49,4 @@ types: $(READY)
 check: lint types test
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-oldest-torch dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
