@@ -186,13 +186,17 @@ def columns(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
     shown = {
         "ms": {name: number(v["milliseconds"]) for name, v in contenders.items() if "milliseconds" in v},
         f"× {measured['reference']}": {
-            name: f"{v['ratio']:.2f}" for name, v in contenders.items() if v.get("ratio") is not None
+            name: _ratio(v["ratio"]) for name, v in contenders.items() if v.get("ratio") is not None
         },
         "extra MB": {name: f"{v['memory_bytes'] / 1e6:,.1f}" for name, v in contenders.items() if "memory_bytes" in v},
         memory: {name: f"{v['memory_share']:.3g}" for name, v in contenders.items() if "memory_share" in v},
         **{measure: {name: number(value) for name, value in of.items()} for measure, of in measured["extra"].items()},
     }
     return {heading: cells for heading, cells in shown.items() if cells}
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def number(value: float) -> str:
