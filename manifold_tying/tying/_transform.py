@@ -59,7 +59,9 @@ class _Divide(torch.autograd.Function):
 
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
     half = torch.linalg.solve_triangular(L.mT, rows, upper=True, left=False)
-    return torch.linalg.solve_triangular(L, half, upper=False, left=False)
+    # Contiguous for inductor, which (torch 2.13, CPU) takes a column-major result for a row-major one in a larger graph: gradients
+    # were wrong there, without a word.
+    return torch.linalg.solve_triangular(L, half, upper=False, left=False).contiguous()
 
 
 def _through_square(grad_T: Tensor, L: Tensor) -> Tensor:
