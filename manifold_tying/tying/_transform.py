@@ -59,8 +59,8 @@ class _Divide(torch.autograd.Function):
 
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
     half = torch.linalg.solve_triangular(L.mT, rows, upper=True, left=False)
-    # Contiguous for inductor, which (torch 2.13, CPU) takes a column-major result for a row-major one in a larger graph: gradients
-    # were wrong there, without a word.
+    # Contiguous for inductor, which (torch 2.13, CPU) takes a column-major result for a row-major one in a larger graph:
+    # gradients were wrong there, without a word.
     return torch.linalg.solve_triangular(L, half, upper=False, left=False).contiguous()
 
 
