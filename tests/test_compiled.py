@@ -1,13 +1,21 @@
-"""What compiled code needs of every autograd.Function; that it computes the same is tested beside what is compiled."""
+"""What compiled code needs of a forward, and a whole model by the default compiler; that each part's graph computes the same
+is tested beside that part."""
 
+import dataclasses
+import os
+import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from manifold_tying import PIT, TransposeTying, linalg
-from manifold_tying.parametrizations import equivalence, orthogonal, spd
+from manifold_tying.models import Llama, preset
+from manifold_tying.parametrizations import equivalence, equivalence_, orthogonal, spd
+
+V, D = 256, 32
 
 
 def tall_layer() -> nn.Linear:
@@ -38,3 +46,74 @@ def test_a_forward_returns_nothing_that_it_changed_in_place(forward: str, monkey
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     result = FORWARDS[forward]()
     assert result.requires_grad and result._version == 0
+
+
+class _Layout(torch.autograd.Function):
+    """The identity, which notes how the gradient that reaches it lies in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strides: list[tuple[int, ...]]) -> Tensor:
+        ctx.strides = strides
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.strides.append(grad.stride())
+        return grad, None
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "embed": lambda x: PIT(12, 8, memory="trainable").embed(torch.randint(12, (len(x),))),
+    "readout": lambda x: PIT(12, 8).logits(x),
+    "loss": lambda x: PIT(12, 8, memory="trainable").loss(x, torch.randint(12, (len(x),))),
+    "orthogonal": lambda x: orthogonal(nn.Linear(8, 9))(x),
+    "equivalence, block": lambda x: equivalence(nn.Linear(8, 12), block_size=4)(x),
+    "equivalence, full": lambda x: equivalence(nn.Linear(8, 12), scheme="full", block_size=4)(x),
+    "equivalence, exact": lambda x: equivalence(nn.Linear(8, 12), block_size=4, terms=None)(x),
+}
+
+
+@pytest.mark.parametrize("tokens", [2, 300])
+@pytest.mark.parametrize("forward", ACTIVATIONS)
+def test_activations_and_their_gradients_lie_row_by_row(
+    forward: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Compiled by torch 2.13 for a CPU, a norm of what lies column by column is wrong.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.randn(tokens, 8, requires_grad=True)
+    strides: list[tuple[int, ...]] = []
+    y = ACTIVATIONS[forward](_Layout.apply(x, strides))
+    assert y.is_contiguous()
+    y.square().sum().backward()
+    assert strides == ([] if forward == "embed" else [(8, 1)])
+
+
+# torch's own, where it generates code
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "low"), [("linear", True), ("poet", False)])
+def test_a_whole_model_by_the_default_compiler(body: str, low: bool) -> None:
+    if shutil.which("g++") is None:
+        reason = "torch.compile needs a C++ compiler here; apt-get update && apt-get install -y g++"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    torch._dynamo.reset()
+    shape = dataclasses.replace(
+        preset("nano"), vocab_size=V, hidden_size=D, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2
+    )
+    model = Llama(dataclasses.replace(shape, embedding_norm=True), PIT(V, D, memory="trainable"))
+    if body == "poet":
+        equivalence_(model, "blocks.*", block_size=8, verbose=False)
+    ids = torch.randint(V, (4, 17))
+    gradients = []
+    for loss in (model.loss, torch.compile(model.loss, fullgraph=True)):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            value = loss(ids[:, :-1], ids[:, 1:])
+        value.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    for name, eager in gradients[0].items():
+        compiled = gradients[1][name]
+        assert eager is not None and compiled is not None
+        assert (compiled - eager).norm() <= (5e-2 if low else 1e-5) * eager.norm(), name

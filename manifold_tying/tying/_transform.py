@@ -58,10 +58,10 @@ class _Divide(torch.autograd.Function):
 
 
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
-    half = torch.linalg.solve_triangular(L.mT, rows, upper=True, left=False)
-    # Contiguous for inductor, which (torch 2.13, CPU) takes a column-major result for a row-major one in a larger graph:
-    # gradients were wrong there, without a word.
-    return torch.linalg.solve_triangular(L, half, upper=False, left=False).contiguous()
+    # As (T⁻¹ rowsᵀ)ᵀ, whose result lies row by row. One that lay column by column went wrong compiled: on a CPU, torch up to
+    # 2.13 miscomputes a norm of such a tensor and its gradient, without a word (PyTorch's issue 185702).
+    half = torch.linalg.solve_triangular(L, rows.mT, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
 
 
 def _through_square(grad_T: Tensor, L: Tensor) -> Tensor:
