@@ -132,23 +132,23 @@ class Largest(TorchDispatchMode):
 def test_frozen_rows_cost_no_solve_with_all_of_them() -> None:
     """With Z frozen, its gradient's two solves with n rows are replaced by two with d."""
 
-    def tall_solves(frozen: bool) -> list[int]:
+    def right_sides(frozen: bool) -> list[int]:
         rows, L, weights = operands(40)
         value = divide_by_transform(rows.requires_grad_(not frozen), L.requires_grad_())
-        heights: list[int] = []
+        counts: list[int] = []
         real = torch.linalg.solve_triangular
 
         def spy(A: Tensor, B: Tensor, **options: Any) -> Tensor:
-            heights.append(len(B))
+            counts.append(B.numel() // D)
             return real(A, B, **options)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.linalg, "solve_triangular", spy)
             (value * weights).sum().backward()
-        return heights
+        return counts
 
-    assert tall_solves(frozen=True) == [D, D]
-    assert tall_solves(frozen=False) == [40, 40]  # negative control
+    assert right_sides(frozen=True) == [D, D]
+    assert right_sides(frozen=False) == [40, 40]  # negative control
 
 
 # What an embedding solves for
@@ -221,22 +221,22 @@ def test_each_token_is_embedded_as_alone_and_solved_for_once(
 )  # Dynamo
 def test_really_compiled_it_solves_for_the_fewer_too() -> None:
     pit = pit_with_transform("frozen")
-    heights: list[int] = []
+    right_sides: list[int] = []
 
     def note(graph: torch.fx.GraphModule, _: Any) -> Any:
         for node in graph.graph.nodes:
             if node.target is torch.ops.aten.linalg_solve_triangular.default:
-                heights.append(node.meta["val"].shape[0])
+                right_sides.append(node.meta["val"].numel() // D)
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=note)
     for ids, expected in ((IDS["repeated"], 6), (IDS["more than V"], V)):
         torch._dynamo.reset()
-        heights.clear()
+        right_sides.clear()
         with torch.no_grad():
             compiled = torch.compile(pit.embed, fullgraph=True, backend=backend, dynamic=False)(ids)
             torch.testing.assert_close(compiled, pit.embed(ids))
-        assert heights and set(heights) == {expected}
+        assert right_sides and set(right_sides) == {expected}
 
 
 @pytest.mark.parametrize("ids", [name for name in IDS if name != "none"])
