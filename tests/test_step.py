@@ -38,7 +38,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # The Gram matrix
 
 
-@pytest.mark.parametrize("p", [5, 131, 191, 192, 195, 257, 515])
+@pytest.mark.parametrize("p", [1, 5, 15, 16, 127, 128, 131, 191, 192, 195, 256, 257, 515])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
     Y = {
@@ -51,7 +51,9 @@ def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
         rounded = Y.to(dtype).double().numpy().copy()
         expected, eps = rounded.T @ rounded, torch.finfo(dtype).eps
         assert G.shape == (p, p) and G.dtype == dtype
-        np.testing.assert_allclose(G.double().numpy(), expected, rtol=0, atol=16 * eps * expected.max())
+        stacked = linalg.gram(torch.stack([Y, -Y]).to(dtype))
+        for result in (G, *stacked):
+            np.testing.assert_allclose(result.double().numpy(), expected, rtol=0, atol=16 * eps * expected.max())
         # What is above the panels is copied; inside the blocks on the diagonal there is the product's rounding.
         width = -(-p // 4)
         assert p < 192 or torch.equal(G[:width, width:], G[width:, :width].mT)
