@@ -99,13 +99,17 @@ class Problem:
 
     def ours(self, retract_every: int = 1) -> Step:
         points = [self._on_stiefel(self.point)]
-        return Optimizing([RiemannianAdam(points, self.rate, retract_every=retract_every)], points, self.gradients)
+        return Optimizing([self._riemannian_adam(points, retract_every)], points, self.gradients)
 
     def ours_many(self, loop: bool) -> Step:
         """Each matrix of the batch a parameter; with one optimizer for all of them, or one for each."""
         points = [self._on_stiefel(X) for X in self.point]
         owned = [[X] for X in points] if loop else [points]
-        return Optimizing([RiemannianAdam(own, self.rate) for own in owned], points, self.gradients)
+        return Optimizing([self._riemannian_adam(own) for own in owned], points, self.gradients)
+
+    def _riemannian_adam(self, points: list[Tensor], retract_every: int = 1) -> RiemannianAdam:
+        fused = True if self.device.type == "cuda" else None  # there it is what keeps the host from waiting
+        return RiemannianAdam(points, self.rate, retract_every=retract_every, fused=fused)
 
     def _on_stiefel(self, X: Tensor) -> Tensor:
         if self.dtype == torch.bfloat16:

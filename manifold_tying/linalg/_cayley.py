@@ -16,7 +16,7 @@ def cayley(A: Tensor) -> Tensor:
     with full_precision(A.device):
         W = A.to(dtype)
         eye = identity_like(W)
-        return torch.linalg.solve(eye - W, eye + W).to(A.dtype)
+        return _solve(eye - W, eye + W).to(A.dtype)
 
 
 def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
@@ -85,8 +85,13 @@ def cayley_gradient(A: Tensor, grad_C: Tensor) -> Tensor:
     """Ā from C̄ for C = cayley(A), A skew: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
     with full_precision(A.device):
         eye = identity_like(A)
-        C = torch.linalg.solve(eye - A, eye + A)
-        return torch.linalg.solve((eye - A).mT, grad_C @ (eye + C).mT)
+        C = _solve(eye - A, eye + A)
+        return _solve((eye - A).mT, grad_C @ (eye + C).mT)
+
+
+def _solve(K: Tensor, B: Tensor) -> Tensor:
+    """K⁻¹ B for K = I - A, which no skew A makes singular; to have that checked, a host would wait for its GPU."""
+    return torch.linalg.solve_ex(K, B)[0]
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:

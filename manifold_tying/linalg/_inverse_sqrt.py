@@ -1,5 +1,8 @@
 """G^(-1/2) and the polar factor by products alone."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +24,16 @@ for _k in range(1, 12):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
 # |x|: terms that leave less than 1e-7 up to there, or 1e-16.
 _TERMS = {torch.float32: {0.08: 6, 0.2: 9, 0.3: 12}, torch.float64: {0.0025: 6, 0.018: 9, 0.05: 12}}
-# Enough for conditions up to about 10, where the number of steps cannot depend on the data.
-_FIXED_STEPS = 9
+# Where the number of products cannot depend on the data: λ^(-1/2) for λ from here to 1 by a polynomial, in the variable that
+# maps those λ to [-1, 1], and then the series for what that leaves, at most 0.07. Condition 10 needs no less than 0.03, since
+# the bound on the eigenvalues may be several times too large.
+_LOWEST = 0.03
+_MIDDLE, _HALF = (1 + _LOWEST) / 2, (1 - _LOWEST) / 2
+_POLYNOMIAL = (
+    np.polynomial.Chebyshev.interpolate(lambda t: (_MIDDLE + _HALF * t) ** -0.5, 8)
+    .convert(kind=np.polynomial.Polynomial)
+    .coef.tolist()
+)
 # Rounding grows with the condition, and each step takes a factor of 9/4 of it: past these an eigendecomposition does better.
 _MOST_STEPS = {torch.float32: 11, torch.float64: 40}
 
@@ -38,19 +49,28 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     largest = bound.amax().item()
     for radius, terms in _TERMS[G.dtype].items():
         if largest < radius:
-            return symmetric(_series(E, E2, terms)) * c.rsqrt()
+            return symmetric(_polynomial(E, E2, _SERIES[:terms])) * c.rsqrt()
     P, left = _newton_schulz(G, c * (1 + bound), _MOST_STEPS[G.dtype], 1e-4 if G.dtype == torch.float32 else 1e-8)
     return P if left <= 1e-3 else _inverse_sqrt_eigh(G)
 
 
 def inverse_sqrt_fixed(G: Tensor) -> Tensor:
-    """G^(-1/2) by a fixed number of Newton-Schulz steps, with no branch on the data: for compiled code and for GPUs.
+    """G^(-1/2) by twelve products, with no branch on the data: for compiled code and for GPUs.
 
     Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
     G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
     """
-    c, _, _, bound = _spread(G)
-    return _newton_schulz(G, c * (1 + bound), _FIXED_STEPS)[0]
+    c, E, E2, bound = _spread(G)
+    shrink, eye = 1 / (1 + bound), identity_like(G)
+    # Q = P - I with P from the polynomial: of E and E², which those of its variable are made of.
+    a, b = shrink / _HALF, (shrink - _MIDDLE) / _HALF
+    Q = symmetric(_polynomial(a * E + b * eye, a**2 * E2 + 2 * a * b * E + b**2 * eye, _POLYNOMIAL)) - eye
+    # P G P - I for G over its bound, from differences to the identity: the identity's own rounding would be left over.
+    E = shrink * E + (shrink - 1) * eye
+    E = E + Q + E @ Q
+    E = symmetric(E + Q + Q @ E)
+    rest = _polynomial(E, E @ E, _SERIES) - eye
+    return symmetric(eye + (Q + rest + Q @ rest)) * (c / shrink).rsqrt()
 
 
 def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
@@ -119,19 +139,19 @@ def _spread(G: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return c, E, E2, torch.linalg.matrix_norm(E2)[..., None, None].sqrt()
 
 
-def _series(E: Tensor, E2: Tensor, terms: int) -> Tensor:
-    """Σ c_k Eᵏ, k < terms, as a polynomial in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
+def _polynomial(E: Tensor, E2: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """Σ c_k Eᵏ of three coefficients or a multiple, in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
     E3, eye = E2 @ E, identity_like(E)
     result: Tensor | None = None
-    for k in range(terms - 3, -1, -3):
-        a, b, c = _SERIES[k : k + 3]
-        coefficient = torch.add(a * eye, E, alpha=b).add_(E2, alpha=c)
-        result = coefficient if result is None else coefficient + result @ E3
+    for k in range(len(coefficients) - 3, -1, -3):
+        a, b, c = coefficients[k : k + 3]
+        part = torch.add(a * eye, E, alpha=b).add_(E2, alpha=c)
+        result = part if result is None else part + result @ E3
     assert result is not None
     return result
 
 
-def _newton_schulz(G: Tensor, c: Tensor, steps: int, tolerance: float = 0.0) -> tuple[Tensor, Tensor]:
+def _newton_schulz(G: Tensor, c: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
     """G^(-1/2) by the coupled iteration on G/c, c >= ‖G‖_2, and its last correction's norm; stops at the tolerance.
 
     P -> (G/c)^(-1/2) and Y -> (G/c)^(1/2) are kept as Q = P - I and F = Y - I, which keeps the rounding of the identity out:
@@ -145,7 +165,7 @@ def _newton_schulz(G: Tensor, c: Tensor, steps: int, tolerance: float = 0.0) -> 
         F = F + half_residual + F @ half_residual
         Q = Q + half_residual + half_residual @ Q
         # Convergence is quadratic: a correction of the tolerance leaves its square.
-        if tolerance and not (size := torch.linalg.matrix_norm(half_residual).amax()) > tolerance:
+        if not (size := torch.linalg.matrix_norm(half_residual).amax()) > tolerance:
             break  # also when it is NaN
     return symmetric(eye + Q) * c.rsqrt(), size
 
