@@ -1,0 +1,211 @@
+"""On a CUDA device: the numbers that a CPU gives, and steps that nobody waits for."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_optim import same
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying import PIT, linalg
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training._build import build_merges, build_model, build_optimizer
+from manifold_tying.training._recipe import resolve
+
+pytestmark = pytest.mark.cuda
+
+
+def skew(Y: Tensor) -> Tensor:
+    A = Y[..., : Y.shape[-1], :]
+    return (A - A.mT) / (4 * Y.shape[-1] ** 0.5)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "polar": lambda Y: linalg.polar(Y)[0],
+    "polar, near": lambda Y: linalg.polar(torch.eye(*Y.shape[-2:], dtype=Y.dtype, device=Y.device) + 0.01 * Y)[0],
+    "qr": lambda Y: linalg.orthonormalize(Y, "qr"),
+    "cholesky-qr": lambda Y: linalg.orthonormalize(Y, "cholesky-qr"),
+    "cayley": lambda Y: linalg.cayley(skew(Y)),
+    "cayley-neumann": lambda Y: linalg.cayley_neumann(skew(Y)),
+    "cayley-neumann, 4 terms": lambda Y: linalg.cayley_neumann(skew(Y), 4),
+}
+SHAPES = ((40, 7), (200, 130), (2, 30, 8))
+
+
+def value_and_gradient(function: Callable[[Tensor], Tensor], Y: Tensor) -> list[Tensor]:
+    leaf = Y.clone().requires_grad_()
+    X = function(leaf)
+    weights = torch.linspace(-1, 1, X.numel(), dtype=X.dtype, device=X.device).view(X.shape)
+    return [X.detach().cpu(), torch.autograd.grad((X * weights).sum(), leaf)[0].cpu()]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_functions(name: str, shape: tuple[int, ...]) -> None:
+    Y = torch.randn(shape, dtype=torch.float64)
+    here, there = (value_and_gradient(FUNCTIONS[name], Y.to(device)) for device in ("cpu", "cuda"))
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_reorthonormalization_in_place(shape: tuple[int, ...], fixed: bool) -> None:
+    Y = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0] + 0.02 * torch.randn(shape, dtype=torch.float64)
+    X = linalg.reorthonormalize_(Y.cuda(), fixed=fixed)
+    torch.testing.assert_close(X.cpu(), linalg.polar(Y)[0], rtol=0, atol=1e-12)
+
+
+LAYERS: dict[str, Callable[[nn.Module], Any]] = {
+    "stiefel": mt.stiefel,
+    "polar": lambda layer: mt.orthogonal(layer, map="polar"),
+    "qr": lambda layer: mt.orthogonal(layer, map="qr"),
+    "cayley": lambda layer: mt.orthogonal(layer, map="cayley"),
+    "cayley-neumann": lambda layer: mt.orthogonal(layer, map="cayley-neumann"),
+    "equivalence": lambda layer: mt.equivalence(layer, block_size=5),
+    "equivalence, exact": lambda layer: mt.equivalence(layer, block_size=5, terms=None),
+    "equivalence, full": lambda layer: mt.equivalence(layer, scheme="full", fraction=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_constrained_layers(name: str) -> None:
+    """Output, gradients and, after a step and a merge, the weight; a few tokens and more than the layer has columns."""
+    layer = LAYERS[name](nn.Linear(24, 16)) or pytest.fail("the functions return the layer")
+    for p in layer.parameters():
+        p.data += 0.01 * torch.randn_like(p) if not hasattr(p, "manifold") else 0
+    for tokens in (3, 200):
+        x, results = torch.randn(tokens, 24), []
+        for device in ("cpu", "cuda"):
+            own: Any = copy.deepcopy(layer).to(device)
+            optimizer = RiemannianAdam(param_groups(own), lr=0.01)
+            y = own(x.to(device))
+            y.square().sum().backward()
+            gradients = [p.grad for p in own.parameters()]
+            optimizer.step()
+            if name.startswith("equivalence"):
+                mt.merge(own)
+            results.append([t.detach().cpu() for t in (y, *gradients, own.weight)])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("interface", [mt.Untied, mt.TransposeTying, PIT])
+@pytest.mark.parametrize("tokens", [20, 100])
+def test_token_interfaces(interface: Any, tokens: int) -> None:
+    """With fewer tokens than there are, and with more: PIT then divides the whole table."""
+    on_cpu = interface(60, 12)
+    ids, targets, weights = torch.randint(60, (tokens,)), torch.randint(60, (tokens,)), torch.randn(tokens, 12)
+    results = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(on_cpu).to(device)
+        e = own.embed(ids.to(device))
+        loss = own.loss((e * weights.to(device)), targets.to(device))
+        (loss + e.square().sum()).backward()
+        gradients = [p.grad for p in own.parameters() if p.grad is not None]
+        results.append([t.detach().cpu() for t in (e, loss, own.logits(e), *gradients)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+# Nobody waits
+
+
+@pytest.fixture
+def errors_on_sync() -> Iterator[Callable[[str], None]]:
+    yield torch.cuda.set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_ten_fused_steps_never_wait_for_the_gpu(errors_on_sync: Callable[[str], None]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.interface = PIT(500, 32, memory="trainable")
+            self.linear = nn.Linear(32, 32)
+
+    model = Model().cuda()
+    ids, targets = (torch.randint(500, (4, 16), device="cuda") for _ in range(2))
+
+    def backward(optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model.interface.loss(model.linear(model.interface.embed(ids)), targets).backward()
+
+    def guarded(optimizer: Any) -> None:
+        errors_on_sync("error")
+        try:
+            optimizer.step()
+        finally:
+            errors_on_sync("default")
+
+    optimizer = RiemannianAdam(param_groups(model), lr=1e-2, fused=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(10):
+        backward(optimizer)
+        guarded(optimizer)
+    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert linalg.defect(model.interface.memory.detach()) <= 1e-6
+    # A bad gradient: masked, then reported once it has arrived.
+    torch.cuda.synchronize()
+    backward(optimizer)
+    assert model.linear.weight.grad is not None
+    model.linear.weight.grad[0, 0] = float("nan")
+    before = [p.detach().clone() for p in model.parameters()]
+    guarded(optimizer)
+    torch.cuda.synchronize()
+    assert same([p.detach() for p in model.parameters()], before)
+    backward(optimizer)
+    with pytest.raises(ValueError, match=r"linear\.weight"):
+        guarded(optimizer)
+    # Negative control: a step that looks at its gradients at once is seen.
+    waiting = RiemannianAdam(param_groups(model), lr=1e-2)
+    backward(waiting)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        guarded(waiting)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "poet-block": {"body": "poet-block", "block_size": 48},
+    "poet-block, exact": {"body": "poet-block", "cayley_terms": None},
+    "poet-full": {"body": "poet-full"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("interface", ["transpose", "untied", "pit-frozen", "pit-trainable"])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_whole_training_step_never_waits_for_the_gpu(
+    interface: Any, body: str, errors_on_sync: Callable[[str], None]
+) -> None:
+    """Forward, backward, step and the merge schedule where nothing is due, as ``manifold-tying train`` builds them."""
+    settings = Settings(preset="nano", device="cuda", **BODIES[body])
+    config = resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings))
+    model = build_model(config)
+    optimizer = build_optimizer(model, config.settings)
+    schedule: MergeSchedule | None = build_merges(model, optimizer, config.settings)
+    ids = torch.randint(model.interface.vocab_size, (4, 64), device="cuda")
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.loss(ids, ids.roll(-1, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        return loss.detach()
+
+    losses = [step()]
+    errors_on_sync("error")
+    losses += [step() for _ in range(3)]
+    with pytest.raises(RuntimeError, match="synchronizing"):  # negative control
+        losses[-1].item()
+    errors_on_sync("default")
+    assert losses[-1] < losses[0]
