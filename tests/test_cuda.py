@@ -170,6 +170,19 @@ def test_ten_fused_steps_never_wait_for_the_gpu(errors_on_sync: Callable[[str], 
         guarded(waiting)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", LAYERS)
+def test_which_constrained_layers_the_host_waits_for(name: str, errors_on_sync: Callable[[str], None]) -> None:
+    layer, x = LAYERS[name](nn.Linear(24, 16)).cuda(), torch.randn(200, 24, device="cuda")
+    layer(x).sum().backward()
+    errors_on_sync("error")
+    if name in ("polar", "qr"):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            layer(x)
+        return
+    layer(x).sum().backward()
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "poet-block": {"body": "poet-block", "block_size": 48},

@@ -60,7 +60,8 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
         module: the layer, changed in place and returned.
         name: its parameter.
         map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point, exact) or "cayley-neumann" (the
-            same by products alone, two terms: defect about ‖A‖⁶ for the skew matrix A).
+            same by products alone, two terms: defect about ‖A‖⁶ for the skew matrix A). The first two choose their way by
+            the numbers, so at each access the host waits for a GPU; with the Cayley maps it does not.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
