@@ -45,31 +45,33 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     Newton-Schulz steps of three, and a float64 eigendecomposition where those do not converge, in float32 from conditions
     of some 100 on.
     """
-    c, E, E2, bound = _spread(G)
+    c, powers, bound = _spread(G)
     largest = bound.amax().item()
     for radius, terms in _TERMS[G.dtype].items():
         if largest < radius:
-            return symmetric(_polynomial(E, E2, _SERIES[:terms])) * c.rsqrt()
+            return symmetric(_polynomial(powers, _SERIES[:terms])) * c.rsqrt()
     P, left = _newton_schulz(G, c * (1 + bound), _MOST_STEPS[G.dtype], 1e-4 if G.dtype == torch.float32 else 1e-8)
     return P if left <= 1e-3 else _inverse_sqrt_eigh(G)
 
 
 def inverse_sqrt_fixed(G: Tensor) -> Tensor:
-    """G^(-1/2) by twelve products, with no branch on the data: for compiled code and for GPUs.
+    """G^(-1/2) by eleven products, with no branch on the data: for compiled code and for GPUs.
 
     Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
     G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
     """
-    c, E, E2, bound = _spread(G)
+    c, (E, E2, E3), bound = _spread(G)
     shrink, eye = 1 / (1 + bound), identity_like(G)
-    # Q = P - I with P from the polynomial: of E and E², which those of its variable are made of.
+    # Q = P - I with P from the polynomial; the powers of its variable aE + bI are sums of those of E.
     a, b = shrink / _HALF, (shrink - _MIDDLE) / _HALF
-    Q = symmetric(_polynomial(a * E + b * eye, a**2 * E2 + 2 * a * b * E + b**2 * eye, _POLYNOMIAL)) - eye
+    square = a**2 * E2 + 2 * a * b * E + b**2 * eye
+    cube = a**3 * E3 + 3 * a**2 * b * E2 + 3 * a * b**2 * E + b**3 * eye
+    Q = symmetric(_polynomial((a * E + b * eye, square, cube), _POLYNOMIAL)) - eye
     # P G P - I for G over its bound, from differences to the identity: the identity's own rounding would be left over.
     E = shrink * E + (shrink - 1) * eye
     E = E + Q + E @ Q
     E = symmetric(E + Q + Q @ E)
-    rest = _polynomial(E, E @ E, _SERIES) - eye
+    rest = _polynomial(_powers(E), _SERIES) - eye
     return symmetric(eye + (Q + rest + Q @ rest)) * (c / shrink).rsqrt()
 
 
@@ -128,20 +130,26 @@ def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
     return Y
 
 
-def _spread(G: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """c, E, E² and a bound on the spectral norm of E, where G = c (I + E) and E has trace 0; the first and last (..., 1, 1).
+def _spread(G: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """c, the first three powers of E and a bound on E's spectral norm, where G = c (I + E) and E has trace 0.
 
-    The bound ‖E²‖_F^(1/2) is within a factor of p^(1/4), which it would be only for a multiple of an orthogonal matrix.
+    The bound ‖E³‖_F^(1/3) is within a factor of p^(1/6), which it would be only for a multiple of an orthogonal matrix. It and
+    c are (..., 1, 1).
     """
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
-    E = G / c - identity_like(G)
+    powers = _powers(G / c - identity_like(G))
+    return c, powers, torch.linalg.matrix_norm(powers[2])[..., None, None] ** (1 / 3)
+
+
+def _powers(E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     E2 = E @ E
-    return c, E, E2, torch.linalg.matrix_norm(E2)[..., None, None].sqrt()
+    return E, E2, E2 @ E
 
 
-def _polynomial(E: Tensor, E2: Tensor, coefficients: Sequence[float]) -> Tensor:
+def _polynomial(powers: tuple[Tensor, Tensor, Tensor], coefficients: Sequence[float]) -> Tensor:
     """Σ c_k Eᵏ of three coefficients or a multiple, in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
-    E3, eye = E2 @ E, identity_like(E)
+    E, E2, E3 = powers
+    eye = identity_like(E)
     result: Tensor | None = None
     for k in range(len(coefficients) - 3, -1, -3):
         a, b, c = coefficients[k : k + 3]
