@@ -106,23 +106,25 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(_inverse_sqrt, name, spy)
 
-    for name in ("_polynomial", "_newton_schulz", "_inverse_sqrt_eigh"):
+    for name in ("_sum", "_polynomial", "_inverse_sqrt_eigh"):
         record(name)
     return calls
 
 
+SERIES, POLYNOMIAL, EIGENVALUES = ["_sum"], ["_polynomial", "_sum"], ["_inverse_sqrt_eigh"]
+MANY = 5  # polynomials, and perhaps one less
 WAYS: dict[tuple[float, torch.dtype], list[str]] = {
-    (1.0, torch.float32): ["_polynomial"],
-    (1.05, torch.float32): ["_polynomial"],
-    (1.2, torch.float32): ["_polynomial"],
-    (1.002, torch.float64): ["_polynomial"],
-    (1.02, torch.float64): ["_polynomial"],
-    (3.0, torch.float32): ["_newton_schulz"],
-    (30.0, torch.float32): ["_newton_schulz"],
-    (1.5, torch.float64): ["_newton_schulz"],
-    (1e6, torch.float64): ["_newton_schulz"],
-    (1e4, torch.float32): ["_newton_schulz", "_inverse_sqrt_eigh"],
-    (1e6, torch.float32): ["_newton_schulz", "_inverse_sqrt_eigh"],
+    (1.0, torch.float32): SERIES,
+    (1.05, torch.float32): SERIES,
+    (1.2, torch.float32): SERIES,
+    (1.002, torch.float64): SERIES,
+    (1.02, torch.float64): SERIES,
+    (3.0, torch.float32): POLYNOMIAL + SERIES,
+    (30.0, torch.float32): POLYNOMIAL + SERIES,
+    (1.5, torch.float64): POLYNOMIAL + SERIES,
+    (1e6, torch.float64): MANY * POLYNOMIAL + SERIES,
+    (1e4, torch.float32): POLYNOMIAL + EIGENVALUES,
+    (1e6, torch.float32): POLYNOMIAL + EIGENVALUES,
 }
 
 
@@ -135,7 +137,8 @@ def test_every_way_to_the_inverse_root_is_numpys(
     G = Y.mT @ Y
     P = linalg.inverse_sqrt(G)
     expected = exact_roots(G)[1]
-    assert taken == WAYS[condition, dtype]
+    way = WAYS[condition, dtype]
+    assert taken == way or (len(way) > 2 * MANY and taken == way[len(POLYNOMIAL) :])
     assert P.dtype == dtype and P.shape == G.shape
     error = torch.linalg.matrix_norm(P.double() - expected) / torch.linalg.matrix_norm(expected)
     assert error.max() <= torch.finfo(dtype).eps * (8 + condition)  # the condition of the problem is G's
@@ -147,7 +150,7 @@ def test_the_series_is_wrong_where_it_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() < 1e-13
     monkeypatch.setitem(_inverse_sqrt._TERMS, torch.float64, {10.0: 12})
     assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() > 1e-3
-    assert taken == ["_newton_schulz", "_polynomial"]
+    assert taken == POLYNOMIAL + SERIES + SERIES
 
 
 def one_apart(condition: float, p: int, low: bool) -> Tensor:

@@ -24,55 +24,60 @@ for _k in range(1, 12):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
 # |x|: terms that leave less than 1e-7 up to there, or 1e-16.
 _TERMS = {torch.float32: {0.08: 6, 0.2: 9, 0.3: 12}, torch.float64: {0.0025: 6, 0.018: 9, 0.05: 12}}
-# Where the number of products cannot depend on the data: λ^(-1/2) for λ from here to 1 by a polynomial, in the variable that
-# maps those λ to [-1, 1], and then the series for what that leaves, at most 0.07. Condition 10 needs no less than 0.03, since
-# the bound on the eigenvalues may be several times too large.
+# Further out, first λ^(-1/2) by a polynomial for λ from here to 1, in the variable that maps those λ to [-1, 1]. It leaves an x
+# of at most 0.07, and takes smaller λ up by a factor of 61.
 _LOWEST = 0.03
 _MIDDLE, _HALF = (1 + _LOWEST) / 2, (1 - _LOWEST) / 2
-_POLYNOMIAL = (
+_COEFFICIENTS = (
     np.polynomial.Chebyshev.interpolate(lambda t: (_MIDDLE + _HALF * t) ** -0.5, 8)
     .convert(kind=np.polynomial.Polynomial)
     .coef.tolist()
 )
-# Rounding grows with the condition, and each step takes a factor of 9/4 of it: past these an eigendecomposition does better.
-_MOST_STEPS = {torch.float32: 11, torch.float64: 40}
+# Rounding grows with the condition: past so many polynomials an eigendecomposition does better.
+_MOST_POLYNOMIALS = {torch.float32: 1, torch.float64: 6}
+
+Powers = tuple[Tensor, Tensor, Tensor]
 
 
 def inverse_sqrt(G: Tensor) -> Tensor:
     """G^(-1/2) of symmetric positive definite G (..., p, p) for G of condition up to about 1e6.
 
-    Near a multiple of the identity, where retractions are, a series: three to five products. Further out coupled
-    Newton-Schulz steps of three, and a float64 eigendecomposition where those do not converge, in float32 from conditions
-    of some 100 on.
+    Near a multiple of the identity, where retractions are, a series: three to five products. Further out ten to twelve, the
+    first ones for a polynomial that takes G there, and a float64 eigendecomposition where that does not suffice, in float32
+    from conditions of some 100 on.
     """
+    P = _by_products(G, _MOST_POLYNOMIALS[G.dtype])
+    return _inverse_sqrt_eigh(G) if P is None else P
+
+
+def _by_products(G: Tensor, polynomials: int) -> Tensor | None:
+    """G^(-1/2) by at most so many polynomials; None where they do not suffice."""
+    eye = identity_like(G)
     c, powers, bound = _spread(G)
-    largest = bound.amax().item()
-    for radius, terms in _TERMS[G.dtype].items():
-        if largest < radius:
-            return symmetric(_polynomial(powers, _SERIES[:terms])) * c.rsqrt()
-    P, left = _newton_schulz(G, c * (1 + bound), _MOST_STEPS[G.dtype], 1e-4 if G.dtype == torch.float32 else 1e-8)
-    return P if left <= 1e-3 else _inverse_sqrt_eigh(G)
+    rest = _series(powers, bound)
+    if rest is not None:
+        return symmetric(eye + rest) * c.rsqrt()
+    if not polynomials:
+        return None
+    Q, E, scale = _polynomial(c, powers, bound)
+    powers = _powers(E)
+    rest = _series(powers, _bound(powers))
+    if rest is None:
+        root = _by_products(eye + E, polynomials - 1)
+        if root is None:
+            return None
+        rest = root - eye
+    return _composed(Q, rest) * scale
 
 
 def inverse_sqrt_fixed(G: Tensor) -> Tensor:
-    """G^(-1/2) by eleven products, with no branch on the data: for compiled code and for GPUs.
+    """G^(-1/2) by twelve products, with no branch on the data: for compiled code and for GPUs.
 
     Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
     G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
     """
-    c, (E, E2, E3), bound = _spread(G)
-    shrink, eye = 1 / (1 + bound), identity_like(G)
-    # Q = P - I with P from the polynomial; the powers of its variable aE + bI are sums of those of E.
-    a, b = shrink / _HALF, (shrink - _MIDDLE) / _HALF
-    square = a**2 * E2 + 2 * a * b * E + b**2 * eye
-    cube = a**3 * E3 + 3 * a**2 * b * E2 + 3 * a * b**2 * E + b**3 * eye
-    Q = symmetric(_polynomial((a * E + b * eye, square, cube), _POLYNOMIAL)) - eye
-    # P G P - I for G over its bound, from differences to the identity: the identity's own rounding would be left over.
-    E = shrink * E + (shrink - 1) * eye
-    E = E + Q + E @ Q
-    E = symmetric(E + Q + Q @ E)
-    rest = _polynomial(_powers(E), _SERIES) - eye
-    return symmetric(eye + (Q + rest + Q @ rest)) * (c / shrink).rsqrt()
+    Q, E, scale = _polynomial(*_spread(G))
+    return _composed(Q, _sum(_powers(E), _SERIES) - identity_like(G)) * scale
 
 
 def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
@@ -130,23 +135,49 @@ def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
     return Y
 
 
-def _spread(G: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
-    """c, the first three powers of E and a bound on E's spectral norm, where G = c (I + E) and E has trace 0.
-
-    The bound ‖E³‖_F^(1/3) is within a factor of p^(1/6), which it would be only for a multiple of an orthogonal matrix. It and
-    c are (..., 1, 1).
-    """
+def _spread(G: Tensor) -> tuple[Tensor, Powers, Tensor]:
+    """c, the powers of E and a bound on its spectral norm, where G = c (I + E) and E has trace 0; c and bound (..., 1, 1)."""
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
     powers = _powers(G / c - identity_like(G))
-    return c, powers, torch.linalg.matrix_norm(powers[2])[..., None, None] ** (1 / 3)
+    return c, powers, _bound(powers)
 
 
-def _powers(E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _powers(E: Tensor) -> Powers:
+    """E, E² and E³."""
     E2 = E @ E
     return E, E2, E2 @ E
 
 
-def _polynomial(powers: tuple[Tensor, Tensor, Tensor], coefficients: Sequence[float]) -> Tensor:
+def _bound(powers: Powers) -> Tensor:
+    """‖E³‖_F^(1/3), within a factor of p^(1/6) of ‖E‖_2, which it would be only for a multiple of an orthogonal matrix."""
+    return torch.linalg.matrix_norm(powers[2])[..., None, None] ** (1 / 3)
+
+
+def _series(powers: Powers, bound: Tensor) -> Tensor | None:
+    """(I + E)^(-1/2) - I; None where it takes too many terms."""
+    largest = bound.amax().item()
+    for radius, terms in _TERMS[bound.dtype].items():
+        if largest < radius:
+            return _sum(powers, _SERIES[:terms]) - identity_like(powers[0])
+    return None
+
+
+def _polynomial(c: Tensor, powers: Powers, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, E' and scale such that P = scale (I + Q) has P G P = I + E', for G = c (I + E), ‖E‖ <= bound."""
+    E, E2, E3 = powers
+    shrink, eye = 1 / (1 + bound), identity_like(E)
+    # The powers of the variable aE + bI are sums of those of E.
+    a, b = shrink / _HALF, (shrink - _MIDDLE) / _HALF
+    square = a**2 * E2 + 2 * a * b * E + b**2 * eye
+    cube = a**3 * E3 + 3 * a**2 * b * E2 + 3 * a * b**2 * E + b**3 * eye
+    Q = symmetric(_sum((a * E + b * eye, square, cube), _COEFFICIENTS)) - eye
+    # From differences to the identity, whose own rounding would be left over.
+    E = shrink * E + (shrink - 1) * eye
+    E = E + Q + E @ Q
+    return Q, symmetric(E + Q + Q @ E), (shrink / c).sqrt()
+
+
+def _sum(powers: Powers, coefficients: Sequence[float]) -> Tensor:
     """Σ c_k Eᵏ of three coefficients or a multiple, in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
     E, E2, E3 = powers
     eye = identity_like(E)
@@ -159,23 +190,9 @@ def _polynomial(powers: tuple[Tensor, Tensor, Tensor], coefficients: Sequence[fl
     return result
 
 
-def _newton_schulz(G: Tensor, c: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
-    """G^(-1/2) by the coupled iteration on G/c, c >= ‖G‖_2, and its last correction's norm; stops at the tolerance.
-
-    P -> (G/c)^(-1/2) and Y -> (G/c)^(1/2) are kept as Q = P - I and F = Y - I, which keeps the rounding of the identity out:
-    it leaves 1e-7 to 3e-7 in float32 where the plain form leaves 2e-6.
-    """
-    eye = identity_like(G)
-    F, Q = G / c - eye, torch.zeros_like(G)
-    size = torch.zeros_like(c)
-    for _ in range(steps):
-        half_residual = (F + Q + Q @ F) / -2
-        F = F + half_residual + F @ half_residual
-        Q = Q + half_residual + half_residual @ Q
-        # Convergence is quadratic: a correction of the tolerance leaves its square.
-        if not (size := torch.linalg.matrix_norm(half_residual).amax()) > tolerance:
-            break  # also when it is NaN
-    return symmetric(eye + Q) * c.rsqrt(), size
+def _composed(Q: Tensor, rest: Tensor) -> Tensor:
+    """(I + Q)(I + rest) of matrices that commute but for rounding."""
+    return symmetric(identity_like(Q) + (Q + rest + Q @ rest))
 
 
 def _inverse_sqrt_eigh(G: Tensor) -> Tensor:
