@@ -21,11 +21,11 @@ from manifold_tying.linalg._cayley import cayley_neumann_gradient as cayley_neum
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt
-from manifold_tying.linalg._inverse_sqrt import reorthonormalize as reorthonormalize
-from manifold_tying.linalg._inverse_sqrt import reorthonormalize_ as reorthonormalize_
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar
+from manifold_tying.linalg._reorthonormalize import reorthonormalize as reorthonormalize
+from manifold_tying.linalg._reorthonormalize import reorthonormalize_ as reorthonormalize_
 from manifold_tying.linalg._rows import Total as Total
 from manifold_tying.linalg._rows import assign_ as assign_
 from manifold_tying.linalg._rows import by_rows as by_rows

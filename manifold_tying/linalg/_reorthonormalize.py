@@ -1,0 +1,64 @@
+"""The polar factor of what is nearly orthonormal, by products alone: every retraction's last part."""
+
+import torch
+from torch import Tensor
+
+from manifold_tying.linalg._basics import full_precision, gram, identity_like, row_blocks, working_dtype
+from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_fixed
+from manifold_tying.linalg._polar import polar
+from manifold_tying.linalg._rows import Total, nothing_to_add, orthonormalize_rows_
+
+
+def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
+    """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
+
+    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. Not differentiable; falls back to
+    :func:`polar` where float32 cannot resolve YᵀY.
+    """
+    return reorthonormalize_(Y.to(working_dtype(Y.dtype), copy=True), total).to(Y.dtype)
+
+
+def reorthonormalize_(
+    Y: Tensor, total: Total = nothing_to_add, *, fixed: bool = False, keep: Tensor | None = None
+) -> Tensor:
+    """:func:`reorthonormalize` in place, a block of rows at a time; Y float32 or float64.
+
+    Args:
+        total: sums YᵀY over the processes that share Y's rows, see :func:`row_total`. Where float32 cannot resolve the sum,
+            ValueError for a rank-deficient one.
+        fixed: by :func:`inverse_sqrt_fixed`, without looking at a number on the host and without a fallback; so in compiled
+            code always.
+        keep: with ``fixed``, a scalar on Y's device that leaves Y as it is unless it is 0.
+    """
+    with full_precision(Y.device):
+        if Y.numel() == 0 and total is nothing_to_add:  # no matrices: others share none of these
+            return Y
+        G = total(gram(Y))
+        if fixed or torch.compiler.is_compiling():
+            P = inverse_sqrt_fixed(G)
+            return multiply_rows_(Y, P if keep is None else torch.where(keep == 0, P, identity_like(P)))
+        largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
+        if not largest < 1e3:
+            return _reorthonormalize_far(Y, total)
+        P = inverse_sqrt(G)
+        amplification = largest * torch.linalg.matrix_norm(P, ord=float("inf")).amax() ** 2
+        if not amplification < 1e4:
+            return _reorthonormalize_far(Y, total)
+        multiply_rows_(Y, P)
+        if amplification > 8:  # the rounding of G grows with its condition on the way to G^(-1/2)
+            multiply_rows_(Y, 1.5 * identity_like(G) - 0.5 * total(gram(Y)))
+        return Y
+
+
+def _reorthonormalize_far(Y: Tensor, total: Total) -> Tensor:
+    return Y.copy_(polar(Y)[0]) if total is nothing_to_add else orthonormalize_rows_(Y, total)
+
+
+def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
+    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), holding one block of rows beside it."""
+    blocks = row_blocks(Y)
+    buffer = Y.new_empty(*Y.shape[:-2], blocks[0].stop, Y.shape[-1])
+    for rows in blocks:
+        part = Y[..., rows, :]
+        part.copy_(torch.matmul(part, P, out=buffer[..., : part.shape[-2], :]))
+    return Y
