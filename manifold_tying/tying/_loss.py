@@ -10,10 +10,11 @@ from manifold_tying import linalg
 from manifold_tying.tying._vocabulary import Vocabulary
 
 # Parts that the tokens are worked off in, as few as keep the memory below a tenth of all logits in the dtype of the products:
-# a product of few rows is slow. One part's logits are held in float32 and worked on in place, in lower precision with one
-# copy beside them.
+# a product of few rows is slow, and each part reads and writes the table's whole gradient. One part's logits are held and
+# worked on in place, those of lower precision by way of a float32 copy of a piece of the rows.
 CHUNKS = 12
-CHUNKS_LOW_PRECISION = 36
+CHUNKS_LOW_PRECISION = 18
+PIECES = 4  # of a part in lower precision
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -67,26 +68,31 @@ def _loss_and_gradients(
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
     parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.processes)
     rows = max(1, -(-len(h) // parts))
-    buffer = torch.empty(min(rows, len(h)), len(W), dtype=wide, device=h.device)
+    logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
+    # Compiled code makes no copies, and its size is in the number of pieces.
+    pieces = 1 if dtype == wide or torch.compiler.is_compiling() else PIECES
+    piece = max(1, -(-len(logits) // pieces))
+    copy = None if dtype == wide else torch.empty(piece, len(W), dtype=wide, device=h.device)
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        x = buffer[: len(h[part])]
-        if dtype == wide:
-            torch.mm(h[part], W.mT, out=x)
-        else:
-            x.copy_(h[part] @ W.mT)
-        picked = vocabulary.pick(x, index[part], here[part])
-        largest = vocabulary.largest(x)
-        total = x.sub_(largest).exp_().sum(1, keepdim=True)
-        picked, total = vocabulary.add(picked, total)
-        # Out of place: see linalg._cayley on what a forward returns.
-        loss = loss + ((total.log() + largest - picked)[:, 0] * weight[part]).sum()
-        if grad_hidden is None and grad_table is None:
-            continue
-        x.mul_(weight[part, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
-        if x.shape[1]:
-            x.scatter_add_(1, index[part], -weight[part, None] * here[part])
-        p = x.to(dtype)
+        p = torch.mm(h[part], W.mT, out=logits[: len(h[part])])
+        for first in range(0, len(p), piece):
+            given = p[first : first + piece]
+            own = slice(start + first, start + first + len(given))
+            x = given if copy is None else copy[: len(given)].copy_(given)
+            picked = vocabulary.pick(x, index[own], here[own])
+            largest = vocabulary.largest(x)
+            total = x.sub_(largest).exp_().sum(1, keepdim=True)
+            picked, total = vocabulary.add(picked, total)
+            # Out of place: see linalg._cayley on what a forward returns.
+            loss = loss + ((total.log() + largest - picked)[:, 0] * weight[own]).sum()
+            if grad_hidden is None and grad_table is None:
+                continue
+            x.mul_(weight[own, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
+            if x.shape[1]:
+                x.scatter_add_(1, index[own], -weight[own, None] * here[own])
+            if x is not given:
+                given.copy_(x)
         if grad_hidden is not None:
             grad_hidden[part] = p @ W
         if grad_table is not None:
@@ -94,7 +100,6 @@ def _loss_and_gradients(
                 grad_table.addmm_(p.mT, h[part])
             else:
                 grad_table += p.mT @ h[part]
-        del p  # before the next part's product needs the memory
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.add(grad_hidden)
     return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
