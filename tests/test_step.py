@@ -569,8 +569,7 @@ def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.Mon
     make, options = CANNOT_RUN_AHEAD[case]
     params = make()
     before = params[0].detach().clone()
-    group = {"params": params, **{key: options[key] for key in options if key == "scale"}}
-    optimizer = RiemannianAdam([group], lr=0.01, **{key: options[key] for key in options if key != "scale"})
+    optimizer = RiemannianAdam([{"params": params, **options}], lr=0.01)
     with pytest.raises(ValueError, match="the gradient of parameter 0"):
         drive(optimizer, params, 1, with_bad(0, float("nan")))
     assert torch.equal(params[0], before)
