@@ -173,7 +173,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype) -> None:
-    N, d, V = 4096, 8, 2000
+    N, d, V = 8192, 8, 8000  # large enough that the products' own workspaces hardly count: 1 MB on processors with AMX
     h, W, targets = problem(N, d, V, dtype=dtype)
     logits = N * V * dtype.itemsize
     kept = (N * d + V * d) * dtype.itemsize

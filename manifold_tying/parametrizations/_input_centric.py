@@ -62,17 +62,14 @@ class InputCentric(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, v, base, bias, stored, order_R, order_P = ctx.saved_tensors
         R, P = ctx.rotations.blocks(stored)
-        whole = len(order_R) == len(base)
-        W0 = (base.index_select(0, order_R) if whole else base).to(grad.dtype)
+        W0 = base.to(grad.dtype)
         of_R, of_P = ((torch.zeros_like(G), torch.zeros_like(H)) for G, H in (R, P))
 
         def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
             g = take(grad, order_R, room("taken", len(order_R)))
             outer(g, v, R, of_R)
             g = multiply(g, R, True, room("rotated", len(order_R)))
-            grad_h = torch.mm(
-                g if whole else put(grad, g, order_R, room("u", len(base))), W0, out=room("h", x.shape[-1])
-            )
+            grad_h = torch.mm(put(grad, g, order_R, room("u", len(base))), W0, out=room("h", x.shape[-1]))
             g = take(grad_h, order_P, room("taken of h", len(order_P)))
             outer(g, take(x, order_P, room("of x", len(order_P))), P, of_P)
             return (put(grad_h, multiply(g, P, True, room("of x", len(order_P))), order_P, grad_x),)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from manifold_tying import linalg
 
+_NARROWEST_APART = 64  # blocks: below, the calls cost more than they save
+
 Blocks = tuple[Tensor, Tensor]
 """G (..., k, b, b) and the ragged last block (..., r, r), r = 0 where there is none."""
 
@@ -102,7 +104,12 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = N
     whole = G.shape[-3] * G.shape[-1]
     if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
         out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
-        torch.bmm(_split(z, G), G, out=_split(out, G))
+        if z.dtype.itemsize == 2 and z.device.type == "cpu" and G.shape[-1] >= _NARROWEST_APART:
+            for j, factor in enumerate(G):
+                of_block = slice(j * len(factor), (j + 1) * len(factor))
+                torch.mm(z[:, of_block], factor, out=out[:, of_block])
+        else:
+            torch.bmm(_split(z, G), G, out=_split(out, G))
         if H.shape[-1]:
             out[:, whole:] = z[:, whole:] @ H
         return out
@@ -117,6 +124,9 @@ def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = Non
     """
     G, H = like
     whole = G.shape[-3] * G.shape[-1]
+    if add_to is not None and left.device.type == "cpu" and G.shape[-1] >= _NARROWEST_APART:
+        _add_outer(left, right, add_to)
+        return add_to
     left_G, left_H = _split(left, G).mT, left[..., whole:].mT
     right_G, right_H = _split(right, G), right[..., whole:]
     if add_to is None:
@@ -126,8 +136,24 @@ def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = Non
     return add_to[0].add_(left_G @ right_G), add_to[1].add_(left_H @ right_H)
 
 
+def _add_outer(left: Tensor, right: Tensor, add_to: Blocks) -> None:
+    """:func:`outer` one block after another, left and right (T, covered): a batched product would copy both to line them up."""
+    start = 0
+    for found in (*add_to[0], add_to[1]):
+        of_block = slice(start, start + len(found))
+        if left.dtype == found.dtype:
+            found.addmm_(left[:, of_block].mT, right[:, of_block])
+        else:
+            found.add_(left[:, of_block].mT @ right[:, of_block])
+        start += len(found)
+
+
 def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
     """Columns of x (..., n), as index_select does it in twice the time on a CPU."""
+    if x.dtype.itemsize == 2 and x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        # On a CPU the operation itself would take these by way of float32.
+        bits = take(x.view(torch.int16), order, None if out is None else out.view(torch.int16))
+        return bits.view(x.dtype)
     return torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=out)
 
 
