@@ -8,18 +8,13 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
-from manifold_tying.parametrizations._equivalent_linear import (
-    Side,
-    equivalence_linear,
-    equivalent_weight,
-    prefers_input_centric,
-    transformed,
-)
+from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import Constraint
 from manifold_tying.parametrizations._register import constraints, parametrized, register
 from manifold_tying.parametrizations._rotations import Rotations
+from manifold_tying.parametrizations._weight_centric import Side, equivalent_weight, transformed
 
 M = TypeVar("M", bound=nn.Module)
 

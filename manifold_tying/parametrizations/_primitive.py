@@ -85,23 +85,16 @@ def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = Fa
     """R x, or Rᵀ x where ``transposed``, x (..., n, T)."""
     if len(order) == 0:
         return x
-    G, H = (factor.to(x.dtype) for factor in blocks)
-    if transposed:
-        G, H = G.mT, H.mT
-    whole = G.shape[-3] * G.shape[-1]
-    z = x.index_select(-2, order)
-    w = (G @ z[..., :whole, :].unflatten(-2, G.shape[-3:-1])).flatten(-3, -2)
-    if H.shape[-1]:
-        w = torch.cat([w, H @ z[..., whole:, :]], -2)
+    w = multiply_rows(x.index_select(-2, order), blocks, transposed)
     return w.index_select(-2, inverse(order)) if len(order) == x.shape[-2] else x.index_copy(-2, order, w)
 
 
 def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = None) -> Tensor:
-    """Block by block z_j G_jᵀ, or z_j G_j where ``transposed``, z (..., T, covered)."""
+    """Block by block z_j G_jᵀ, or z_j G_j where ``transposed``, z (..., T, n); columns past the blocks stay."""
     G, H = (factor.to(z.dtype) for factor in blocks)
     if not transposed:
         G, H = G.mT, H.mT
-    whole = G.shape[-3] * G.shape[-1]
+    whole, covered = _covered(blocks)
     if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
         out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
         if z.dtype.itemsize == 2 and z.device.type == "cpu" and G.shape[-1] >= _NARROWEST_APART:
@@ -110,25 +103,37 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = N
                 torch.mm(z[:, of_block], factor, out=out[:, of_block])
         else:
             torch.bmm(_split(z, G), G, out=_split(out, G))
-        if H.shape[-1]:
-            out[:, whole:] = z[:, whole:] @ H
+        if covered > whole:
+            out[:, whole:covered] = z[:, whole:covered] @ H
+        if covered < z.shape[-1]:
+            out[:, covered:] = z[:, covered:]
         return out
-    w = (_split(z, G) @ G).transpose(-3, -2).flatten(-2)
-    return torch.cat([w, z[..., whole:] @ H], -1) if H.shape[-1] else w
+    parts = [(_split(z, G) @ G).transpose(-3, -2).flatten(-2), z[..., whole:covered] @ H, z[..., covered:]]
+    return _joined(parts, -1)
+
+
+def multiply_rows(z: Tensor, blocks: Blocks, transposed: bool) -> Tensor:
+    """Block by block G_j z_j, or G_jᵀ z_j where ``transposed``, z (..., n, T); rows past the blocks stay."""
+    G, H = (factor.to(z.dtype) for factor in blocks)
+    if transposed:
+        G, H = G.mT, H.mT
+    whole, covered = _covered(blocks)
+    w = (G @ z[..., :whole, :].unflatten(-2, G.shape[-3:-1])).flatten(-3, -2)
+    return _joined([w, H @ z[..., whole:covered, :], z[..., covered:, :]], -2)
 
 
 def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = None) -> Blocks:
-    """Block by block left_jᵀ right_j, both (..., T, covered): what a product with the blocks leaves as their gradient.
+    """Block by block left_jᵀ right_j, both (..., T, n): what a product with the blocks leaves as their gradient.
 
-    With ``add_to``, of the blocks' dtype and (k, b, b), added to it in place.
+    With ``add_to``, of the blocks' dtype and (k, b, b), added to it in place. Columns past the blocks do not count.
     """
     G, H = like
-    whole = G.shape[-3] * G.shape[-1]
+    whole, covered = _covered(like)
     if add_to is not None and left.device.type == "cpu" and G.shape[-1] >= _NARROWEST_APART:
         _add_outer(left, right, add_to)
         return add_to
-    left_G, left_H = _split(left, G).mT, left[..., whole:].mT
-    right_G, right_H = _split(right, G), right[..., whole:]
+    left_G, left_H = _split(left, G).mT, left[..., whole:covered].mT
+    right_G, right_H = _split(right, G), right[..., whole:covered]
     if add_to is None:
         return (left_G @ right_G).to(G.dtype), (left_H @ right_H).to(H.dtype)
     if left.dtype == G.dtype:
@@ -137,7 +142,7 @@ def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = Non
 
 
 def _add_outer(left: Tensor, right: Tensor, add_to: Blocks) -> None:
-    """:func:`outer` one block after another, left and right (T, covered): a batched product would copy both to line them up."""
+    """:func:`outer` one block after another, left and right (T, n): a batched product would copy both to line them up."""
     start = 0
     for found in (*add_to[0], add_to[1]):
         of_block = slice(start, start + len(found))
@@ -165,6 +170,14 @@ def put(x: Tensor, w: Tensor, order: Tensor, out: Tensor | None = None) -> Tenso
     return x.scatter(-1, places, w) if out is None else out.copy_(x).scatter_(-1, places, w)
 
 
+def completed(order: Tensor, n: int) -> Tensor:
+    """The n dimensions, those of ``order`` first and the others after them as they come."""
+    if len(order) == n:
+        return order
+    others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill_(0, order, 0)
+    return torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
+
+
 def inverse(order: Tensor) -> Tensor:
     """The permutation that undoes one."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -174,6 +187,18 @@ def _split(z: Tensor, G: Tensor) -> Tensor:
     """(..., T, covered) to (..., k, T, b), a view."""
     k, b = G.shape[-3], G.shape[-1]
     return z[..., : k * b].unflatten(-1, (k, b)).transpose(-3, -2)
+
+
+def _covered(blocks: Blocks) -> tuple[int, int]:
+    """How many dimensions the whole blocks rotate, and how many with the ragged one."""
+    G, H = blocks
+    whole = G.shape[-3] * G.shape[-1]
+    return whole, whole + H.shape[-1]
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    parts = [part for part in parts if part.shape[dim]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _pairs(b: int) -> int:

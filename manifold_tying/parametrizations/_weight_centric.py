@@ -1,0 +1,135 @@
+"""The weight W = R W0 P, and the linear layer that forms it, without keeping a matrix of W's size for the backward.
+
+What rotates is brought to the front once, rows and columns, block after block: in that order R and P are block-diagonal, and W
+and both gradients are products of slices.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from manifold_tying import linalg
+from manifold_tying.parametrizations._primitive import (
+    Blocks,
+    completed,
+    inverse,
+    multiply,
+    multiply_rows,
+    outer,
+    take,
+)
+from manifold_tying.parametrizations._rotations import Rotations
+
+Orders = tuple[Tensor, Tensor]
+"""The dimensions that R and that P rotate."""
+
+Side = tuple[Blocks, Tensor]
+"""The blocks of R or of P, and the order of the dimensions that they rotate."""
+
+
+def equivalent_weight(base: Tensor, stored: Tensor, rotations: Rotations, orders: Orders) -> Tensor:
+    """W = R W0 P, (..., m, n), in the dtype of the stored vector; once differentiable with respect to it."""
+    return _Weight.apply(base, stored, *orders, rotations)
+
+
+def transformed(base: Tensor, R: Side, P: Side) -> Tensor:
+    """W = R W0 P by products, (..., m, n), in the dtype of the blocks (float32 or float64)."""
+    with linalg.full_precision(base.device):
+        return _weight(_half_way(base, R, P)[1], R, P)
+
+
+def _half_way(base: Tensor, R: Side, P: Side) -> tuple[Tensor, Tensor]:
+    """W0, and W0 P, in the order in which they rotate."""
+    W0 = _ordered(base.to(R[0][0].dtype), R[1], P[1])
+    return W0, multiply(W0, P[0], True) if len(P[1]) else W0
+
+
+def _weight(M: Tensor, R: Side, P: Side) -> Tensor:
+    """W in its own order from W0 P in that of the rotations."""
+    W = M
+    if len(R[1]):
+        W = multiply_rows(W, R[0], False).index_select(-2, inverse(completed(R[1], W.shape[-2])))
+    return take(W, inverse(completed(P[1], W.shape[-1]))) if len(P[1]) else W
+
+
+def _gradients(W0: Tensor, M: Tensor, R: Side, P: Side, grad_W: Tensor) -> tuple[Blocks, Blocks]:
+    """Those of R's and P's blocks from that of W, which is in its own order; W0 and M = W0 P in that of the rotations."""
+    grad = _ordered(grad_W.to(M.dtype), R[1], P[1])
+    # Rows as columns: for R the tokens are the columns of W.
+    of_R = outer(grad.mT, M.mT, R[0])
+    return of_R, outer(W0, multiply_rows(grad, R[0], True) if len(R[1]) else grad, P[0])
+
+
+def _ordered(W: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """What rotates first, the other rows and columns after it."""
+    if len(rows):
+        W = W.index_select(-2, completed(rows, W.shape[-2]))
+    return take(W, completed(columns, W.shape[-1])) if len(columns) else W
+
+
+class _Weight(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, base: Tensor, stored: Tensor, order_R: Tensor, order_P: Tensor, rotations: Rotations
+    ) -> Tensor:
+        ctx.save_for_backward(base, stored, order_R, order_P)
+        ctx.rotations = rotations
+        R, P = rotations.blocks(stored)
+        W = transformed(base, (R, order_R), (P, order_P))
+        return W.clone() if W is base else W
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor | None, ...]:
+        base, stored, order_R, order_P = ctx.saved_tensors
+        blocks = ctx.rotations.blocks(stored)
+        R, P = (blocks[0], order_R), (blocks[1], order_P)
+        with linalg.full_precision(base.device):
+            grads = _gradients(*_half_way(base, R, P), R, P, grad_W)
+        return None, ctx.rotations.gradient(stored, *grads), None, None, None
+
+
+class WeightCentric(Function):
+    """x Wᵀ + bias with W formed in the stored vector's dtype and cast to x's, and formed again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        base: Tensor,
+        bias: Tensor | None,
+        stored: Tensor,
+        order_R: Tensor,
+        order_P: Tensor,
+        rotations: Rotations,
+    ) -> Tensor:
+        ctx.save_for_backward(x, base, stored, order_R, order_P)
+        ctx.rotations = rotations
+        R, P = rotations.blocks(stored)
+        return F.linear(x, transformed(base, (R, order_R), (P, order_P)).to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, base, stored, order_R, order_P = ctx.saved_tensors
+        blocks = ctx.rotations.blocks(stored)
+        R, P = (blocks[0], order_R), (blocks[1], order_P)
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_bias = grad_stored = None
+        with linalg.full_precision(base.device):
+            W0, M = _half_way(base, R, P)
+            W = _weight(M, R, P).to(grad.dtype) if ctx.needs_input_grad[0] else None
+        if W is not None:
+            grad_x = grad @ W
+            del W
+        if ctx.needs_input_grad[2]:
+            grad_bias = flat.sum(0)
+        if ctx.needs_input_grad[3]:
+            grad_W = flat.mT @ x.reshape(-1, x.shape[-1])
+            with linalg.full_precision(base.device):
+                grads = _gradients(W0, M, R, P, grad_W)
+            grad_stored = ctx.rotations.gradient(stored, *grads)
+        return grad_x, None, grad_bias, grad_stored, None, None, None
