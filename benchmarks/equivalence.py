@@ -23,7 +23,7 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
-from manifold_tying.parametrizations._equivalent_linear import linear_operations
+from manifold_tying.parametrizations._equivalent_linear import linear_operations, prefers_input_centric
 
 TITLE = "A linear layer with W = R W0 P, forward and backward"
 SIZES = (
@@ -99,16 +99,17 @@ class Problem:
 
     def operations(self, steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
         counts = {
-            name: significant(_operations(step.layer, self.N) / (6 * self.N * self.m * self.n))
+            name: significant(self._operations(step.layer) / (6 * self.N * self.m * self.n))
             for name, step in steps.items()
             if isinstance(step, Layer) and name.startswith("ours")
         }
         return {"operations / nn.Linear": {"nn.Linear": 1.0, **counts}}
 
-
-def _operations(layer: Any, tokens: int) -> int:
-    sizes = layer.parametrizations.weight[0].sizes
-    return min(linear_operations(tokens, sizes.R, sizes.P, input_centric=choice) for choice in (True, False))
+    def _operations(self, layer: Any) -> int:
+        sizes = layer.parametrizations.weight[0].sizes
+        low = self.dtype == torch.bfloat16
+        choice = prefers_input_centric(self.N, sizes.R, sizes.P, low_precision=low)
+        return linear_operations(self.N, sizes.R, sizes.P, input_centric=choice)
 
 
 def rows(options: Options) -> Iterator[Row]:

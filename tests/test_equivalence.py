@@ -221,15 +221,23 @@ def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...]
 
 
 def test_the_cheaper_formulation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    P, R = Primitive(512, 64, 512), Primitive(512, 64, 512)
+    R, P = Primitive(512, 64, 512), Primitive(1280, 64, 1280)
     assert prefers_input_centric(512, R, P)
     assert not prefers_input_centric(4096, Primitive(512, 256, 512), Primitive(512, 256, 512))
+    for tokens, b, low in itertools.product((16, 128, 1024, 8192), (16, 64, 256), (False, True)):
+        move, wide = (1000, 6) if low else (500, 1)
+        by_input = (4 * 512 * 1280 + 6 * 1792 * b + move * (4 * 512 + 5 * 1280)) * tokens
+        by_weight = 6 * tokens * 512 * 1280 + (14 * b * wide + move * 10) * 512 * 1280
+        sides = Primitive(512, b, 512), Primitive(1280, b, 1280)
+        assert prefers_input_centric(tokens, *sides, low_precision=low) == (by_input <= by_weight)
+    # one side alone moves one side's entries, half a side half of its operations
     for tokens in (16, 128, 1024, 8192):
-        for b in (16, 64, 256):
-            side = Primitive(512, b, 512)
-            by_hand = 4 * tokens * 512**2 + 6 * tokens * 1024 * b <= 6 * tokens * 512**2 + 14 * 512**2 * b
-            assert prefers_input_centric(tokens, side, side) == by_hand
-    assert prefers_input_centric(512, R, P, training=False) and not prefers_input_centric(513, R, P, training=False)
+        by_input = (4 * 512 * 1280 + 6 * 256 * 64 + 500 * 4 * 512) * tokens
+        by_weight = 6 * tokens * 512 * 1280 + (7 * 64 // 2 + 500 * 5) * 512 * 1280
+        assert prefers_input_centric(tokens, Primitive(512, 64, 256), Primitive(1280, 64, 0)) == (by_input <= by_weight)
+    square = Primitive(512, 64, 512)
+    assert prefers_input_centric(512, square, square, training=False)
+    assert not prefers_input_centric(513, square, square, training=False)
     # and the layer asks
     module = equivalence(nn.Linear(8, 8), block_size=4)
     seen = []
@@ -665,7 +673,7 @@ def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
         module = equivalence(nn.Linear(64, 64, bias=False), scheme=scheme, block_size=b)
         assert constraint(module).sizes.R.block == b
         sizes = constraint(module).sizes
-        input_centric = prefers_input_centric(tokens, sizes.R, sizes.P)
+        input_centric = prefers_input_centric(tokens, sizes.R, sizes.P, low_precision=low)
         assert input_centric == (tokens == 8)
         activations = tokens * 64 * (2 if input_centric else 1)
         assert kept(module, tokens, low) <= activations + 3 * (2 * 64 * b)

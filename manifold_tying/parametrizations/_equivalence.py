@@ -67,10 +67,17 @@ class Equivalence(Constraint):
         return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, by whichever of the two formulations takes fewer operations."""
+        """x Wᵀ + bias, by whichever of the two formulations takes less."""
         tokens = x.numel() // max(1, x.shape[-1])
-        training = torch.is_grad_enabled() and stored.requires_grad
-        input_centric = prefers_input_centric(tokens, self.sizes.R, self.sizes.P, training)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        input_centric = prefers_input_centric(
+            tokens,
+            self.sizes.R,
+            self.sizes.P,
+            training=torch.is_grad_enabled() and stored.requires_grad,
+            low_precision=dtype.itemsize < stored.dtype.itemsize,
+        )
         return equivalence_linear(x, self.base, stored, self.rotations, self._orders, bias, input_centric=input_centric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:

@@ -112,13 +112,22 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = N
     return _joined(parts, -1)
 
 
-def multiply_rows(z: Tensor, blocks: Blocks, transposed: bool) -> Tensor:
+def multiply_rows(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = None) -> Tensor:
     """Block by block G_j z_j, or G_jᵀ z_j where ``transposed``, z (..., n, T); rows past the blocks stay."""
     G, H = (factor.to(z.dtype) for factor in blocks)
     if transposed:
         G, H = G.mT, H.mT
     whole, covered = _covered(blocks)
-    w = (G @ z[..., :whole, :].unflatten(-2, G.shape[-3:-1])).flatten(-3, -2)
+    apart = G.shape[-3:-1]
+    if z.ndim == 2 and not torch.compiler.is_compiling():
+        out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
+        torch.bmm(G, z[:whole].unflatten(0, apart), out=out[:whole].unflatten(0, apart))
+        if covered > whole:
+            torch.mm(H, z[whole:covered], out=out[whole:covered])
+        if covered < len(z):
+            out[covered:] = z[covered:]
+        return out
+    w = (G @ z[..., :whole, :].unflatten(-2, apart)).flatten(-3, -2)
     return _joined([w, H @ z[..., whole:covered, :], z[..., covered:, :]], -2)
 
 

@@ -6,6 +6,7 @@ and both gradients are products of slices.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -38,36 +39,63 @@ def equivalent_weight(base: Tensor, stored: Tensor, rotations: Rotations, orders
 def transformed(base: Tensor, R: Side, P: Side) -> Tensor:
     """W = R W0 P by products, (..., m, n), in the dtype of the blocks (float32 or float64)."""
     with linalg.full_precision(base.device):
-        return _weight(_half_way(base, R, P)[1], R, P)
+        spares = _Spares(base)
+        W0, M = _half_way(base, R, P, spares)
+        if M is not W0:
+            spares.give(W0)
+        return _weight(M, R, P, spares)
 
 
-def _half_way(base: Tensor, R: Side, P: Side) -> tuple[Tensor, Tensor]:
+class _Spares:
+    """Matrices of W's size that are done with, to be written again: new memory costs a CPU more than what goes into it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.usable = like.ndim == 2 and not torch.compiler.is_compiling()
+        self.free: list[Tensor] = []
+
+    def give(self, done: Tensor) -> None:
+        if self.usable:
+            self.free.append(done)
+
+    def get(self) -> Tensor | None:
+        """One of them; None where there is none, for ``out=``."""
+        return self.free.pop() if self.free else None
+
+
+def _half_way(base: Tensor, R: Side, P: Side, spares: _Spares) -> tuple[Tensor, Tensor]:
     """W0, and W0 P, in the order in which they rotate."""
-    W0 = _ordered(base.to(R[0][0].dtype), R[1], P[1])
-    return W0, multiply(W0, P[0], True) if len(P[1]) else W0
+    W0 = _ordered(base.to(R[0][0].dtype), R[1], P[1], spares)
+    return W0, multiply(W0, P[0], True, spares.get()) if len(P[1]) else W0
 
 
-def _weight(M: Tensor, R: Side, P: Side) -> Tensor:
-    """W in its own order from W0 P in that of the rotations."""
+def _weight(M: Tensor, R: Side, P: Side, spares: _Spares) -> Tensor:
+    """W in its own order from M = W0 P in that of the rotations."""
     W = M
     if len(R[1]):
-        W = multiply_rows(W, R[0], False).index_select(-2, inverse(completed(R[1], W.shape[-2])))
-    return take(W, inverse(completed(P[1], W.shape[-1]))) if len(P[1]) else W
+        turned = multiply_rows(W, R[0], False, spares.get())
+        W = torch.index_select(turned, -2, inverse(completed(R[1], W.shape[-2])), out=spares.get())
+        spares.give(turned)
+    return take(W, inverse(completed(P[1], W.shape[-1])), spares.get()) if len(P[1]) else W
 
 
-def _gradients(W0: Tensor, M: Tensor, R: Side, P: Side, grad_W: Tensor) -> tuple[Blocks, Blocks]:
+def _gradients(W0: Tensor, M: Tensor, R: Side, P: Side, grad_W: Tensor, spares: _Spares) -> tuple[Blocks, Blocks]:
     """Those of R's and P's blocks from that of W, which is in its own order; W0 and M = W0 P in that of the rotations."""
-    grad = _ordered(grad_W.to(M.dtype), R[1], P[1])
+    grad = _ordered(grad_W.to(M.dtype), R[1], P[1], spares)
     # Rows as columns: for R the tokens are the columns of W.
     of_R = outer(grad.mT, M.mT, R[0])
-    return of_R, outer(W0, multiply_rows(grad, R[0], True) if len(R[1]) else grad, P[0])
+    return of_R, outer(W0, multiply_rows(grad, R[0], True, spares.get()) if len(R[1]) else grad, P[0])
 
 
-def _ordered(W: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _ordered(W: Tensor, rows: Tensor, columns: Tensor, spares: _Spares) -> Tensor:
     """What rotates first, the other rows and columns after it."""
     if len(rows):
-        W = W.index_select(-2, completed(rows, W.shape[-2]))
-    return take(W, completed(columns, W.shape[-1])) if len(columns) else W
+        W = torch.index_select(W, -2, completed(rows, W.shape[-2]), out=spares.get())
+    if not len(columns):
+        return W
+    ordered = take(W, completed(columns, W.shape[-1]), spares.get())
+    if len(rows):  # else it is the caller's
+        spares.give(W)
+    return ordered
 
 
 class _Weight(Function):
@@ -88,7 +116,8 @@ class _Weight(Function):
         blocks = ctx.rotations.blocks(stored)
         R, P = (blocks[0], order_R), (blocks[1], order_P)
         with linalg.full_precision(base.device):
-            grads = _gradients(*_half_way(base, R, P), R, P, grad_W)
+            spares = _Spares(base)
+            grads = _gradients(*_half_way(base, R, P, spares), R, P, grad_W, spares)
         return None, ctx.rotations.gradient(stored, *grads), None, None, None
 
 
@@ -119,17 +148,19 @@ class WeightCentric(Function):
         R, P = (blocks[0], order_R), (blocks[1], order_P)
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_bias = grad_stored = None
+        spares = _Spares(base)
         with linalg.full_precision(base.device):
-            W0, M = _half_way(base, R, P)
-            W = _weight(M, R, P).to(grad.dtype) if ctx.needs_input_grad[0] else None
+            W0, M = _half_way(base, R, P, spares)
+            W = _weight(M, R, P, spares) if ctx.needs_input_grad[0] else None
         if W is not None:
-            grad_x = grad @ W
-            del W
+            grad_x = grad @ W.to(grad.dtype)
+            if W is not M:
+                spares.give(W)
         if ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
         if ctx.needs_input_grad[3]:
             grad_W = flat.mT @ x.reshape(-1, x.shape[-1])
             with linalg.full_precision(base.device):
-                grads = _gradients(W0, M, R, P, grad_W)
+                grads = _gradients(W0, M, R, P, grad_W, spares)
             grad_stored = ctx.rotations.gradient(stored, *grads)
         return grad_x, None, grad_bias, grad_stored, None, None, None
