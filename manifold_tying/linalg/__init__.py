@@ -18,6 +18,7 @@ from manifold_tying.linalg._cayley import cayley_at as cayley_at
 from manifold_tying.linalg._cayley import cayley_gradient as cayley_gradient
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import cayley_neumann_gradient as cayley_neumann_gradient
+from manifold_tying.linalg._cayley import cayley_neumann_rounded as cayley_neumann_rounded
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt

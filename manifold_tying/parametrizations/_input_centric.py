@@ -36,7 +36,7 @@ class InputCentric(torch.autograd.Function):
         order_P: Tensor,
         rotations: Rotations,
     ) -> Tensor:
-        W0, (R, P) = base.to(x.dtype), rotations.blocks(stored)
+        W0, (R, P) = base.to(x.dtype), rotations.blocks(stored, x.dtype)
         rest = None if bias is None else bias - rotated(bias[None], R, order_R)[0]
 
         def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -61,9 +61,11 @@ class InputCentric(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, v, base, bias, stored, order_R, order_P = ctx.saved_tensors
-        R, P = ctx.rotations.blocks(stored)
+        R, P = ctx.rotations.blocks(stored, x.dtype)
         W0 = base.to(grad.dtype)
-        of_R, of_P = ((torch.zeros_like(G), torch.zeros_like(H)) for G, H in (R, P))
+        of_R, of_P = (
+            (torch.zeros_like(G, dtype=stored.dtype), torch.zeros_like(H, dtype=stored.dtype)) for G, H in (R, P)
+        )
 
         def of_block(room: Room, grad: Tensor, v: Tensor, x: Tensor, grad_x: Tensor | None) -> tuple[Tensor]:
             g = take(grad, order_R, room("taken", len(order_R)))
@@ -80,7 +82,7 @@ class InputCentric(torch.autograd.Function):
             grad_bias = grad.sum(0)
             # v has the bias in it, which R does not rotate.
             outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
-        grad_stored = ctx.rotations.gradient(stored, of_R, of_P) if ctx.needs_input_grad[3] else None
+        grad_stored = ctx.rotations.gradient(stored, of_R, of_P, x.dtype) if ctx.needs_input_grad[3] else None
         return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, grad_stored, None, None, None
 
 

@@ -46,10 +46,10 @@ class Primitive:
         whole, rest = vector.split([self.count * _pairs(self.block), _pairs(self.ragged)], -1)
         return whole.unflatten(-1, (self.count, _pairs(self.block))), rest
 
-    def blocks(self, vector: Tensor, terms: int | None) -> Blocks:
-        """The orthogonal blocks of a skew vector (..., size), in its dtype; terms=None: the exact Cayley map."""
+    def blocks(self, vector: Tensor, terms: int | None, dtype: torch.dtype | None = None) -> Blocks:
+        """The orthogonal blocks of a skew vector (..., size), in its dtype or a narrower one; terms=None: exact Cayley map."""
         whole, rest = self.divided(vector)
-        return orthogonal_of(whole, self.block, terms), orthogonal_of(rest, self.ragged, terms)
+        return orthogonal_of(whole, self.block, terms, dtype), orthogonal_of(rest, self.ragged, terms, dtype)
 
     def draw_order(self, seed: int, count: int, side: str) -> Tensor:
         """Which dimensions rotate, in which order: the first ``covered`` entries of a random permutation, int64 on the CPU.
@@ -66,12 +66,15 @@ def mixed_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def orthogonal_of(vector: Tensor, b: int, terms: int | None) -> Tensor:
+def orthogonal_of(vector: Tensor, b: int, terms: int | None, dtype: torch.dtype | None = None) -> Tensor:
     """Skew vectors (..., b(b-1)/2) to orthogonal (..., b, b); the identity, exactly, for zeros. (POET, equation 6.)"""
+    dtype = dtype or vector.dtype
     if vector.numel() == 0:  # blocks of one dimension do not rotate
-        return torch.eye(b, dtype=vector.dtype, device=vector.device).expand(*vector.shape[:-1], b, b)
+        return torch.eye(b, dtype=dtype, device=vector.device).expand(*vector.shape[:-1], b, b)
     A = linalg.skew(vector, b)
-    return linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms)
+    if terms == 2 and dtype == torch.bfloat16:  # of float16 the range does not suffice
+        return linalg.cayley_neumann_rounded(A, dtype)
+    return (linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms)).to(dtype)
 
 
 def rotated(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
@@ -134,7 +137,7 @@ def multiply_rows(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | Non
 def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = None) -> Blocks:
     """Block by block left_jᵀ right_j, both (..., T, n): what a product with the blocks leaves as their gradient.
 
-    With ``add_to``, of the blocks' dtype and (k, b, b), added to it in place. Columns past the blocks do not count.
+    With ``add_to``, of the blocks' shapes, added to it in place. Columns past the blocks do not count.
     """
     G, H = like
     whole, covered = _covered(like)
@@ -145,7 +148,7 @@ def outer(left: Tensor, right: Tensor, like: Blocks, add_to: Blocks | None = Non
     right_G, right_H = _split(right, G), right[..., whole:covered]
     if add_to is None:
         return (left_G @ right_G).to(G.dtype), (left_H @ right_H).to(H.dtype)
-    if left.dtype == G.dtype:
+    if left.dtype == add_to[0].dtype:
         return add_to[0].baddbmm_(left_G, right_G), add_to[1].addmm_(left_H, right_H)
     return add_to[0].add_(left_G @ right_G), add_to[1].add_(left_H @ right_H)
 

@@ -22,23 +22,24 @@ class Rotations:
     terms: int | None
 
     @torch.no_grad()
-    def blocks(self, stored: Tensor) -> tuple[Blocks, Blocks]:
-        """The blocks of R and those of P."""
+    def blocks(self, stored: Tensor, dtype: torch.dtype | None = None) -> tuple[Blocks, Blocks]:
+        """The blocks of R and those of P, in the stored vector's dtype or in a narrower one, for narrower products."""
         of_R, of_P = stored.split([self.R.size, self.P.size], -1)
-        return self.R.blocks(of_R, self.terms), self.P.blocks(of_P, self.terms)
+        return self.R.blocks(of_R, self.terms, dtype), self.P.blocks(of_P, self.terms, dtype)
 
-    def gradient(self, stored: Tensor, of_R: Blocks, of_P: Blocks) -> Tensor:
-        """The gradient of the stored vector from those of the blocks."""
+    def gradient(self, stored: Tensor, of_R: Blocks, of_P: Blocks, dtype: torch.dtype | None = None) -> Tensor:
+        """The gradient of the stored vector from those of the blocks, which were used in ``dtype``."""
+        narrow = dtype if dtype == torch.bfloat16 else None  # of float16 the range does not suffice
         parts = stored.split([self.R.size, self.P.size], -1)
         found = []
         for side, part, (of_whole, of_rest) in zip((self.R, self.P), parts, (of_R, of_P), strict=True):
             whole, rest = side.divided(part)
-            found.append(_gradient(whole, side.block, self.terms, of_whole).flatten(-2))
-            found.append(_gradient(rest, side.ragged, self.terms, of_rest))
+            found.append(_gradient(whole, side.block, self.terms, of_whole, narrow).flatten(-2))
+            found.append(_gradient(rest, side.ragged, self.terms, of_rest, narrow))
         return torch.cat(found, -1)
 
 
-def _gradient(vector: Tensor, b: int, terms: int | None, of_blocks: Tensor) -> Tensor:
+def _gradient(vector: Tensor, b: int, terms: int | None, of_blocks: Tensor, narrow: torch.dtype | None) -> Tensor:
     """Of skew vectors (..., b(b-1)/2) from that of their orthogonal blocks (..., b, b)."""
     if vector.numel() == 0:
         return vector
@@ -46,5 +47,5 @@ def _gradient(vector: Tensor, b: int, terms: int | None, of_blocks: Tensor) -> T
     if terms is None:
         of_A = linalg.cayley_gradient(A, of_blocks)
     else:
-        of_A = linalg.cayley_neumann_gradient(A, of_blocks, terms)
+        of_A = linalg.cayley_neumann_gradient(A, of_blocks, terms, narrow)
     return linalg.unskew(of_A - of_A.mT)
