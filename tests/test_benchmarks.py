@@ -144,7 +144,7 @@ def test_peak_memory_sees_full_logits() -> None:
 def measured_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a result, after a look at its form."""
     result = json.loads(path.read_text())
-    assert set(result) == {"benchmark", "title", "machine", "rows"}
+    assert set(result) == {"benchmark", "title", "machine", "dtype", "rows"}
     for row in result["rows"]:
         assert row["command"].startswith(f"python -m benchmarks.{result['benchmark']} --quick") and "commit" in row
         assert row["reference"] in row["contenders"]
@@ -296,6 +296,8 @@ def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
     assert [row["row"] for row in run("maps", out, "--rows", "48 x")] == labels
     assert measured_rows(out)[0] == first
     assert [row["row"] for row in run("maps", out)] == labels and measured_rows(out)[0] != first
+    with pytest.raises(ValueError, match="another dtype, float32; expected bfloat16"):
+        run("maps", out, "--dtype", "bfloat16")
     elsewhere = json.loads(out.read_text())
     elsewhere["machine"]["processor"] = "abacus"
     out.write_text(json.dumps(elsewhere))
@@ -317,7 +319,8 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     result: dict[str, Any] = {
         "benchmark": "maps",
         "title": "Maps",
-        "machine": {"device": "cpu", "torch": "2.13.0", "peers": {"geoopt": "0.5.1", "geotorch": None}},
+        "machine": {"processor": "abacus", "device": "cpu", "peers": {"geoopt": "0.5.1", "geotorch": None}},
+        "dtype": "bfloat16",
         "rows": [
             {
                 "row": "8 x 8",
@@ -343,6 +346,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         "| b | 12,345 |  |  |  |",
         "- b: timed once\n- c: needs CUDA\n",
         "Peers: geoopt 0.5.1.",
+        "## Maps, abacus, bfloat16\n",
     ):
         assert expected in text
     where = ["--results", str(results), "--page", str(tmp_path / "page.md"), "--papers", str(tmp_path / "papers.md")]
