@@ -6,6 +6,8 @@ A step is y = layer(x) and the backward of a fixed cotangent, for N tokens whose
 gradients of the step before are dropped first. The skew vectors are off zero, as they are in training. In bfloat16, x is stored
 in it and everything runs under autocast, with float32 parameters. The reference is nn.Linear.
 
+A layer takes one of two formulations, by activations or by weight, whichever it counts as the cheaper one; both are timed, too.
+
 The last measure is the number of operations of the products with tokens and weight, forward and backward, over nn.Linear's
 6Nmn; the maps from skew vectors to orthogonal blocks are not in it.
 """
@@ -23,14 +25,21 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
-from manifold_tying.parametrizations._equivalent_linear import linear_operations, prefers_input_centric
+from manifold_tying.parametrizations._equivalent_linear import (
+    equivalence_linear,
+    linear_operations,
+    prefers_input_centric,
+)
 
 TITLE = "A linear layer with W = R W0 P, forward and backward"
 SIZES = (
     (2048, 2048, 256, 2048),
     (2048, 2048, 256, 8192),
     (512, 512, 256, 2048),
+    (512, 512, 64, 2048),
+    (512, 512, 64, 8192),
     (1376, 512, 256, 2048),
+    (2048, 2048, 64, 8192),
     (4096, 4096, 256, 2048),
     (11008, 4096, 256, 2048),
     (4096, 11008, 256, 2048),
@@ -51,6 +60,19 @@ class Layer:
         with self.problem.autocast():
             y = self.layer(self.problem.x)
         y.backward(self.problem.cotangent.to(y.dtype))
+
+
+class OneFormulation(nn.Module):
+    """A layer under equivalence, with the formulation that it is told to take."""
+
+    def __init__(self, layer: Any, input_centric: bool) -> None:
+        super().__init__()
+        self.layer, self.input_centric = layer, input_centric
+
+    def forward(self, x: Tensor) -> Tensor:
+        stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
+        orders = part.out_order, part.in_order
+        return equivalence_linear(x, part.base, stored, part.rotations, orders, input_centric=self.input_centric)
 
 
 class Problem:
@@ -81,13 +103,13 @@ class Problem:
             torch.manual_seed(0)
             return nn.Linear(self.n, self.m, bias=False)
 
-    def poet(self, **options: Any) -> Step:
-        layer = mt.equivalence(self.linear(), seed=0, **options)
+    def poet(self, input_centric: bool | None = None, **options: Any) -> Step:
+        layer: nn.Module = mt.equivalence(self.linear(), seed=0, **options)
         with torch.no_grad():
             for stored in layer.parameters():
                 # The norm of a skew matrix of b² normal entries is about 2√b.
                 stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
-        return Layer(self, layer)
+        return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
 
     def oft(self) -> Step:
         """Orthogonal finetuning as PEFT has it: P alone, the input rotated block by block, without a permutation."""
@@ -106,9 +128,11 @@ class Problem:
         return {"operations / nn.Linear": {"nn.Linear": 1.0, **counts}}
 
     def _operations(self, layer: Any) -> int:
-        sizes = layer.parametrizations.weight[0].sizes
-        low = self.dtype == torch.bfloat16
-        choice = prefers_input_centric(self.N, sizes.R, sizes.P, low_precision=low)
+        if isinstance(layer, OneFormulation):
+            sizes, choice = layer.layer.parametrizations.weight[0].sizes, layer.input_centric
+        else:
+            sizes, low = layer.parametrizations.weight[0].sizes, self.dtype == torch.bfloat16
+            choice = prefers_input_centric(self.N, sizes.R, sizes.P, low_precision=low)
         return linear_operations(self.N, sizes.R, sizes.P, input_centric=choice)
 
 
@@ -120,6 +144,8 @@ def rows(options: Options) -> Iterator[Row]:
 def _row(problem: Problem) -> Row:
     ours: dict[str, Callable[[], Step]] = {
         "ours block": lambda: problem.poet(block_size=problem.b),
+        "ours block, by activations": lambda: problem.poet(True, block_size=problem.b),
+        "ours block, by weight": lambda: problem.poet(False, block_size=problem.b),
         "ours block, 4 terms": lambda: problem.poet(block_size=problem.b, terms=4),
         "ours block, exact Cayley": lambda: problem.poet(block_size=problem.b, terms=None),
         # P gets R's parameters too, so its blocks are as large as PEFT's below, less one.
