@@ -9,7 +9,7 @@ from manifold_tying.parametrizations._rotations import Rotations
 from manifold_tying.parametrizations._weight_centric import Orders, WeightCentric
 
 # Operations of the products at hand that an entry moved takes the time of, and that one in float32 does where those are in
-# bfloat16: fitted to both formulations at 22 sizes on a CPU of 0.3 and 1.5 TFLOP/s. An H200's data sheet says 100, 600, 14.
+# bfloat16: fitted to both formulations at 22 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
 _MOVE, _MOVE_LOW, _WIDE = 500, 1000, 6
 
 
