@@ -109,7 +109,6 @@ def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str,
     # Peers that were not asked for yet are no reason to measure everything again.
     known_peers = before.get("machine", {}).get("peers", {})
     same_peers = {**result["machine"], "peers": {name: result["machine"]["peers"].get(name) for name in known_peers}}
-    before.setdefault("dtype", "float32")
     for key, expected in (("benchmark", result["benchmark"]), ("machine", same_peers), ("dtype", result["dtype"])):
         if before.get(key) != expected:
             raise ValueError(f"{out} has another {key}, {before.get(key)}; expected {expected}. Choose another --out")

@@ -57,7 +57,7 @@ def _section(name: str, result: dict[str, Any]) -> str:
     machine = dict(result["machine"])
     peers = ", ".join(f"{peer} {version}" for peer, version in machine.pop("peers").items() if version)
     machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
-    where = [machine["processor"] if machine["device"] == "cpu" else machine["device"], result.get("dtype", "float32")]
+    where = [machine["processor"] if machine["device"] == "cpu" else machine["device"], result["dtype"]]
     head = [
         f"## {result['title']}, {', '.join(where)}",
         "",
