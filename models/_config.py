@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from manifold_tying import linalg
+
 NormName = Literal["rmsnorm", "layernorm"]
 
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
@@ -42,11 +44,8 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if not isinstance(self.head_dim, int) or self.head_dim < 0:
-            raise ValueError(f"head_dim must be a positive integer, or 0 to derive it, got {self.head_dim!r}")
+            linalg.check_whole(name, getattr(self, name), 1)
+        linalg.check_whole("head_dim", self.head_dim, 0, " (0: derived)")
         for name in ("rope_theta", "norm_eps", "initializer_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")

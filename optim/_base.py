@@ -58,6 +58,9 @@ class RiemannianOptimizer(Optimizer):
                     self._scales[p] = self._checked_scale(p, scale, name, added)
         except ValueError:
             self.param_groups.pop()
+            for p in added["params"]:
+                for known in (self._names, self._manifolds, self._scales):
+                    known.pop(p, None)
             raise
 
     def _add_parameter(self, p: Tensor, manifold: geoopt.Manifold | None, name: str, group: Group) -> None:
@@ -238,9 +241,7 @@ def check_range(group: Group, **minimum: float) -> None:
     for name, low in minimum.items():
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
-    every = group["retract_every"]
-    if not isinstance(every, int) or every < 1:
-        raise ValueError(f"expected retract_every to be a whole number >= 1, got {every!r}")
+    linalg.check_whole("retract_every", group["retract_every"], 1)
 
 
 def local_parts(params: Iterable[Tensor]) -> list[Tensor]:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manifold_tying import linalg
+
 WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector
 
 
@@ -43,10 +45,10 @@ class MergeSchedule:
         relax_steps: int = 10,
         relaxed: float = 10.0,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"expected every to be a whole number of steps >= 1, got {every!r}")
-        if not isinstance(relax_steps, int) or relax_steps < 0 or not relaxed >= 1:
-            raise ValueError(f"expected relax_steps >= 0 and relaxed >= 1, got {relax_steps!r} and {relaxed!r}")
+        linalg.check_whole("every", every, 1)
+        linalg.check_whole("relax_steps", relax_steps, 0)
+        if not relaxed >= 1:
+            raise ValueError(f"expected relaxed, the factor that clipping is relaxed by, to be >= 1, got {relaxed!r}")
         self.model = model
         self.optimizer = optimizer
         self.every = every

@@ -510,6 +510,16 @@ def test_merge_warns_of_large_skew_matrices(terms: int | None) -> None:
             merge(model)
 
 
+@pytest.mark.parametrize("value", [torch.nan, 1e38])
+def test_the_warning_names_the_layer_that_is_lost(value: float) -> None:
+    model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=8) for _ in range(3)))
+    with torch.no_grad():
+        stored(model[1])[0] = value
+        stored(model[2])[0] = 1e-4
+    with pytest.warns(UserWarning, match=r"^1\.weight: the skew"):
+        merge(model)
+
+
 @settings(max_examples=20, deadline=None)
 @given(m=st.integers(2, 9), n=st.integers(2, 9), b=st.integers(2, 5), seed=st.integers(0, 99))
 def test_the_norm_and_the_defect(m: int, n: int, b: int, seed: int) -> None:
@@ -525,7 +535,7 @@ def test_the_norm_and_the_defect(m: int, n: int, b: int, seed: int) -> None:
     for terms in (2, 3):
         part.terms = terms
         defects = [np.linalg.norm(S.T @ S - np.eye(len(S)), 2) for S in map(Tensor.numpy, dense_sides(module, vector))]
-        assert max(defects) <= series_defect(norm, terms) * (1 + norm**2) ** 3 + 1e-14
+        assert max(defects) <= float(series_defect(torch.tensor(norm), terms)) * (1 + norm**2) ** 3 + 1e-14
 
 
 # ---- what users do with such layers
@@ -747,7 +757,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no fraction": ({"fraction": 0.0, "scheme": "full"}, "expected 0 < fraction <= 1, got 0.0"),
     "small fraction": ({"fraction": 0.01, "scheme": "full"}, "nothing to rotate; choose a larger block_size"),
     "terms": ({"terms": 0}, "terms to be a whole number >= 1, or None"),
-    "seed": ({"seed": -1}, "seed to be a whole number of 0 to"),
+    "seed": ({"seed": -1}, "seed to be a whole number >= 0, got -1"),
     "share": ({"out_share": 1.1}, "expected 0 <= out_share <= 1"),
     "name": ({"name": "wieght"}, "Linear has no parameter 'wieght'"),
     "bias": ({"name": "bias"}, "Linear.bias to be a matrix"),

@@ -177,3 +177,26 @@ def test_a_flattened_point_is_refused() -> None:
 
 def test_a_frozen_model_has_no_groups() -> None:
     assert param_groups(Mixed().requires_grad_(False)) == []
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+def from_meta(model: nn.Module) -> nn.Module:
+    state = model.state_dict()
+    model = model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("replaced", [copy.deepcopy, assigned, from_meta, nn.Module.double])
+def test_a_point_keeps_its_manifold_where_its_tensor_is_replaced(replaced: Callable[[nn.Module], nn.Module]) -> None:
+    """So that ``model.parameters()`` alone keeps it on the manifold as well."""
+    model = replaced(mt.PIT(20, 4, memory="trainable"))
+    optimizer = RiemannianAdam(model.parameters(), lr=0.1)
+    (point,) = [p for p in model.parameters() if p.shape == (20, 4)]
+    point.grad = torch.randn_like(point)
+    optimizer.step()
+    assert defect(point.detach()) < 1e-6

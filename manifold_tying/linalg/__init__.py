@@ -7,6 +7,7 @@ cast back; autocast and TF32 are off inside.
 from manifold_tying.linalg._basics import check_finite as check_finite
 from manifold_tying.linalg._basics import check_square as check_square
 from manifold_tying.linalg._basics import check_tall as check_tall
+from manifold_tying.linalg._basics import check_whole as check_whole
 from manifold_tying.linalg._basics import full_precision as full_precision
 from manifold_tying.linalg._basics import gram as gram
 from manifold_tying.linalg._basics import identity_like as identity_like

@@ -51,6 +51,12 @@ def check_finite(Y: Tensor) -> None:
         raise ValueError("expected a finite matrix, got NaN or Inf in it")
 
 
+def check_whole(name: str, value: object, least: int, otherwise: str = "") -> None:
+    """ValueError unless value is a whole number >= least; a bool is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"expected {name} to be a whole number >= {least}{otherwise}, got {value!r}")
+
+
 def gram(Y: Tensor) -> Tensor:
     """YᵀY, (..., n, p) to (..., p, p)."""
     p = Y.shape[-1]

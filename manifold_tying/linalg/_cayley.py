@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from manifold_tying.linalg._basics import check_square, full_precision, gram, identity_like, working_dtype
+from manifold_tying.linalg._basics import (
+    check_square,
+    check_whole,
+    full_precision,
+    gram,
+    identity_like,
+    working_dtype,
+)
 
 
 def cayley(A: Tensor) -> Tensor:
@@ -29,8 +36,7 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
     """
     dtype = working_dtype(A.dtype)
     check_square(A)
-    if not isinstance(terms, int) or terms < 1:
-        raise ValueError(f"expected terms to be a whole number >= 1, got {terms!r}")
+    check_whole("terms", terms, 1)
     with full_precision(A.device):
         W = A.to(dtype)
         if terms == 2:

@@ -47,8 +47,7 @@ class Stiefel(geoopt.Manifold):
 
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
         check_retraction(retraction)
-        if not isinstance(terms, int) or terms < 1:
-            raise ValueError(f"expected terms to be a whole number >= 1, got {terms!r}")
+        linalg.check_whole("terms", terms, 1)
         super().__init__()
         self.retraction = retraction
         self.terms = terms

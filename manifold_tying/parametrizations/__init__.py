@@ -14,6 +14,7 @@ from manifold_tying.parametrizations._equivalence_options import Scheme as Schem
 from manifold_tying.parametrizations._merge import merge as merge
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
+from manifold_tying.parametrizations._orthonormal import mark_point as mark_point
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal

@@ -87,19 +87,16 @@ def check_options(
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
-    if not _whole(block_size) or block_size < 2:
-        raise ValueError(f"expected block_size to be a whole number >= 2, got {block_size!r}")
+    linalg.check_whole("block_size", block_size, 2)
     if fraction is not None and scheme != "full":
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not 0 < fraction <= 1:
         raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
-    if terms is not None and (not _whole(terms) or terms < 1):
-        raise ValueError(f"expected terms to be a whole number >= 1, or None for the exact map, got {terms!r}")
-    if seed is not None and (not _whole(seed) or not 0 <= seed < 2**63):
-        raise ValueError(f"expected seed to be a whole number of 0 to 2**63 - 1, got {seed!r}")
+    if terms is not None:
+        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+    if seed is not None:
+        linalg.check_whole("seed", seed, 0)
+        if seed >= 2**63:
+            raise ValueError(f"expected a seed below 2**63, got {seed}")
     if out_share is not None and not 0 <= out_share <= 1:
         raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,5 +1,6 @@
 """How far POET's R and P have drifted from orthogonal: the norm of the skew matrices decides."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,13 +19,13 @@ _POWER_STEPS = 8
 
 def check_norm(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
     """Warn about the layer whose R and P are furthest from orthogonal, where that is more than 1e-3."""
-    worst, name, norm = _LARGEST_DEFECT, None, 0.0
+    drifted = []
     for path, part, stored in found:
         if part.terms is not None:
-            largest = float(skew_norm(part, linalg.whole(stored)))
-            if not series_defect(largest, part.terms) <= worst:  # NaN as well
-                worst, name, norm = series_defect(largest, part.terms), path, largest
-    if name is not None:
+            size = skew_norm(part, linalg.whole(stored)).double()
+            drifted.append((float(series_defect(size, part.terms).nan_to_num(math.inf)), float(size), path))
+    worst, norm, name = max(drifted, default=(0.0, 0.0, ""))
+    if worst > _LARGEST_DEFECT:
         warnings.warn(
             f"{name}: the skew matrices have grown to a norm of {norm:.2g}, so R and P are orthogonal to {worst:.1g} only and "
             "the singular values drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
@@ -32,10 +33,8 @@ def check_norm(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
         )
 
 
-def series_defect(norm: float, terms: int | None) -> float:
+def series_defect(norm: Tensor, terms: int) -> Tensor:
     """‖RᵀR - I‖ of the Cayley map with that many terms, about: ‖A‖^(2 terms + 2) for an even number, 2‖A‖^(terms + 1) else."""
-    if terms is None:
-        return 0.0
     return norm ** (2 * terms + 2) if terms % 2 == 0 else 2 * norm ** (terms + 1)
 
 

@@ -1,8 +1,8 @@
 """Orthonormal weights: as points that a Riemannian optimizer moves, and as images of free tensors."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from manifold_tying.parametrizations._layout import Layout
 OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
 
-class Constraint(nn.Module):
+class Constraint(nn.Module, ABC):
     """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored.
 
     The stored tensor is at least float32 and stays so (:class:`WideStorage`), the weight comes out in the layer's dtype.
@@ -55,7 +55,25 @@ class WideStorage(parametrize.ParametrizationList):
                 return moved
             return tensor.to(moved.device, torch.float32)
 
-        return super()._apply(wide, recurse)
+        super()._apply(wide, recurse)
+        mark_point(self)
+        return self
+
+    # A copied, unpickled or loaded tensor has forgotten its manifold.
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        mark_point(self)
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        mark_point(self)
+
+
+def mark_point(parts: parametrize.ParametrizationList) -> None:
+    """Note a point's manifold on the tensor itself, where geoopt and ``RiemannianAdam(model.parameters())`` look for it."""
+    if isinstance(parts[0], OnStiefel):
+        setattr(parts.original, "manifold", parts[0].manifold)  # noqa: B010 - a tensor declares no such attribute
 
 
 class OnStiefel(Constraint):

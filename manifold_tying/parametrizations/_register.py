@@ -18,6 +18,7 @@ from manifold_tying.parametrizations._orthonormal import (
     OrthogonalMap,
     OrthonormalFactor,
     WideStorage,
+    mark_point,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,8 +29,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
     Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)``; an ordinary optimizer would leave the
-    manifold. (``model.parameters()`` does as well until the model is copied: a copied tensor forgets its manifold.)
-    Works on Linear, Embedding, convolutions (flattened to a matrix from their second
+    manifold. Works on Linear, Embedding, convolutions (flattened to a matrix from their second
     dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
     batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
 
@@ -42,11 +42,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
     True
     """
-    manifold = Stiefel(retraction)
-    register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, manifold))
-    # As in geoopt.ManifoldParameter, so that geoopt's way of finding manifolds, by the parameter, works too.
-    setattr(parametrized(module)[name].original, "manifold", manifold)  # noqa: B010 - a tensor declares no such attribute
-    return module
+    return register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, Stiefel(retraction)))
 
 
 def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar") -> M:
@@ -128,6 +124,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     except BaseException:
         weight.data = given  # a weight that cannot be projected leaves the module as it was
         raise
-    parametrized(module)[name].__class__ = WideStorage
+    parts = parametrized(module)[name]
+    parts.__class__ = WideStorage
+    mark_point(parts)
     weight.grad = None  # that was the plain weight's
     return module

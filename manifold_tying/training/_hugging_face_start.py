@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manifold_tying.manifolds import Retraction, Stiefel
-from manifold_tying.parametrizations import OnStiefel, parametrized
+from manifold_tying.parametrizations import OnStiefel, mark_point, parametrized
 from manifold_tying.tying import Memory
 from manifold_tying.tying.huggingface import convert, halves, load, save
 from manifold_tying.tying.huggingface._checkpoint import recorded_options, write
@@ -57,7 +57,7 @@ def _go_on(model: "PreTrainedModel", memory: Memory, retraction: Retraction) -> 
     point = stored[0]
     assert isinstance(point, OnStiefel)
     point.manifold = Stiefel(retraction)
-    setattr(stored.original, "manifold", point.manifold)  # noqa: B010 - as manifold_tying.stiefel leaves it
+    mark_point(stored)
     stored.original.requires_grad_(memory == "trainable")
     record(model)
     return model

@@ -16,7 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._checkpoint import check_memory
 from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
@@ -62,7 +62,7 @@ class InterfaceLoader(HfQuantizer):
         # transformers puts new parameters there, which require gradients
         embedding.weight.requires_grad_(False)
         memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
-        setattr(memory.original, "manifold", memory[0].manifold)  # noqa: B010 - as manifold_tying.stiefel leaves it
+        mark_point(memory)
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():
