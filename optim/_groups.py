@@ -8,6 +8,7 @@ import geoopt
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manifold_tying import linalg
 from manifold_tying.optim._base import same_motion
 
 
@@ -33,6 +34,7 @@ def param_groups(
     Returns:
         dicts with "params", "names", "weight_decay", and where they apply "manifold", "lr" and the overrides.
     """
+    linalg.reshard(model)
     overrides = dict(overrides or {})
     manifolds, parametrized = _constrained(model)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -42,7 +44,8 @@ def param_groups(
         matched.add(pattern)
         if not p.requires_grad:
             continue
-        manifold = manifolds.get(p) or getattr(p, "manifold", None)
+        # of another tensor the attribute may be left from a constraint that was taken off
+        manifold = manifolds.get(p) or (p.manifold if isinstance(p, geoopt.ManifoldParameter) else None)
         options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
         if manifold is not None:
             options |= {"weight_decay": 0.0, "manifold": manifold}

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
+from manifold_tying.optim._base import RiemannianOptimizer
 
+_START_FROM_ZEROS = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
 WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector
 
 
@@ -30,7 +32,7 @@ class MergeSchedule:
 
     Args:
         model: with equivalences in it.
-        optimizer: that trains their skew vectors; any that keeps tensors in ``optimizer.state[p]``.
+        optimizer: that trains their skew vectors; any that makes ``optimizer.state[p]`` where it is not there.
         every: steps between merges, T_m.
         relax_steps: for how many steps after a merge :meth:`clip` is relaxed.
         relaxed: by which factor. (The paper says for how long and not by how much.)
@@ -59,29 +61,38 @@ class MergeSchedule:
         found = list(_equivalences(model))
         if not found:
             raise ValueError("the model has no equivalence to merge; call equivalence or equivalence_ on it first")
+        if not any(stored.requires_grad for _, _, stored in found):
+            raise ValueError("no skew vector requires gradients; call requires_grad_() on those that are to be trained")
         if missing := [path for path, _, stored in found if stored.requires_grad and stored not in trained]:
             raise ValueError(f"the optimizer does not train {', '.join(missing)}; build it after the equivalences")
 
     def step(self) -> bool:
         """Count one optimizer step; merge where it is due. Returns whether it was."""
         self.steps += 1
-        if self.steps % self.every:
-            if self.steps % max(1, self.every // WATCHES) == 0:
-                found = list(_equivalences(self.model))
-                type(found[0][1]).watch_all(found)
-            return False
-        found = list(_equivalences(self.model))
-        type(found[0][1]).fold_all(found)
-        for _, _, stored in found:
-            for value in self.optimizer.state.get(stored, {}).values():
-                if isinstance(value, Tensor):
-                    value.zero_()
-        return True
+        merges = self.steps % self.every == 0
+        if merges or self.steps % -(-self.every // WATCHES) == 0:
+            linalg.reshard(self.model)
+            found = list(_equivalences(self.model))
+            if not found:
+                raise ValueError("the model has no equivalence any more; stop stepping the schedule after materialize")
+            kind = type(found[0][1])
+            (kind.fold_all if merges else kind.watch_all)(found)
+            for _, _, stored in found if merges else ():
+                self._forget(stored)
+        return merges
 
     def clip(self, norm: float) -> float:
         """The norm to clip gradients to at the coming step: ``relaxed`` times as much soon after a merge."""
         since = self.steps % self.every
         return norm * self.relaxed if self.steps >= self.every and since < self.relax_steps else norm
+
+    def _forget(self, stored: Tensor) -> None:
+        """Put the optimizer's state of a parameter back to what it was at the start."""
+        if isinstance(self.optimizer, _START_FROM_ZEROS):  # in place: a captured or compiled step holds on to the tensors
+            for value in self.optimizer.state.get(stored, {}).values():
+                value.zero_()
+        else:
+            self.optimizer.state.pop(stored, None)
 
     def state_dict(self) -> dict[str, Any]:
         """The clock."""

@@ -510,14 +510,26 @@ def test_merge_warns_of_large_skew_matrices(terms: int | None) -> None:
             merge(model)
 
 
-@pytest.mark.parametrize("value", [torch.nan, 1e38])
-def test_the_warning_names_the_layer_that_is_lost(value: float) -> None:
+def test_the_warning_names_the_layer_that_is_lost() -> None:
     model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=8) for _ in range(3)))
     with torch.no_grad():
-        stored(model[1])[0] = value
+        stored(model[1])[0] = 1e38  # its defect overflows a float
         stored(model[2])[0] = 1e-4
     with pytest.warns(UserWarning, match=r"^1\.weight: the skew"):
         merge(model)
+
+
+@pytest.mark.parametrize("terms", [2, None])
+def test_skew_vectors_that_are_not_finite_are_not_merged(terms: int | None) -> None:
+    model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=terms) for _ in range(3)))
+    with torch.no_grad():
+        stored(model[1])[0] = torch.nan
+        stored(model[2])[0] = 1e-4
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"skew vectors of 1\.weight hold NaN or Inf; nothing was merged"):
+        merge(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
 
 
 @settings(max_examples=20, deadline=None)
@@ -644,9 +656,53 @@ def test_autocast(tokens: int, narrowest: int, monkeypatch: pytest.MonkeyPatch) 
     assert (low - high).norm() < 3e-2 * high.norm()
 
 
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_a_large_bias_leaves_the_gradients_in_low_precision(tokens: int) -> None:
+    """R does not rotate the bias, so its gradient must not hold the bias's rounding."""
+    torch.manual_seed(0)
+    module = equivalence(nn.Linear(32, 32), block_size=8)
+    turn(module)
+    x, weights = torch.randn(tokens, 32), torch.randn(tokens, 32) + 0.3
+    found = []
+    for size, dtype in ((0.0, torch.float64), (1e3, torch.bfloat16)):
+        layer = copy.deepcopy(module)
+        nn.init.constant_(layer.bias, size)
+        if dtype == torch.float64:
+            layer, x, weights = layer.double(), x.double(), weights.double()
+        else:
+            x, weights = x.float(), weights.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = layer(x)
+        (y.to(weights.dtype) * weights).sum().backward()
+        found.append(stored(layer).grad)
+    expected, gradient = found
+    assert expected is not None and gradient is not None
+    assert (gradient - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [
+        (torch.ones(2, 8, dtype=torch.int64), r"\(2, 8\) in torch.int64"),
+        (torch.ones(2, 8, dtype=torch.float64), r"\(2, 8\) in torch.float64"),
+        (torch.ones(2, 7), r"\(2, 7\) in torch.float32"),
+        (torch.tensor(1.0), r"\(\) in torch.float32"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: Tensor, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"expected inputs \(\.\.\., 8\) in torch.float32, got {got}"):
+        equivalence(nn.Linear(8, 8), block_size=4)(x)
+
+
+def test_float64_stays_under_autocast() -> None:
+    layer = equivalence(nn.Linear(8, 8).double(), block_size=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(2, 8, dtype=torch.float64)).dtype == torch.float64
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("tokens", [3, 400])
-@pytest.mark.parametrize("scheme", ["block", "full", "exact"])
+@pytest.mark.parametrize("scheme", ["block", "full", "exact", "only R", "only P"])
 def test_forward_compiles_to_one_graph(scheme: str, tokens: int) -> None:
     torch._dynamo.reset()
     module: Any = equivalence(nn.Linear(9, 7), **SCHEMES[scheme])
@@ -745,6 +801,55 @@ def test_patterns() -> None:
     assert not any(parametrize.is_parametrized(module) for module in model.modules())
 
 
+def test_heads_are_taken_where_a_pattern_names_them() -> None:
+    assert equivalence_(Model(), "lm_head", verbose=False)[0] == ["lm_head"]
+    assert equivalence_(Model(), ["blocks.0.*", "*lm_head"], verbose=False)[0] == [*BODY[:2], "lm_head"]
+    assert equivalence_(nn.ModuleDict({"decoder": Model()}), "decoder.*", verbose=False)[1] == ["decoder.lm_head"]
+
+
+def test_all_layers_of_a_model_or_none() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 4))
+    assert equivalence_(copy.deepcopy(model), out_share=1.0, verbose=False) == (["0", "2"], ["1"])  # one row
+    with torch.no_grad():
+        model[2].get_parameter("weight").fill_(torch.nan)
+    for last, message in ((model[2], "2: expected Linear.weight to be finite"), (nn.LazyLinear(4), "has no shape yet")):
+        model[2] = last
+        with pytest.raises(ValueError, match=message):
+            equivalence_(model, verbose=False)
+        assert not any(parametrize.is_parametrized(module) for module in model.modules())
+
+
+def test_a_copy_is_materialized_alone() -> None:
+    module = equivalence(nn.Linear(8, 8), block_size=4)
+    plain = materialize(copy.deepcopy(module))
+    assert type(plain) is nn.Linear
+    assert torch.equal(module(torch.ones(1, 8)), plain(torch.ones(1, 8)))
+    assert type(materialize(module)) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [({"terms": None}, {"terms": 1}), ({"block_size": 4, "out_share": 0.25}, {"block_size": 4, "out_share": 0.75})],
+)
+def test_a_state_of_other_options_is_refused(saved: dict[str, Any], other: dict[str, Any]) -> None:
+    module = equivalence(nn.Linear(32, 32), **saved)
+    turn(module)
+    twin = equivalence(nn.Linear(32, 32), **other)
+    assert stored(twin).shape == stored(module).shape, "else the shapes tell"
+    with pytest.raises(RuntimeError, match="put the equivalence on with the options that the state was saved with"):
+        twin.load_state_dict(module.state_dict())
+
+
+def test_on_the_meta_device_and_up_from_it() -> None:
+    module = equivalence(nn.Linear(8, 6), block_size=4, seed=3)
+    turn(module)
+    with torch.device("meta"):
+        empty = equivalence(nn.Linear(8, 6), block_size=4)
+        merge(equivalence(nn.Linear(8, 6, device="cpu"), block_size=4))  # draws on the CPU
+    empty.to_empty(device="cpu").load_state_dict(module.state_dict())
+    assert torch.equal(empty(torch.ones(1, 8)), module(torch.ones(1, 8)))
+
+
 # ---- errors
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -758,6 +863,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "small fraction": ({"fraction": 0.01, "scheme": "full"}, "nothing to rotate; choose a larger block_size"),
     "terms": ({"terms": 0}, "terms to be a whole number >= 1, or None"),
     "seed": ({"seed": -1}, "seed to be a whole number >= 0, got -1"),
+    "fraction in words": ({"fraction": "0.5", "scheme": "full"}, "expected 0 < fraction <= 1, got '0.5'"),
     "share": ({"out_share": 1.1}, "expected 0 <= out_share <= 1"),
     "name": ({"name": "wieght"}, "Linear has no parameter 'wieght'"),
     "bias": ({"name": "bias"}, "Linear.bias to be a matrix"),

@@ -1,11 +1,14 @@
 """Finetuning by orthogonal equivalence: from a trained model to a plain one, its skew vectors as an adapter."""
 
 import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -124,6 +127,35 @@ def test_adapters_of_other_models_are_refused_and_change_nothing(pretrained: Any
         load_adapter(pretrained, tmp_path / "cut.safetensors")
 
 
+DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "shape": lambda tensors, _: tensors.update(skew=tensors["skew"][:1]),
+    "repeated": lambda tensors, _: tensors["in_order"].fill_(0),
+    "outside": lambda tensors, _: tensors["in_order"].add_(99),
+    "dtype": lambda tensors, _: tensors.update(out_order=tensors["out_order"].float()),
+    "nan": lambda tensors, _: tensors["skew"].fill_(torch.nan),
+    "other rows": lambda _, described: described.update(rows=[1, 8, 1]),
+    "no terms": lambda _, described: described.pop("terms"),
+    "no skew": lambda tensors, _: tensors.pop("skew"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, damage: str, tmp_path: Path) -> None:
+    path = save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "adapter.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors, described = load_file(path), json.loads(metadata["equivalences"])
+    name = list(described)[-1]  # the others are whole, and must not be put on
+    own = {key: tensors.pop(f"{name}.{key}") for key in ("skew", "out_order", "in_order")}
+    DAMAGE[damage](own, described[name])
+    tensors |= {f"{name}.{key}": value.contiguous() for key, value in own.items()}
+    save_file(tensors, path, metadata | {"equivalences": json.dumps(described)})
+    model = copy.deepcopy(pretrained)
+    with pytest.raises(ValueError, match="damaged"):
+        load_adapter(model, path)
+    assert set(model.state_dict()) == set(pretrained.state_dict())
+
+
 def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no equivalence to save"):
         save_adapter(pretrained, tmp_path / "a.safetensors")
@@ -131,4 +163,6 @@ def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_pat
     merge(model)
     with pytest.raises(ValueError, match="merging changed W0"):
         save_adapter(model, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"make .*missing first"):
+        save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "missing" / "a.safetensors")
     assert not list(tmp_path.iterdir())

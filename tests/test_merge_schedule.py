@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manifold_tying import equivalence, equivalence_
+from manifold_tying import equivalence, equivalence_, materialize
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 
 OPTIMIZERS: dict[str, Any] = {
@@ -119,3 +119,26 @@ def test_errors() -> None:
     equivalence(plain, block_size=2)
     with pytest.raises(ValueError, match="does not train weight"):
         MergeSchedule(plain, torch.optim.AdamW([plain.bias]))
+    with pytest.raises(ValueError, match="no skew vector requires gradients"):
+        MergeSchedule(plain.requires_grad_(False), torch.optim.AdamW(plain.parameters()))
+    model, built, schedule = build(every=1)
+    materialize(model)
+    with pytest.raises(ValueError, match="no equivalence any more"):
+        schedule.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.NAdam])
+def test_state_that_does_not_start_from_zeros_is_made_anew(kind: Any) -> None:
+    """A step size of zero would end the training, and a product of zero would halve it."""
+    model, _, _ = build()
+    built = kind(model.parameters(), lr=0.01)
+    schedule = MergeSchedule(model, built, every=2)
+    moved = []
+    vectors = [p for name, p in model.named_parameters() if name.endswith("original")]
+    for step in range(5):
+        backward(model, built, step)
+        before = [p.detach().clone() for p in vectors]
+        built.step()
+        moved.append(max(float((p.detach() - q).abs().max()) for p, q in zip(vectors, before, strict=True)))
+        schedule.step()
+    assert moved[2] == pytest.approx(moved[0], rel=0.2) and moved[4] == pytest.approx(moved[0], rel=0.2)

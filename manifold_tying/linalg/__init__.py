@@ -41,5 +41,6 @@ from manifold_tying.linalg._rows import normal_rows_ as normal_rows_
 from manifold_tying.linalg._rows import nothing_to_add as nothing_to_add
 from manifold_tying.linalg._rows import orthonormalize_rows_ as orthonormalize_rows_
 from manifold_tying.linalg._rows import process_total as process_total
+from manifold_tying.linalg._rows import reshard as reshard
 from manifold_tying.linalg._rows import row_total as row_total
 from manifold_tying.linalg._rows import whole as whole

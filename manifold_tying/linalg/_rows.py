@@ -6,7 +6,7 @@ at hand and a ``total`` that sums over the processes; where one process has all 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ def is_distributed(X: Any) -> bool:
 def local(X: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor itself."""
     return X.to_local() if is_distributed(X) else X
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let FSDP2 put the sharded parameters back, where a forward without a backward has left the gathered copies in place.
+
+    What is written to those is lost, and an optimizer does not know them.
+    """
+    for module in model.modules():
+        if hasattr(module, "unshard") and hasattr(module, "reshard"):  # FSDPModule, without importing it
+            cast(Any, module).reshard()
 
 
 def whole(X: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from manifold_tying.parametrizations._equivalence import equivalences, register_equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes
-from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
 from manifold_tying.parametrizations._primitive import Primitive
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,7 +27,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     started from. For that, nothing may have been merged.
 
     Raises:
-        ValueError: the model has no equivalence, or one was merged; nothing is written.
+        ValueError: the model has no equivalence, one was merged, or there is no such folder; nothing is written.
     """
     found = equivalences(model)
     if not found:
@@ -40,17 +40,20 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         )
     tensors: dict[str, Tensor] = {}
     described = {}
-    for name, part, stored in found:
+    for full_name, part, stored in found:
+        name = full_name.removeprefix("_orig_mod.")  # of a compiled model
         values = (stored, part.out_order, part.in_order)
         tensors |= {
             f"{name}.{key}": value.detach().cpu().contiguous() for key, value in zip(_PARTS, values, strict=True)
         }
         described[name] = {
             "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
-            "base": _digest(part.base),
+            "base": _digest(part.base), "shape": list(part.base.shape),
         }  # fmt: skip
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
     final = Path(path)
+    if not final.parent.is_dir():
+        raise ValueError(f"expected a file in a folder that exists, got {final}; make {final.parent} first")
     draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
     try:
         _safetensors().torch.save_file(tensors, draft, metadata)
@@ -67,7 +70,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
     values. :func:`materialize` then makes a plain model of it.
 
     Raises:
-        ValueError: the file is no adapter, or it is one of another model; nothing is changed.
+        ValueError: the file is no adapter, is damaged, or is one of another model; nothing is changed.
     """
     try:
         with _safetensors().safe_open(path, "pt") as file:
@@ -77,8 +80,11 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(f"cannot read {path} as safetensors: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
-    described: dict[str, Any] = json.loads(metadata["equivalences"])
-    changes = [_Change.planned(model, name, values, tensors) for name, values in described.items()]
+    try:
+        described: dict[str, Any] = json.loads(metadata["equivalences"])
+        changes = [_Change.planned(model, name, values, tensors) for name, values in described.items()]
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
     for change in changes:
         change.make()
     return model
@@ -112,13 +118,21 @@ class _Change:
             layout, base = None, there.base
             if (there.sizes, there.terms, int(there.merges)) != (sizes, described["terms"], 0):
                 raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
-        if _digest(base) != described["base"]:
+        if base.shape != torch.Size(described["shape"]) or _digest(base) != described["base"]:
             raise ValueError(
                 f"{path} is not the weight that the adapter was learned for; load it on the model that finetuning started "
                 "from"
             )
-        values = tuple(tensors[f"{path}.{key}"] for key in _PARTS)
-        return cls(owner, name, layout, sizes, described["terms"], described["seed"], values)
+        skew, *orders = (tensors[f"{path}.{key}"] for key in _PARTS)
+        matrix = Layout(base.shape, flatten=isinstance(owner, CONVOLUTIONS)).matrix_shape
+        whole = (sizes.R.n, sizes.P.n) == matrix[-2:] and skew.shape == (*matrix[:-2], sizes.parameters)
+        orders_fit = all(
+            order.dtype == torch.int64 and len(order) == side.covered == len(order.unique()) and _within(order, side.n)
+            for order, side in zip(orders, (sizes.R, sizes.P), strict=True)
+        )
+        if not (whole and orders_fit and skew.isfinite().all()):
+            raise ValueError(f"the adapter's numbers for {path} are damaged; take another copy of the file")
+        return cls(owner, name, layout, sizes, described["terms"], described["seed"], (skew, *orders))
 
     @torch.no_grad()
     def make(self) -> None:
@@ -132,6 +146,10 @@ class _Change:
 
 def _numbers(side: Primitive) -> list[int]:
     return [side.n, side.block, side.covered]
+
+
+def _within(order: Tensor, n: int) -> bool:
+    return not len(order) or bool(0 <= order.min() and order.max() < n)
 
 
 def _digest(base: Tensor) -> str:

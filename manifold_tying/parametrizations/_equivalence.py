@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
-from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
+from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric, product_dtype
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import Constraint
+from manifold_tying.parametrizations._primitive import drawn_seed
 from manifold_tying.parametrizations._register import constraints, parametrized, register
 from manifold_tying.parametrizations._rotations import Rotations
 from manifold_tying.parametrizations._weight_centric import Side, equivalent_weight, transformed
@@ -23,7 +24,8 @@ class Equivalence(Constraint):
     """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I; W0 is ``base``.
 
     Buffers, all in the state dict: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
-    (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from).
+    (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from), ``form`` (what a state
+    dict has to agree in: block size and dimensions that rotate of R and P, terms or 0).
     """
 
     base: Tensor
@@ -31,6 +33,7 @@ class Equivalence(Constraint):
     in_order: Tensor
     seed: Tensor
     merges: Tensor
+    form: Tensor
 
     def __init__(self, layout: Layout, dtype: torch.dtype, sizes: Sizes, terms: int | None, seed: int, like: Tensor):
         super().__init__(dtype)
@@ -44,9 +47,26 @@ class Equivalence(Constraint):
         out_order, in_order = self._draw(seed, 0)
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
+        self.register_buffer("form", torch.tensor(self._form, device=like.device))
 
     def following(self) -> list[Tensor]:
         return [self.like, self.base]
+
+    @property
+    def _form(self) -> list[int]:
+        R, P = self.sizes.R, self.sizes.P
+        return [R.block, R.covered, P.block, P.covered, self.terms or 0]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word."""
+        given = state_dict.get(f"{prefix}form")
+        if given is not None and not given.is_meta and given.tolist() != self._form:
+            args[-1].append(
+                f"{prefix}form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
+                f"{given.tolist()}; put the equivalence on with the options that the state was saved with"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def matrix(self) -> Tensor:
@@ -67,10 +87,14 @@ class Equivalence(Constraint):
         return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, by whichever of the two formulations takes less."""
-        tokens = x.numel() // max(1, x.shape[-1])
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        """x Wᵀ + bias, by whichever of the two formulations takes less; x (..., n) in the layer's dtype, or under autocast."""
+        dtype = product_dtype(x)
+        autocast = torch.is_autocast_enabled(x.device.type) and dtype.itemsize < 4
+        if x.ndim < 1 or x.shape[-1] != self.sizes.P.n or not (autocast or dtype == self.like.dtype):
+            raise ValueError(
+                f"expected inputs (..., {self.sizes.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
+            )
+        tokens = x.numel() // x.shape[-1]
         input_centric = prefers_input_centric(
             tokens,
             self.sizes.R,
@@ -84,12 +108,11 @@ class Equivalence(Constraint):
         """The weight becomes the base, R and P the identity."""
         if weight.shape != self.layout.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
-        linalg.check_finite(weight)
+        if not weight.is_meta:
+            linalg.check_finite(weight)
         self.base.copy_(weight)
-        size = self.sizes.R.size + self.sizes.P.size
-        return torch.zeros(
-            *self.matrix.shape[:-2], size, dtype=linalg.working_dtype(self.base.dtype), device=weight.device
-        )
+        dtype = linalg.working_dtype(self.base.dtype)
+        return torch.zeros(*self.matrix.shape[:-2], self.sizes.parameters, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
     def fold(self, stored: Tensor) -> None:
@@ -109,6 +132,8 @@ class Equivalence(Constraint):
         """
         # Vectors that are sharded are gathered; W0 is everywhere, and each process folds them into its own alike.
         vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
+        if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
+            raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
         check_norm(vectors)
         for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
             part.fold(vector)
@@ -170,13 +195,16 @@ def equivalence(
     check_options(scheme, block_size, fraction, terms, init, seed, out_share)
     layout = Layout.of(module, name)
     weight = getattr(module, name)
-    rows = layout.shape[0] if layout.flatten else layout.shape[-2]
-    columns = layout.shape[1:].numel() if layout.flatten else layout.shape[-1]
+    rows, columns = layout.matrix_shape[-2:]
     sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share)
+    if not sizes.parameters:
+        raise ValueError(
+            f"a matrix of {rows} x {columns} with blocks of {sizes.R.block} and {sizes.P.block} has nothing to rotate; "
+            "choose a larger block_size, fraction or share"
+        )
     if seed is None:
-        seed = int(torch.randint(2**62, ()))
-    shape = (rows, columns) if layout.flatten else layout.shape
-    start = None if init == "keep" else initial_matrix(shape, init, seed).view(layout.shape)
+        seed = drawn_seed()
+    start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
     device, dtype = weight.device, weight.dtype
     register_equivalence(module, name, layout, sizes, terms, seed)
     if start is not None:

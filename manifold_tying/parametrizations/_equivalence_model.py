@@ -1,16 +1,17 @@
 """Orthogonal equivalence on the linear layers of a whole model."""
 
+import inspect
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying.parametrizations._equivalence import equivalence
-from manifold_tying.parametrizations._equivalence_options import check_options
-from manifold_tying.parametrizations._primitive import mixed_seed
+from manifold_tying.parametrizations._equivalence_options import Sizes, check_options
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._primitive import drawn_seed, mixed_seed
 
 TOKEN_LAYERS = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
 """Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
@@ -25,21 +26,25 @@ def equivalence_(
     verbose: bool = True,
     **options: Any,
 ) -> tuple[list[str], list[str]]:
-    """:func:`equivalence` on the weight of every ``nn.Linear`` of a model that the patterns choose, in place.
+    """:func:`equivalence` on the weight of every ``nn.Linear`` of a model that the patterns choose, in place: all or none.
 
     Each layer draws its blocks, and a random init, from the seed and its full name, so that layers differ and every process
     and every resumed run agrees. Linear layers whose weight is constrained already, or is also another module's (a tied
-    head), are left.
+    head), are left, and those in which nothing would rotate (one output, with only R learned).
 
     Args:
         model: changed in place.
         include: shell patterns of full names, as in ``model.named_modules()``.
-        exclude: patterns of names to leave; None for heads and token interfaces (:data:`TOKEN_LAYERS`), () for none.
+        exclude: patterns of names to leave; None for heads and token interfaces (:data:`TOKEN_LAYERS`) but those that a
+            pattern of ``include`` names ("lm_head", "*.lm_head"), () for none.
         verbose: print what was taken and left.
         options: of :func:`equivalence`.
 
     Returns:
         (taken, left): the full names of the linear layers with and without one.
+
+    Raises:
+        ValueError: a pattern matches no linear layer, an option is wrong, or a layer cannot be taken; nothing is changed.
 
     >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
     (['0'], ['2'])
@@ -50,23 +55,27 @@ def equivalence_(
     include = (include,) if isinstance(include, str) else tuple(include)
     given = () if exclude is None else (exclude,) if isinstance(exclude, str) else tuple(exclude)
     for pattern in (*include, *given):
-        if not any(fnmatchcase(name, pattern) for name in linears):
+        if not any(_matches(name, [pattern]) for name in linears):
             there = ", ".join(repr(name) for name in linears) or "none"
             raise ValueError(f"pattern {pattern!r} matches no linear layer; there are: {there}")
     excluded = _TOKEN_PATTERNS if exclude is None else given
+    asked_for = [
+        p for p in include if exclude is None and any(part.strip("*") in TOKEN_LAYERS for part in p.split("."))
+    ]
+    seed = options.pop("seed", None)
+    _check(seed, options)
     taken = [
         name
         for name, module in linears.items()
-        if any(fnmatchcase(name, pattern) for pattern in include)
-        and not any(fnmatchcase(name, pattern) for pattern in excluded)
+        if _matches(name, include)
+        and (not _matches(name, excluded) or _matches(name, asked_for))
         and not parametrize.is_parametrized(module, "weight")
         and _owners(model, module.weight) == 1
+        and _rotates(name, module, options)
     ]
     left = [name for name in linears if name not in taken]
-    seed = options.pop("seed", None)
-    _check(seed, options)
     if seed is None:
-        seed = int(torch.randint(2**62, ()))
+        seed = drawn_seed()
     for name in taken:
         equivalence(linears[name], seed=mixed_seed(seed, name), **options)
     if verbose:
@@ -89,12 +98,25 @@ def _owners(model: nn.Module, weight: Tensor) -> int:
     return sum(tensor is weight for module in model.modules() for tensor in module._parameters.values())
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _check(seed: int | None, options: dict[str, Any]) -> None:
-    """ValueError for wrong options before any layer is changed."""
-    defaults = {
-        "scheme": "block", "block_size": 256, "fraction": None, "terms": 2, "init": "keep", "out_share": None
-    }  # fmt: skip
-    unknown = sorted(set(options) - set(defaults))
-    if unknown:
+    """Fill the options up with the defaults of :func:`equivalence`; ValueError for wrong ones."""
+    parameters = inspect.signature(equivalence).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "seed"}
+    if unknown := sorted(set(options) - set(defaults)):
         raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}, seed")
-    check_options(seed=seed, **{**defaults, **options})
+    options.update({**defaults, **options})
+    check_options(seed=seed, **options)
+
+
+def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
+    """Whether anything of this layer would rotate; ValueError for one that cannot be constrained."""
+    try:
+        rows, columns = Layout.of(module, "weight").shape
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    sizes = {key: value for key, value in options.items() if key not in ("terms", "init")}
+    return Sizes.of(rows, columns, **sizes).parameters > 0

@@ -37,16 +37,17 @@ class Sizes:
                 min(size, _block_for(scheme, size, share * total))
                 for share, size in ((out_share, m), (1 - out_share, n))
             ]
-        sides = [
-            Primitive(size, b, 0 if b < 2 else size if scheme == "block" else b)
-            for b, size in zip(blocks, (m, n), strict=True)
-        ]
-        if sum(side.size for side in sides) == 0:
-            raise ValueError(
-                f"a matrix of {m} x {n} with blocks of {wanted[0]} and {wanted[1]} has nothing to rotate; "
-                "choose a larger block_size or fraction"
+        return cls(
+            *(
+                Primitive(size, b, 0 if b < 2 else size if scheme == "block" else b)
+                for b, size in zip(blocks, (m, n), strict=True)
             )
-        return cls(*sides)
+        )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the skew matrices have; 0 where nothing rotates."""
+        return self.R.size + self.P.size
 
 
 def _parameters(scheme: Scheme, size: int, b: int) -> float:
@@ -63,7 +64,7 @@ def _block_for(scheme: Scheme, size: int, parameters: float) -> int:
 def initial_matrix(shape: Sequence[int], init: Init, seed: int) -> Tensor:
     """W0 (..., m, n) in float32 on the CPU, from the seed alone; see :func:`equivalence`. (POET, section 3.1.)"""
     generator = torch.Generator("cpu").manual_seed(mixed_seed(seed, "init"))
-    W0 = torch.randn(*shape, generator=generator)
+    W0 = torch.randn(*shape, generator=generator, device="cpu")
     if init == "normalized":
         return W0 / W0.norm(dim=-1, keepdim=True)
     if init == "uniform-spectrum":
@@ -90,7 +91,7 @@ def check_options(
     linalg.check_whole("block_size", block_size, 2)
     if fraction is not None and scheme != "full":
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
-    if fraction is not None and not 0 < fraction <= 1:
+    if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
         raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
     if terms is not None:
         linalg.check_whole("terms", terms, 1, ", or None for the exact map")
@@ -98,5 +99,5 @@ def check_options(
         linalg.check_whole("seed", seed, 0)
         if seed >= 2**63:
             raise ValueError(f"expected a seed below 2**63, got {seed}")
-    if out_share is not None and not 0 <= out_share <= 1:
+    if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
         raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")

@@ -56,7 +56,7 @@ def skew_norm(part: "Equivalence", stored: Tensor) -> Tensor:
 def _spectral_norms(A: Tensor) -> Tensor:
     """Spectral norms of skew matrices (..., b, b)."""
     generator = torch.Generator("cpu").manual_seed(0)
-    v = torch.randn(A.shape[-1], 1, generator=generator).to(A)
+    v = torch.randn(A.shape[-1], 1, generator=generator, device="cpu").to(A)
     norm = A.new_zeros(A.shape[:-2])
     with linalg.full_precision(A.device):
         for _ in range(_POWER_STEPS):

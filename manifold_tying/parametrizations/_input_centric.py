@@ -20,9 +20,9 @@ Room = Callable[[str, int], Tensor | None]
 class InputCentric(torch.autograd.Function):
     """((x Pᵀ) W0ᵀ) Rᵀ + bias for x (T, n), a block of tokens at a time: what lies between the products stays in the cache.
 
-    The first product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit, and what R made of the
-    bias is put right after. The backward of a whole R gathers rows of W0 in place of columns of the gradient. (The forward does
-    not: a product with other rows first may round differently.)
+    In float32 the first product adds the bias as nn.Linear's does, so that R = I gives its result bit for bit; what R made of
+    the bias is put right after, and taken out of R's gradient. In 16 bits that would leave the rounding of the bias in the
+    gradient, so it is added last.
     """
 
     @staticmethod
@@ -37,7 +37,8 @@ class InputCentric(torch.autograd.Function):
         rotations: Rotations,
     ) -> Tensor:
         W0, (R, P) = base.to(x.dtype), rotations.blocks(stored, x.dtype)
-        rest = None if bias is None else bias - rotated(bias[None], R, order_R)[0]
+        early = bias if _adds_early(bias) else None
+        rest = bias if early is None else early - rotated(early[None], R, order_R)[0]
 
         def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
             h = x
@@ -45,7 +46,7 @@ class InputCentric(torch.autograd.Function):
                 z = multiply(take(x, order_P, room("taken", len(order_P))), P, False, room("rotated", len(order_P)))
                 h = put(x, z, order_P, room("h", x.shape[-1]))
             out = room("u", len(W0))
-            u = torch.mm(h, W0.mT, out=out) if bias is None else torch.addmm(bias, h, W0.mT, out=out)
+            u = torch.mm(h, W0.mT, out=out) if early is None else torch.addmm(early, h, W0.mT, out=out)
             v = take(u, order_R, v)
             y = put(u, multiply(v, R, False, room("turned", len(order_R))), order_R, y)
             if rest is not None:  # not in place where compiled: see linalg._cayley on what a forward returns
@@ -80,10 +81,14 @@ class InputCentric(torch.autograd.Function):
         grad_bias = None
         if bias is not None:
             grad_bias = grad.sum(0)
-            # v has the bias in it, which R does not rotate.
-            outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
+            if _adds_early(bias):  # v has the bias in it, which R does not rotate
+                outer(take(-grad_bias[None], order_R), take(bias[None], order_R), R, of_R)
         grad_stored = ctx.rotations.gradient(stored, of_R, of_P, x.dtype) if ctx.needs_input_grad[3] else None
         return (grad_x if ctx.needs_input_grad[0] else None), None, grad_bias, grad_stored, None, None, None
+
+
+def _adds_early(bias: Tensor | None) -> bool:
+    return bias is not None and bias.dtype.itemsize >= 4
 
 
 def _by_blocks(

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from manifold_tying import linalg
 from manifold_tying.parametrizations._equivalence import Equivalence, equivalences
 
 
@@ -20,6 +21,7 @@ def merge(module: nn.Module) -> int:
     >>> merge(layer)
     1
     """
+    linalg.reshard(module)
     found = equivalences(module)
     Equivalence.fold_all(found)
     return len(found)

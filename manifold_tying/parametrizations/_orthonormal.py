@@ -59,15 +59,16 @@ class WideStorage(parametrize.ParametrizationList):
         mark_point(self)
         return self
 
-    # A copied, unpickled or loaded tensor has forgotten its manifold.
+    # A copied tensor has forgotten its manifold, and one that takes its place, loaded or sharded, has none.
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         mark_point(self)
 
-    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*args, **options)
-        mark_point(self)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "original":
+            mark_point(self)
 
 
 def mark_point(parts: parametrize.ParametrizationList) -> None:

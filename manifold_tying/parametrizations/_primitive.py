@@ -57,7 +57,12 @@ class Primitive:
         A function of its arguments alone, so that every process and every resumed run draws the same.
         """
         generator = torch.Generator("cpu").manual_seed(mixed_seed(seed, side, count))
-        return torch.randperm(self.n, generator=generator)[: self.covered].clone()
+        return torch.randperm(self.n, generator=generator, device="cpu")[: self.covered].clone()
+
+
+def drawn_seed() -> int:
+    """From torch's default generator of the CPU, whatever the default device is."""
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def mixed_seed(*parts: int | str) -> int:
@@ -209,7 +214,7 @@ def _covered(blocks: Blocks) -> tuple[int, int]:
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    parts = [part for part in parts if part.shape[dim]]
+    parts = [part for part in parts if part.shape[dim]] or parts[:1]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

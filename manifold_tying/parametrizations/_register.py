@@ -90,12 +90,20 @@ def materialize(module: M) -> M:
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
     for _, owner, name in found:
         value = getattr(owner, name).detach()
+        _own_class(owner)
         parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
         weight = getattr(owner, name)
         weight.data = value.clone(memory_format=torch.contiguous_format)
         weight.grad = None  # that was the stored tensor's
         weight.__dict__.pop("manifold", None)
     return module
+
+
+def _own_class(module: nn.Module) -> None:
+    """Give a parametrized module a class that no copy of it shares, since removing a parametrization changes the class."""
+    kind = type(module)
+    own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    module.__class__ = type(kind.__name__, kind.__bases__, own)
 
 
 def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
