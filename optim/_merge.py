@@ -88,7 +88,9 @@ class MergeSchedule:
 
     def _forget(self, stored: Tensor) -> None:
         """Put the optimizer's state of a parameter back to what it was at the start."""
-        if isinstance(self.optimizer, _START_FROM_ZEROS):  # in place: a captured or compiled step holds on to the tensors
+        if isinstance(
+            self.optimizer, _START_FROM_ZEROS
+        ):  # in place: a captured or compiled step holds on to the tensors
             for value in self.optimizer.state.get(stored, {}).values():
                 value.zero_()
         else:

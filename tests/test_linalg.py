@@ -331,10 +331,11 @@ def test_second_derivatives_are_refused_not_wrong() -> None:
         lambda Y: linalg.cayley_at(torch.eye(5, dtype=torch.float64), Y @ Y.mT)[:, :3],
         lambda Y: linalg.cayley_neumann(Y @ Y.mT)[:, :3],
     ):
-        weights = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-        (gradient,) = torch.autograd.grad((f(Y) * weights).sum(), Y, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
+        for trained in (True, False):  # the gradient that comes in requires one, or is constant
+            weights = torch.randn(5, 3, dtype=torch.float64, requires_grad=trained)
+            (gradient,) = torch.autograd.grad((f(Y) * weights).sum() + (Y**2).sum(), Y, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.sum().backward()
 
 
 # ---- QR

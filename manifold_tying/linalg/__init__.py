@@ -23,6 +23,7 @@ from manifold_tying.linalg._cayley import cayley_neumann_rounded as cayley_neuma
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt
+from manifold_tying.linalg._once import once_differentiable as once_differentiable
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar

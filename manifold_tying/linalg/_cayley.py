@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying.linalg._basics import (
     check_square,
@@ -15,6 +14,7 @@ from manifold_tying.linalg._basics import (
     identity_like,
     working_dtype,
 )
+from manifold_tying.linalg._once import once_differentiable
 
 
 def cayley(A: Tensor) -> Tensor:

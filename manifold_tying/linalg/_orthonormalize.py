@@ -4,9 +4,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying.linalg._basics import check_finite, check_tall, full_precision, gram, identity_like, working_dtype
+from manifold_tying.linalg._once import once_differentiable
 from manifold_tying.linalg._polar import polar
 
 Orthonormalization = Literal["polar", "qr", "cholesky-qr"]

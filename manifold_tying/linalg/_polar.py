@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying.linalg._basics import (
     check_finite,
@@ -15,6 +14,7 @@ from manifold_tying.linalg._basics import (
     symmetric,
     working_dtype,
 )
+from manifold_tying.linalg._once import once_differentiable
 
 # Up to here an eigendecomposition is as fast as the products that replace it.
 _FEW_COLUMNS = 64

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from manifold_tying import linalg
 from manifold_tying.parametrizations._primitive import multiply, outer, put, rotated, take
 from manifold_tying.parametrizations._rotations import Rotations
 
@@ -59,7 +59,7 @@ class InputCentric(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, v, base, bias, stored, order_R, order_P = ctx.saved_tensors
         R, P = ctx.rotations.blocks(stored, x.dtype)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations._primitive import (
@@ -110,7 +109,7 @@ class _Weight(Function):
         return W.clone() if W is base else W
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor | None, ...]:
         base, stored, order_R, order_P = ctx.saved_tensors
         blocks = ctx.rotations.blocks(stored)
@@ -141,7 +140,7 @@ class WeightCentric(Function):
         return F.linear(x, transformed(base, (R, order_R), (P, order_P)).to(x.dtype), bias)
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, base, stored, order_R, order_P = ctx.saved_tensors
         blocks = ctx.rotations.blocks(stored)

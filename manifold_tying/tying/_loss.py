@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying import linalg
 from manifold_tying.tying._vocabulary import Vocabulary
@@ -125,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from manifold_tying import linalg
 
 
 def multiply_by_transform(rows: Tensor, L: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ class _Multiply(torch.autograd.Function):
         return rows @ T
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, L, T = ctx.saved_tensors
         return (
@@ -44,7 +45,7 @@ class _Divide(torch.autograd.Function):
         return quotient
 
     @staticmethod
-    @once_differentiable
+    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         # With E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹: nothing but EᵀḠ has n rows where Z is frozen.
         quotient, L = ctx.saved_tensors
