@@ -141,6 +141,27 @@ def test_defect_in_float32(method: Any, condition: float, shape: tuple[int, ...]
     assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 1e-6
 
 
+@pytest.mark.parametrize("shape", [(300, 66), (300, 130)])
+@pytest.mark.parametrize("small", [0.02, 0.05, 0.1, 0.3])
+def test_defect_in_float32_with_few_small_singular_values(shape: tuple[int, int], small: float) -> None:
+    """Their squares are lost in the Gram matrix, though it is near the identity on average."""
+    Q = orthonormal(*shape)
+    V = orthonormal(shape[1], shape[1])
+    singular_values = torch.ones(shape[1], dtype=torch.float64)
+    singular_values[:4] = small
+    X = linalg.orthonormalize(((Q * singular_values) @ V).float())
+    assert linalg.defect(X) <= 7e-7
+    torch.testing.assert_close(X.double(), Q @ V, rtol=0, atol=1e-5)
+
+
+def test_no_matrices_at_all() -> None:
+    for shape in ((0, 5, 3), (0, 90, 80)):
+        none = torch.zeros(shape)
+        for method in get_args(linalg.Orthonormalization):
+            assert linalg.orthonormalize(none, method).shape == shape
+    assert linalg.inverse_sqrt(torch.zeros(0, 4, 4)).shape == (0, 4, 4)
+
+
 def test_defect_is_the_formula_in_float64() -> None:
     X = conditioned((2, 9, 3), 4.0)
     expected = [np.linalg.norm(x.T @ x - np.eye(3)) / np.sqrt(3) for x in X.numpy()]
@@ -401,6 +422,13 @@ def test_inverse_sqrt_in_float32(d: int, condition: float) -> None:
     # Rounding, of which the refinement multiplies a part by √condition / 4 as long as products are used, to 1e4.
     tolerance = 3e-7 + 3e-8 * min(condition, 1e4) ** 0.5
     np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=tolerance * float(np.linalg.norm(expected, 2)))
+
+
+def test_inverse_sqrt_in_low_precision_and_at_the_ends_of_the_range() -> None:
+    G = conditioned((5, 5)).mT @ conditioned((5, 5))
+    torch.testing.assert_close(linalg.inverse_sqrt(G.bfloat16()), linalg.inverse_sqrt(G.bfloat16().float()).bfloat16())
+    for size in (1e-36, 1e36):
+        torch.testing.assert_close(linalg.inverse_sqrt(size * torch.eye(3)), size**-0.5 * torch.eye(3))
 
 
 def test_inverse_sqrt_of_a_batch_is_that_of_its_members() -> None:
@@ -670,21 +698,28 @@ def test_autocast_around_the_backward_changes_nothing(method: Any) -> None:
         assert torch.equal(plain, gradient())
 
 
-@pytest.fixture
-def medium_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+PRODUCTS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+WAYS: dict[str, Callable[[], None]] = {
+    "function": lambda: torch.set_float32_matmul_precision("medium"),
+    "attribute": lambda: setattr(PRODUCTS, "fp32_precision", "bf16"),
+}
+
+
+@pytest.fixture(params=WAYS)
+def medium_precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In both ways to set it; torch's older getter raises after the newer one."""
+    WAYS[request.param]()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.usefixtures("medium_precision")
 def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
     with linalg.full_precision(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == "highest"
-    assert torch.get_float32_matmul_precision() == "medium"
+        assert PRODUCTS.fp32_precision == "ieee"
+    assert PRODUCTS.fp32_precision == "bf16"
     assert linalg.defect(linalg.polar(torch.randn(200, 32))[0]) <= 1e-6
-    assert torch.get_float32_matmul_precision() == "medium"
+    assert PRODUCTS.fp32_precision == "bf16"
 
 
 @pytest.mark.usefixtures("medium_precision")
@@ -692,7 +727,7 @@ def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
 def test_matmul_precision_is_restored_after_an_exception(method: Any) -> None:
     with pytest.raises(ValueError, match="NaN or Inf"):
         linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
-    assert torch.get_float32_matmul_precision() == "medium"
+    assert PRODUCTS.fp32_precision == "bf16"
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(ValueError, match="NaN or Inf"):
             linalg.orthonormalize(torch.full((4, 2), float("nan")), method)

@@ -525,3 +525,22 @@ def test_nearest_spd_refuses_what_has_none_near() -> None:
         SPD().projx(torch.full((2, 2), math.nan))
     with pytest.raises(ValueError, match="real floating dtype"):
         nearest_spd(torch.eye(2).int())
+
+
+@pytest.mark.parametrize("retraction", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_retractions_and_geodesics_have_a_gradient_and_broadcast(retraction: Any) -> None:
+    torch.manual_seed(0)
+    manifold = Stiefel(retraction)
+    x = manifold.projx(torch.randn(5, 3, dtype=torch.float64))
+    u = 0.1 * torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    for move in (manifold.retr, manifold.expmap):
+        assert torch.autograd.gradcheck(lambda u, move=move: move(x, manifold.proju(x, u)), u)
+        for i in range(2):
+            one = manifold.proju(x, u[i].detach())
+            torch.testing.assert_close(move(x, manifold.proju(x, u.detach()))[i], move(x, one))
+
+
+def test_no_points_at_all() -> None:
+    none = torch.zeros(0, 5, 3)
+    assert Stiefel().check_vector_on_tangent(none, none)
+    assert SPD().check_point_on_manifold(torch.zeros(0, 3, 3))

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _BLOCK_ENTRIES = 2**20
+_TERMS_ADDED = 4096  # to one float32 number in a row
 
 
 @contextmanager
@@ -14,15 +16,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """Float32 products in float32: autocast and TF32 (or its bfloat16 relative on CPUs) off inside."""
     with torch.autocast(device.type, enabled=False):
         # Compiled code takes the setting that was in force when it was traced; it cannot be switched inside a graph.
-        if torch.compiler.is_compiling() or torch.get_float32_matmul_precision() == "highest":
+        if torch.compiler.is_compiling():
             yield
             return
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
+        # Not torch.get_float32_matmul_precision(), which raises once a user has set one of these.
+        products: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
+        precision = products.fp32_precision
+        if precision in ("none", "ieee"):
+            yield
+            return
+        products.fp32_precision = "ieee"
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            products.fp32_precision = precision
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,6 +71,12 @@ def gram(Y: Tensor) -> Tensor:
         # CPU kernels for narrow matrices add rows up one by one: relative errors of 4e-5 with 200000 of them.
         wide = Y.double()
         return (wide.mT @ wide).to(Y.dtype)
+    if Y.is_cuda and Y.ndim == 2 and len(Y) > _TERMS_ADDED:
+        # A GPU may add up all rows one by one in float32: at 151,936 rows that alone would be a defect of 3e-5.
+        G = Y.new_zeros(p, p)
+        for part in Y.split(_TERMS_ADDED):
+            G.addmm_(part.mT, part)
+        return G
     if Y.ndim > 2 or p < 192 or Y.is_cuda:
         return Y.mT @ Y
     # The lower half is enough, since it is symmetric: 5/8 of the operations in four panels of columns. (Eight measured slower,

@@ -111,7 +111,7 @@ def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.
 
 
 def cayley_gradient(A: Tensor, grad_C: Tensor) -> Tensor:
-    """Ā from C̄ for C = cayley(A), A skew: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
+    """Ā from C̄ for C = cayley(A), A skew, at least float32: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
     with full_precision(A.device):
         eye = identity_like(A)
         C = _solve(eye - A, eye + A)
@@ -132,8 +132,10 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
     X = B (2M - I) + Z M with M = (I + ZᵀZ/4 - K/2)⁻¹.
 
     ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Once differentiable
-    with respect to Y; base is a constant. Both at least float32.
+    with respect to Y; base is a constant.
     """
+    if base.dtype.itemsize < 4:
+        return cayley_at(base.float(), Y.float(), terms).to(base.dtype)
     with full_precision(base.device):
         if base.shape[-1] == base.shape[-2]:
             if terms is None:

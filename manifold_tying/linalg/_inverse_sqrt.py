@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import check_finite, identity_like, symmetric
+from manifold_tying.linalg._basics import check_finite, identity_like, symmetric, working_dtype
 
 # Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]
@@ -36,8 +36,11 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     first ones for a polynomial that takes G there, and a float64 eigendecomposition where that does not suffice, in float32
     from conditions of some 100 on.
     """
-    P = _by_products(G, _MOST_POLYNOMIALS[G.dtype])
-    return _inverse_sqrt_eigh(G) if P is None else P
+    W = G.to(working_dtype(G.dtype))
+    if W.numel() == 0:
+        return G.clone()
+    P = _by_products(W, _MOST_POLYNOMIALS[W.dtype])
+    return (_inverse_sqrt_eigh(W) if P is None else P).to(G.dtype)
 
 
 def _by_products(G: Tensor, polynomials: int) -> Tensor | None:
@@ -72,7 +75,7 @@ def inverse_sqrt_fixed(G: Tensor) -> Tensor:
 
 def _spread(G: Tensor) -> tuple[Tensor, Powers, Tensor]:
     """c, the powers of E and a bound on its spectral norm, where G = c (I + E) and E has trace 0; c and bound (..., 1, 1)."""
-    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-30)
+    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
     powers = _powers(G / c - identity_like(G))
     return c, powers, _bound(powers)
 

@@ -86,7 +86,7 @@ def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
 class _QR(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, Y: Tensor, by_cholesky: bool) -> Tensor:
-        factors = _cholesky_qr(Y) if by_cholesky else None
+        factors = _cholesky_qr(Y) if by_cholesky and Y.numel() else None
         if factors is None:
             check_finite(Y)
             Q, R = torch.linalg.qr(Y)

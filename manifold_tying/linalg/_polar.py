@@ -16,6 +16,7 @@ from manifold_tying.linalg._basics import (
 )
 from manifold_tying.linalg._once import once_differentiable
 
+_ROUNDS_UNPOLISHED = 2  # singular values of 0.6 of the common scale take two: their squares cost few digits
 # Up to here an eigendecomposition is as fast as the products that replace it.
 _FEW_COLUMNS = 64
 
@@ -66,7 +67,7 @@ def _polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _polar_svd(Y)
     h = eigenvalues.sqrt()
     U = Y @ ((V / h[..., None, :]) @ V.mT).to(Y.dtype)
-    return U @ (1.5 * identity_like(G) - 0.5 * gram(U)), V, h
+    return _polished(U), V, h
 
 
 def _polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -75,18 +76,29 @@ def _polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None
     A tall Y has the H of its p x p Cholesky factor, and U = Y H⁻¹.
     """
     if Y.shape[-2] == Y.shape[-1]:
-        U = _nearest_orthogonal(Y, G)
+        U, _ = _nearest_orthogonal(Y, G)
         return None if U is None else (U, symmetric(U.mT @ Y), None)
     L, info = torch.linalg.cholesky_ex(G)
-    W = None if info.any() else _nearest_orthogonal(L.mT, G)
+    W, rounds = (None, 0) if info.any() else _nearest_orthogonal(L.mT, G)
     if W is None:
         return None
     inverse = torch.linalg.solve_triangular(L.mT, W, upper=True)
-    return Y @ inverse, symmetric(L @ W), inverse
+    U = Y @ inverse
+    if rounds > _ROUNDS_UNPOLISHED:
+        U = _polished(U)
+    return U, symmetric(L @ W), inverse
 
 
-def _nearest_orthogonal(S: Tensor, G: Tensor) -> Tensor | None:
-    """The orthogonal polar factor of square S, from G = SᵀS; None where S is not a multiple of a nearly orthogonal matrix.
+def _polished(U: Tensor) -> Tensor:
+    """U without the rounding that G's condition, the square of Y's, has left in it."""
+    G = gram(U)
+    return U @ (1.5 * identity_like(G) - 0.5 * G)
+
+
+def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
+    """The orthogonal polar factor of square S, from G = SᵀS, and how many rounds it took.
+
+    None where S is not a multiple of a nearly orthogonal matrix.
 
     U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. Those sums are positive for every E that
     they are used for, so that where UᵀU comes out as the identity, UᵀS is positive definite.
@@ -96,12 +108,12 @@ def _nearest_orthogonal(S: Tensor, G: Tensor) -> Tensor | None:
     enough = 2 * type_info.eps * root_p
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     if not c.amin() > type_info.tiny / type_info.eps:
-        return None
+        return None, 0
     U, E = S / c.sqrt(), G / c - eye
-    for _ in range(5):
+    for rounds in range(1, 6):
         size = torch.linalg.matrix_norm(E).amax()
         if not size < 0.5 * root_p:  # also where it is NaN
-            return None
+            break
         step, left = E / -2, size**2  # three eighths of that are left
         if left > enough:
             E2 = E @ E
@@ -110,9 +122,9 @@ def _nearest_orthogonal(S: Tensor, G: Tensor) -> Tensor | None:
                 step, left = step + E2 @ (35 / 128 * E2 - 0.3125 * E), size**5
         U = U + U @ step
         if left <= enough:
-            return U
+            return U, rounds
         E = gram(U) - eye
-    return None
+    return None, 0
 
 
 def _solve_skew(H: Tensor, C: Tensor) -> Tensor:
@@ -147,7 +159,7 @@ class _Polar(torch.autograd.Function):
     def forward(ctx: Any, Y: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         G = gram(Y)
-        factors = _polar_products(Y, G) if Y.shape[-1] > _FEW_COLUMNS else None
+        factors = _polar_products(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
         ctx.by_products = factors is not None
         if factors is not None:
             U, H, inverse = factors

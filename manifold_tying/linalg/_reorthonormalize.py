@@ -12,9 +12,11 @@ from manifold_tying.linalg._rows import Total, nothing_to_add, orthonormalize_ro
 def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
     """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
 
-    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. Not differentiable; falls back to
-    :func:`polar` where float32 cannot resolve YᵀY.
+    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. By :func:`polar` where a gradient is wanted, or
+    float32 cannot resolve YᵀY.
     """
+    if torch.is_grad_enabled() and Y.requires_grad:
+        return polar(Y)[0]
     return reorthonormalize_(Y.to(working_dtype(Y.dtype), copy=True), total).to(Y.dtype)
 
 

@@ -95,6 +95,8 @@ class SPD(geoopt.Manifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         if not torch.allclose(x, x.mT, atol=atol, rtol=rtol):
             return False, f"X is not symmetric with atol={atol}, rtol={rtol}"
+        if x.numel() == 0:
+            return True, None
         smallest = torch.linalg.eigvalsh(x).min().item()
         return (True, None) if smallest > 0 else (False, f"the smallest eigenvalue is {smallest:.1e}, not > 0")
 

@@ -97,6 +97,7 @@ class Stiefel(geoopt.Manifold):
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """Geodesic of the Euclidean metric: [X U] exp([[A, -UᵀU], [I, A]]) [I; 0] exp(-A), A = XᵀU (Edelman et al. 1998)."""
+        x, u = torch.broadcast_tensors(x, u)
         with linalg.full_precision(x.device):
             A = x.mT @ u
             eye = linalg.identity_like(A).expand_as(A)
@@ -152,6 +153,8 @@ class Stiefel(geoopt.Manifold):
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         XtU = linalg.row_total(x)(linalg.local(x).mT @ linalg.local(u))
+        if XtU.numel() == 0:
+            return True, None
         error = 2 * linalg.symmetric(XtU).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀU + UᵀX| is {error:.1e}, allowed is {atol:.1e}")
 
@@ -185,7 +188,7 @@ def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
     W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p. The
     result is at least float32.
     """
-    x, u = (a.to(linalg.working_dtype(a.dtype)) for a in (x, u))
+    x, u = torch.broadcast_tensors(*(a.to(linalg.working_dtype(a.dtype)) for a in (x, u)))
     B = u - x @ (x.mT @ u) / 2
     XtX, XtB, BtB = linalg.gram(x), x.mT @ B, linalg.gram(B)
     half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2
