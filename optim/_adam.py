@@ -254,4 +254,6 @@ def _zero_second_moment(p: Tensor, second_moment: str) -> Tensor:
         return torch.zeros_like(p)
     if second_moment == "row":
         return torch.zeros_like(p[..., :1])
+    if linalg.row_total(p) is linalg.nothing_to_add:  # distributed as the matrices are, where they are whole
+        return torch.zeros_like(p[..., :1, :1])
     return linalg.local(p).new_zeros(*linalg.local(p).shape[:-2], 1, 1)

@@ -49,6 +49,9 @@ class RiemannianOptimizer(Optimizer):
         scale = group.pop("scale", None)
         super().add_param_group(group)
         added = self.param_groups[-1]
+        if names is not None and len(names) != len(added["params"]):
+            self.param_groups.pop()
+            raise ValueError(f"expected a name for each of {len(added['params'])} parameters, got {len(names)} names")
         try:
             self._check_options(added)
             for i, p in enumerate(added["params"]):
@@ -56,7 +59,7 @@ class RiemannianOptimizer(Optimizer):
                 self._add_parameter(p, manifold or getattr(p, "manifold", None), name, added)
                 if scale is not None:
                     self._scales[p] = self._checked_scale(p, scale, name, added)
-        except ValueError:
+        except BaseException:  # the optimizer is as it was
             self.param_groups.pop()
             for p in added["params"]:
                 for known in (self._names, self._manifolds, self._scales):
@@ -84,6 +87,8 @@ class RiemannianOptimizer(Optimizer):
             ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
             if not ok:
                 raise ValueError(f"{label} is not on {manifold}: {reason}. Project it with manifold.projx first")
+        if group.get("eps") == 0:
+            raise ValueError(f"{label} needs eps > 0: where a gradient is zero, 0 / 0 would end on it")
         if group["retract_every"] != 1 and not is_polar(manifold):
             raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
         self._manifolds[p] = manifold
@@ -95,6 +100,10 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(
                 f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
                 f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
+            )
+        if linalg.is_distributed(p) and p.ndim < 2:
+            raise ValueError(
+                f"a scale works for matrices only where they are distributed over processes, but {name} is none"
             )
         if p in self._manifolds and not isinstance(self._manifolds[p], Stiefel):
             raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {self._manifolds[p]}")
@@ -163,7 +172,7 @@ class RiemannianOptimizer(Optimizer):
             state["step"] += 1
         keys = [key for key in states[0] if key != "step"]
         stacked = {key: stack([linalg.local(state[key]) for state in states]) for key in keys}
-        steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype)
+        steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype.to_real())
         stacked["step"] = steps.view(-1, *[1] * (points.ndim - 1))
         if group["maximize"]:
             gradients = -gradients
@@ -184,6 +193,16 @@ class RiemannianOptimizer(Optimizer):
             p.copy_(moved[i])
             for key in keys if len(batch) > 1 else ():
                 linalg.local(states[i][key]).copy_(stacked[key][i])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a loaded state as well: one of torch's own optimizer, which knows fewer options, or of another device."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for option, default in self.defaults.items():
+                group.setdefault(option, default)
+        for p in self._manifolds:
+            if "step" in self.state.get(p, {}):
+                self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

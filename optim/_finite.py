@@ -36,8 +36,7 @@ class FiniteCheck:
                 raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
         if not gradients:
             return True
-        if total is not linalg.nothing_to_add:  # a process may have no rows of some
-            gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
+        gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no entries there is no largest
         if deferred:
             bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), total)
             self.found_inf = bad.any().float()

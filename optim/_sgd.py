@@ -70,7 +70,7 @@ class RiemannianSGD(RiemannianOptimizer):
             )
 
     def _initialize(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.zeros((), device=p.device)
         state["momentum_buffer"] = torch.zeros_like(p)
 
     def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:

@@ -33,13 +33,13 @@ from distributed_models import (
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import manifold_tying as mt
 from manifold_tying import linalg
 from manifold_tying.models import Llama
-from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
@@ -170,7 +170,7 @@ def refusals(group: Group) -> dict[str, str]:
         try:
             use()
             said[name] = "nothing"
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             said[name] = str(error)
 
     def optimize(X: Tensor, manifold: Any) -> RiemannianAdam:
@@ -185,7 +185,96 @@ def refusals(group: Group) -> dict[str, str]:
     spd = nn.Sequential(mt.spd(nn.Linear(4, 4), "weight"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     attempt("policy", lambda: shard_model(spd, group.mesh, mp_policy=policy))
+    sharded: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), mt.stiefel(nn.Linear(4, 4))), mesh=group.mesh)
+    attempt("constrained after", lambda: mt.orthogonal(sharded[0]))
+    attempt("materialized", lambda: mt.materialize(sharded))
+    vector = nn.Parameter(group.rows(torch.ones(6)))
+    attempt("scale", lambda: RiemannianAdam([{"params": [vector], "scale": torch.ones(6)}]))
+    pit = shard_vocabulary(mt.PIT(9, 4), group.mesh)
+    attempt("id", lambda: pit.embed(torch.tensor([1, 9])))
+    attempt("target", lambda: pit.loss(torch.ones(1, 4), torch.tensor([-1])))
     return said
+
+
+def merged_after_a_forward(group: Group) -> dict[str, float]:
+    """FSDP2 leaves parameters gathered after a forward without a backward: nothing may be written to those."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 7))
+    mt.equivalence_(model, exclude=(), block_size=4, seed=1, verbose=False)
+    fully_shard(model, mesh=group.mesh)
+    x, found = torch.ones(3, 12), {}
+    model(x)
+    optimizer = RiemannianAdam(param_groups(model), lr=5e-2)
+    schedule = MergeSchedule(model, optimizer, every=5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            found["before"] = model(x).sum().item()
+        merged = schedule.step()
+    assert merged
+    linalg.reshard(model)
+    vectors = [p for name, p in model.named_parameters() if name.endswith("original")]
+    found["moments"] = sum(float(linalg.whole(optimizer.state[p]["exp_avg"]).abs().sum()) for p in vectors)
+    with torch.no_grad():
+        found["after"] = model(x).sum().item()
+    return found
+
+
+def points_of_plain_parameters(group: Group) -> list[float]:
+    """Defects after steps of an optimizer that was given parameters and no groups."""
+    defects = []
+    for name in ("layer", "interface", "vocabulary"):
+        torch.manual_seed(0)
+        if name == "layer":
+            model: Any = fully_shard(nn.Sequential(mt.stiefel(nn.Linear(4, 9))), mesh=group.mesh)
+        else:
+            model = mt.PIT(13, 4, memory="trainable")
+            model = shard_model(model, group.mesh) if name == "interface" else shard_vocabulary(model, group.mesh)
+        optimizer = RiemannianAdam(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            ids = torch.arange(3)
+            y = model(torch.randn(2, 4)) if name == "layer" else model.loss(model.embed(ids), ids)
+            y.square().sum().backward()
+            optimizer.step()
+        (point,) = [p for p in model.parameters() if p.shape in ((9, 4), (13, 4))]
+        defects.append(linalg.defect(point).item())
+    return defects
+
+
+def states_of_stacks(folder: Path, group: Group) -> float:
+    """One number per matrix, of matrices that lie on different processes: saved, loaded and gone on with."""
+
+    def build_stack() -> Any:
+        torch.manual_seed(0)
+        model = nn.Bilinear(4, 9, 3, bias=False)  # three matrices of 4 x 9
+        mt.stiefel(model)
+        fully_shard(model, mesh=group.mesh)
+        return model, RiemannianAdam(param_groups(model), lr=1e-2, second_moment="matrix")
+
+    def steps(model: Any, optimizer: RiemannianAdam, numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(number)
+            x, y = torch.randn(6, 4, generator=generator), torch.randn(6, 9, generator=generator)
+            (model(x, y) * torch.tensor([1.0, 10.0, 100.0])).sin().sum().backward()
+            optimizer.step()
+
+    model, optimizer = build_stack()
+    steps(model, optimizer, range(5))
+    processes = group.mesh.get_group()
+    kept: dict[str, Any] = dict(zip("mo", get_state_dict(model, optimizer), strict=True))
+    dcp.save(kept, checkpoint_id=folder, process_group=processes)
+    steps(model, optimizer, range(5, 8))
+    again, resumed_optimizer = build_stack()
+    states: dict[str, Any] = dict(zip("mo", get_state_dict(again, resumed_optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder, process_group=processes)
+    set_state_dict(again, resumed_optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
+    steps(again, resumed_optimizer, range(5, 8))
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return max(float((linalg.whole(a) - linalg.whole(b)).abs().max().detach()) for a, b in pairs)
 
 
 def not_finite(group: Group) -> dict[str, Any]:
@@ -220,8 +309,14 @@ def from_meta(arm: str, group: Group) -> dict[str, Any]:
     model.to_empty(device="cpu")
     torch.manual_seed(5)
     model.interface.reset_parameters()  # type: ignore[operator]
+    model.reset_parameters()
     E, W_out = model.interface.materialize()
-    return {"E": E.tolist(), "W_out": W_out.tolist(), "types": [isinstance(p, DTensor) for p in model.parameters()]}
+    return {
+        "E": E.tolist(),
+        "W_out": W_out.tolist(),
+        "body": linalg.whole(model.get_parameter("blocks.0.attention.query.weight").detach()).tolist(),
+        "types": [isinstance(p, DTensor) for p in model.parameters()],
+    }
 
 
 def low_precision(group: Group) -> dict[str, Any]:
@@ -327,6 +422,9 @@ def main(rank: int, folder: Path, port: int) -> None:
 
     two = groups[1]
     run("refusals", two, refusals)
+    run("merged after a forward", two, merged_after_a_forward)
+    run("plain parameters", two, points_of_plain_parameters)
+    run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
     run("pit-trainable checkpointed", two, trained, "pit-trainable", "checkpointed")
     run("saved", two, saved, folder / "checkpoint")

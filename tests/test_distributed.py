@@ -127,6 +127,12 @@ def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: 
         for rank in range(size):
             result = found[rank][f"{arm} from meta {size}"]
             assert all(result["types"])
+            torch.manual_seed(5)
+            model = build(arm)
+            torch.manual_seed(5)
+            model.interface.reset_parameters()  # type: ignore[operator]
+            model.reset_parameters()
+            assert result["body"] == model.get_parameter("blocks.0.attention.query.weight").tolist()
             for table, name in zip(expected.materialize(), ("E", "W_out"), strict=True):
                 torch.testing.assert_close(torch.tensor(result[name]), table, rtol=0, atol=tolerance)
 
@@ -163,11 +169,33 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("mixed", "distributed alike"),
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),
+        ("constrained after", "constrain it first, then shard"),
+        ("materialized", "distributed over processes"),
+        ("scale", "works for matrices only"),
+        ("id", "expected token ids from 0 to 8"),
+        ("target", "expected token ids from 0 to 8"),
     ],
 )
 def test_wrong_uses_are_refused(use: str, message: str, found: list[dict[str, Any]]) -> None:
     for rank in range(2):
         assert re.search(message, found[rank]["refusals 2"][use])
+
+
+def test_a_forward_before_a_merge_changes_nothing(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        result = found[rank]["merged after a forward 2"]
+        assert abs(result["before"] - result["after"]) < 1e-5 < 1e-2 < abs(result["before"])
+        assert result["moments"] == 0
+
+
+def test_points_are_found_without_groups(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert max(found[rank]["plain parameters 2"]) < 1e-6
+
+
+def test_moments_of_stacks_are_saved_with_their_matrices(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert found[rank]["stacks 2"] == 0
 
 
 def assert_same_losses(losses: list[float], reference: list[float]) -> None:

@@ -589,3 +589,75 @@ def test_retract_every_is_for_polar_stiefel_alone() -> None:
             RiemannianAdam([p], retract_every=2)
         RiemannianAdam([p], retract_every=1)
     RiemannianAdam([point(8, 3), nn.Parameter(torch.zeros(2))], retract_every=2)
+
+
+# ---- states and groups of elsewhere
+
+
+def test_a_state_of_torchs_adamw_is_is_continued() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(4, 6), nn.Linear(4, 6)
+    ours.load_state_dict(theirs.state_dict())
+    before = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step(model: nn.Linear, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+
+    step(theirs, before, 0)
+    after = RiemannianAdam(ours.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    for seed in (1, 2):
+        step(theirs, before, seed)
+        step(ours, after, seed)
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_a_refused_group_leaves_no_trace(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(3))], lr=0.1)
+    X, plain = point(8, 3), nn.Parameter(torch.ones(8, 3))
+    for group in (
+        {"params": [X, plain], "manifold": mt.Stiefel()},
+        {"params": [X, plain], "names": ["X"]},
+        {"params": [X], "lr": "fast"},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1 and not optimizer._manifolds and len(optimizer._names) == 1
+    with pytest.raises(ValueError, match="a name for each of 2 parameters, got 1"):
+        optimizer.add_param_group({"params": [X, plain], "names": ["X"]})
+
+
+def test_points_need_eps() -> None:
+    with pytest.raises(ValueError, match="eps > 0"):
+        RiemannianAdam([point(8, 3)], eps=0.0)
+    RiemannianAdam([nn.Parameter(torch.zeros(3))], eps=0.0)
+
+
+def test_complex_manifolds_are_geoopts() -> None:
+    manifold = geoopt.UpperHalf()
+    torch.manual_seed(0)
+    start = manifold.random(2, 2).detach().clone().as_subclass(torch.Tensor)
+    gradient, found = torch.randn_like(start), []
+    for kind in (RiemannianSGD, geoopt.optim.RiemannianSGD):
+        p = geoopt.ManifoldParameter(start.clone(), manifold=manifold)
+        optimizer = kind([p], lr=0.01)
+        for _ in range(3):
+            p.grad = gradient.clone()
+            optimizer.step()
+        found.append(p.detach().as_subclass(torch.Tensor))
+    torch.testing.assert_close(*found)
+
+
+def test_a_points_step_count_follows_it_to_its_device() -> None:
+    X = point(8, 3)
+    optimizer = RiemannianAdam([X])
+    X.grad = torch.ones_like(X)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["step"] = state["state"][0]["step"].double()  # stands for one on another device
+    optimizer.load_state_dict(state)
+    assert optimizer.state[X]["step"].dtype == torch.float32

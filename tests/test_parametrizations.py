@@ -11,11 +11,12 @@ import pytest
 import scipy.linalg
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 from manifold_tying import linalg, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
+from manifold_tying.optim import param_groups
 from manifold_tying.parametrizations import constraints
 
 
@@ -619,3 +620,65 @@ def test_every_combination_is_there() -> None:
     """An empty table would make every test above pass."""
     assert len(list(itertools.product(LAYERS, CONSTRAINTS))) == 54
     assert len(REFUSED) >= 16
+
+
+# ---- around the edges of registering and taking off
+
+SHAPED: dict[str, Callable[[], nn.Module]] = {
+    "wide": lambda: nn.Linear(9, 5),
+    "tall": lambda: nn.Linear(5, 9),
+    "convolution": lambda: nn.Conv1d(4, 8, 3),
+    "bfloat16": lambda: nn.Linear(9, 5, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("shaped", SHAPED)
+@pytest.mark.parametrize("constrain", [stiefel, orthogonal])
+def test_materializing_while_an_earlier_loss_is_alive(shaped: str, constrain: Callable[..., nn.Module]) -> None:
+    module: Any = constrain(SHAPED[shaped]())
+    x = torch.randn(2, module.weight.shape[1], 6 if shaped == "convolution" else 1).to(module.weight.dtype)
+    x = x if shaped == "convolution" else x[..., 0]
+    loss = module(x).square().mean()
+    loss.backward()
+    materialize(module)
+    module(x).square().mean().backward()
+    assert module.weight.grad.shape == module.weight.shape
+    assert loss.isfinite()  # held to here
+
+
+@pytest.mark.parametrize("map", ["stiefel", "polar", "cayley"])
+def test_materialized_in_inference_mode_it_can_be_trained(map: Any) -> None:
+    module = stiefel(nn.Linear(4, 6)) if map == "stiefel" else orthogonal(nn.Linear(4, 6), map=map)
+    with torch.inference_mode():
+        materialize(module)
+    module(torch.randn(2, 4)).sum().backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_a_weight_of_another_dtype_is_assigned_as_one_of_the_layers(map: Any) -> None:
+    module = orthogonal(nn.Linear(4, 6), map=map)
+    weight = torch.linalg.qr(torch.randn(6, 4, dtype=torch.float64))[0]
+    module.weight = weight
+    torch.testing.assert_close(module.weight.detach(), weight.float())
+    before = module.weight.detach().clone()
+    for wrong in (torch.zeros(6, 4, dtype=torch.int64), torch.zeros(4, 6), torch.full((6, 4), torch.nan)):
+        with pytest.raises(ValueError, match="expected"):
+            module.weight = wrong
+        assert torch.equal(module.weight, before)
+
+
+def test_weights_that_no_constraint_can_keep_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm=0\.1"):
+        stiefel(nn.Embedding(20, 4, max_norm=0.1))
+    with pytest.raises(ValueError, match="run the module on some input first"):
+        orthogonal(nn.LazyLinear(5))
+    normed = parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="remove_parametrizations of torch"):
+        stiefel(normed)
+
+
+def test_a_point_whose_constraint_was_removed_is_none() -> None:
+    module = stiefel(nn.Linear(4, 6))
+    parametrize.remove_parametrizations(module, "weight")
+    assert not any("manifold" in group for group in param_groups(module))

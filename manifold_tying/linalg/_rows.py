@@ -174,7 +174,7 @@ def normal_rows_(X: Tensor) -> Tensor:
     processes have the same seed: each draws all numbers, a block of rows at a time, and keeps its own.
     """
     if not is_distributed(X):
-        return X.copy_(torch.randn(X.shape, dtype=X.dtype))
+        return X.copy_(torch.randn(X.shape, dtype=X.dtype, device=X.device if X.is_meta else "cpu"))
     mine, first = local(X), first_row(X)
     n, p = X.shape
     # One draw of all numbers is that of parts of a multiple of 16, as long as the last one has at least 16.
@@ -182,7 +182,7 @@ def normal_rows_(X: Tensor) -> Tensor:
     start = 0
     while start < n:
         stop = n if n - start < block + 16 else start + block
-        drawn = torch.randn(stop - start, p, dtype=X.dtype)
+        drawn = torch.randn(stop - start, p, dtype=X.dtype, device="cpu")
         low, high = max(start, first), min(stop, first + len(mine))
         if low < high:
             mine[low - first : high - first] = drawn[low - start : high - start]

@@ -40,6 +40,10 @@ class Layout:
             raise ValueError(f"{kind} has no parameter {name!r} of its own; its parameters: {names}")
         if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"{kind}.{name} has no shape yet; run the module on some input first")
+        if linalg.is_distributed(weight):
+            raise ValueError(
+                f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
+            )
         linalg.working_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")

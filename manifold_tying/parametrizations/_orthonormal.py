@@ -59,6 +59,12 @@ class WideStorage(parametrize.ParametrizationList):
         mark_point(self)
         return self
 
+    def right_inverse(self, value: Tensor) -> None:
+        """Assign a weight: one in another floating dtype as one in the layer's."""
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.to(self.original.dtype)
+        super().right_inverse(value)
+
     # A copied tensor has forgotten its manifold, and one that takes its place, loaded or sharded, has none.
 
     def __setstate__(self, state: Any) -> None:

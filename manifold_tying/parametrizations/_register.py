@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TypeVar, cast, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
@@ -84,19 +84,33 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
 
 def materialize(module: M) -> M:
     """Drop every constraint of ours on ``module`` and below, leaving plain weights with the same values; returns it."""
+    linalg.reshard(module)
     found = list(constraints(module))
     for path, owner, name in found:
-        if not all(isinstance(part, Constraint) for part in parametrized(owner)[name]):
+        parts = parametrized(owner)[name]
+        if not all(isinstance(part, Constraint) for part in parts):
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
-    for _, owner, name in found:
-        value = getattr(owner, name).detach()
-        _own_class(owner)
-        parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
-        weight = getattr(owner, name)
-        weight.data = value.clone(memory_format=torch.contiguous_format)
-        weight.grad = None  # that was the stored tensor's
-        weight.__dict__.pop("manifold", None)
+        if linalg.is_distributed(parts.original):
+            raise ValueError(
+                f"{path} is distributed over processes; gather the model's state into one that is not, first"
+            )
+    with torch.inference_mode(False), torch.no_grad():
+        for _, owner, name in found:
+            value = getattr(owner, name)
+            _own_class(owner)
+            parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+            _become(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     return module
+
+
+def _become(weight: Tensor, value: Tensor) -> None:
+    """The parameter that was the stored tensor is the plain weight, whatever shape and dtype it had."""
+    if weight.dtype == value.dtype:
+        weight.set_(value)  # type: ignore[call-overload]  # with what autograd knows of its shape, where a graph of before is still alive
+    else:
+        weight.data = value
+    weight.grad = None  # that was the stored tensor's
+    weight.__dict__.pop("manifold", None)
 
 
 def _own_class(module: nn.Module) -> None:

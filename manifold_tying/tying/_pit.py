@@ -127,19 +127,18 @@ class PIT(TokenInterface):
         every looked-up row, or the whole vocabulary where it is smaller.
         """
         check_ids(ids)
-        flat = ids.flatten()
         with linalg.full_precision(ids.device):
             Z, L = self.memory, self.cholesky_factor
             if not (ids.is_cuda or torch.compiler.is_compiling()):
-                rows, flat = flat.unique(return_inverse=True)
-                e = F.embedding(flat, divide_by_transform(lookup(rows, Z), L))
-            elif len(flat) > self.vocab_size and not linalg.is_distributed(Z):
-                e = F.embedding(flat, divide_by_transform(Z, L))
+                rows, index = ids.unique(return_inverse=True)
+                e = F.embedding(index, divide_by_transform(lookup(rows, Z), L))
+            elif ids.numel() > self.vocab_size and not linalg.is_distributed(Z):
+                e = F.embedding(ids, divide_by_transform(Z, L))
             else:
-                e = divide_by_transform(lookup(flat, Z), L)
+                e = divide_by_transform(lookup(ids.flatten(), Z), L).reshape(*ids.shape, self.hidden_size)
             if self.bridge is not None:
                 e = e @ self.bridge
-        return e.reshape(*ids.shape, self.hidden_size).to(self._like.dtype)
+        return e.to(self._like.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(h T) Zᵀ, (..., V)."""

@@ -19,6 +19,7 @@ class Vocabulary:
     rows: int
     first: int = 0
     group: Any = None
+    total: int = 0
 
     @classmethod
     def of(cls, table: Tensor) -> "Vocabulary":
@@ -30,7 +31,7 @@ class Vocabulary:
         sharding = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
         if not sharding:
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
-        return cls(len(linalg.local(table)), first, mesh.get_group(sharding[0]))
+        return cls(len(linalg.local(table)), first, mesh.get_group(sharding[0]), len(table))
 
     @property
     def processes(self) -> int:
@@ -38,9 +39,17 @@ class Vocabulary:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def index(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the rows at hand for token ids, and whether each is at hand; some row's number where it is not."""
+        """Numbers of the rows at hand for token ids, and whether each is at hand; some row's number where it is not.
+
+        IndexError for an id that no process has, where the numbers can be looked at without waiting for a GPU.
+        """
         if self.group is None:
             return ids, torch.ones_like(ids, dtype=torch.bool)
+        known = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+        if known and not 0 <= ids.min() <= ids.max() < self.total:
+            raise IndexError(
+                f"expected token ids from 0 to {self.total - 1}, got some from {ids.min()} to {ids.max()}; check the tokenizer"
+            )
         index = ids - self.first
         return index.clamp(0, max(0, self.rows - 1)), (index >= 0) & (index < self.rows)
 
