@@ -15,13 +15,14 @@ import tyro
 
 from benchmarks import papers
 from benchmarks._command import ROOT, columns
+from benchmarks._summary import ORDER, place, summary
 
 HEADER = """# Benchmarks
 
 Written by `python -m benchmarks.page` from [benchmarks/results](../benchmarks/results); do not edit. Each section names the
 command that measured it; `python -m benchmarks.NAME --help` says what is timed.
 
-Contenders of a row take turns round by round in one process. Times are medians over rounds; the column × NAME is the median
+Contenders of a row take turns round by round in one process. Times are medians over rounds. The column × NAME is the median
 over rounds of a contender's time over that of NAME in the same round. Extra memory is the peak during a step above the level
 before it, each in a process of its own.
 """
@@ -40,12 +41,12 @@ class Options:
 
 def render(results: Path) -> str:
     """The page, the same for the same files."""
-    sections = []
-    for path in sorted(results.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if is_result(result):
-            sections.append(_section(path.name, result))
-    return "\n".join([HEADER, *(sections or ["No results yet.\n"])])
+    read = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("*.json")]
+    found = sorted((_rank(name, result), name, result) for name, result in read if is_result(result))
+    if not found:
+        return "\n".join([HEADER, "No results yet.\n"])
+    sections = [_section(name, result) for _, name, result in found]
+    return "\n".join([HEADER, summary([result for *_, result in found]), *sections])
 
 
 def is_result(data: Any) -> bool:
@@ -53,13 +54,20 @@ def is_result(data: Any) -> bool:
     return isinstance(data, dict) and "benchmark" in data and "rows" in data
 
 
+def _rank(name: str, result: dict[str, Any]) -> tuple[int, bool, str]:
+    """Where a section stands: by benchmark, in the summary's order, float32 first."""
+    benchmark = result["benchmark"]
+    return ORDER.index(benchmark) if benchmark in ORDER else len(ORDER), result["dtype"] != "float32", name
+
+
 def _section(name: str, result: dict[str, Any]) -> str:
     machine = dict(result["machine"])
     peers = ", ".join(f"{peer} {version}" for peer, version in machine.pop("peers").items() if version)
     machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
-    where = [machine["processor"] if machine["device"] == "cpu" else machine["device"], result["dtype"]]
+    # Of a training step there is a file for each preset, with which the labels of its rows begin.
+    model = [result["rows"][0]["row"].split()[0]] if result["benchmark"] == "training_step" else []
     head = [
-        f"## {result['title']}, {', '.join(where)}",
+        f"## {', '.join([result['title'], *model, *place(result)])}",
         "",
         f"[{name}](../benchmarks/results/{name}). Machine: {machine_text}. Peers: {peers}.",
         "",

@@ -381,3 +381,34 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
     page(["--check"])
+
+
+def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> None:
+    def save(name: str, processor: str, benchmark: str, ratios: list[dict[str, float | None]]) -> None:
+        rows = [
+            {"row": f"n={n}", "command": "c", "commit": "0", "reference": "floor", "extra": {}}
+            | {"contenders": {k: {"milliseconds": 1.0, "ratio": ratio} for k, ratio in row.items()}}
+            for n, row in enumerate(ratios)
+        ]
+        machine = {"processor": processor, "device": "cpu", "peers": {}}
+        result = {"benchmark": benchmark, "title": benchmark, "machine": machine, "dtype": "float32", "rows": rows}
+        (tmp_path / name).write_text(json.dumps(result))
+
+    # 0.75 / 3 and 1.5 / 2; the third size has no peer, the fourth was refused its ratio
+    steps = [{"ours": 0.75, "geoopt": 3.0}, {"ours": 1.5, "geoopt": 2.0}, {"ours": 9.0}, {"ours": None, "geoopt": 1.0}]
+    save("z.json", "abacus", "riemannian_step", steps)
+    save("y.json", "quipu", "riemannian_step", [{"ours": 3.0, "geoopt": 2.0}])
+    save("b.json", "abacus", "juggling", [{"ours": 1.0}])
+    save("a.json", "abacus", "poet_step", [{"adamw": 1.0}])
+    text = render(tmp_path)
+    assert "| `RiemannianAdam` | geoopt | 0.25 to 0.75 (2) | **1.50** (1) |" in text
+    assert "No GPU has been measured." in text
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert [heading.split(",")[0] for heading in headings] == [
+        "## In short", "## riemannian_step", "## riemannian_step", "## poet_step", "## juggling",
+    ]  # fmt: skip
+
+
+def test_headings_of_the_page_are_unique() -> None:
+    headings = [line for line in render(ROOT / "benchmarks/results").splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings)) > 6

@@ -1,0 +1,88 @@
+"""The first table of docs/benchmarks.md: for each hot path, ours over what one would use instead."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Benchmark, what is timed, contender and its name in words, peer and its name in words. In the order of the page.
+HOT_PATHS = (
+    ("riemannian_step", "optimizer step of an orthonormal matrix", "ours", "`RiemannianAdam`", "geoopt", "geoopt"),
+    ("riemannian_step", "", "ours", "the same", "POGO", "POGO"),
+    ("riemannian_step", "", "ours", "the same", "floor", "floor"),
+    ("riemannian_step", "", "ours, retract_every=8", "with `retract_every=8`", "floor", "floor"),
+    ("maps", "weight made orthonormal", "ours cayley", '`orthogonal(map="cayley")`', "torch cayley", "PyTorch's `cayley`"),
+    ("maps", "", "ours polar", "`orthogonal`, polar", "torch cayley", "PyTorch's `cayley`"),
+    (
+        "interface", "lookup and loss", "transpose", "transpose tying",
+        "transpose, F.cross_entropy on full logits", "`F.cross_entropy` on full logits",
+    ),
+    (
+        "interface", "", "transpose", "the same",
+        "transpose, torch linear_cross_entropy", "`F.linear_cross_entropy`",
+    ),
+    ("interface", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
+    ("interface", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),
+    ("training_step", "training step", "transpose", "transpose tying", "transformers", "Hugging Face's Llama"),
+    ("training_step", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
+    ("training_step", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),
+    ("equivalence", "POET layer", "ours block", "block", "nn.Linear", "`nn.Linear`"),
+    ("equivalence", "", "ours full 1/2", "full 1/2", "nn.Linear", "`nn.Linear`"),
+    ("equivalence", "", "ours block, P alone", "block, P alone", "PEFT OFT (P alone)", "PEFT's OFT"),
+    ("poet_step", "POET training step", "poet-block 256", "block, b = 256", "adamw", "AdamW"),
+    ("poet_step", "", "poet-block 64", "block, b = 64", "adamw", "AdamW"),
+    ("poet_step", "", "poet-full 1/2", "full 1/2", "adamw", "AdamW"),
+)  # fmt: skip
+ORDER = tuple(dict.fromkeys(path[0] for path in HOT_PATHS))
+
+INTRODUCTION = """## In short
+
+Our time over that of what one would use instead: smallest to largest over the measured sizes, their number in brackets. Below
+1 ours is faster; **bold** where ours is slower at one size or more. Memory is in the sections.
+"""
+
+WORDS = """
+- N: tokens in a step. V × d: vocabulary and hidden size. b: block size of R and P.
+- floor: four matrix products and PyTorch's default Adam. Ours can be below it: it takes the fused Adam kernel, computes 5/8 of
+  the one product that is symmetric, and works on blocks of rows. "floor (fused Adam)" has that kernel, too.
+- block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: the inputs are rotated, the
+  outputs are not, as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
+- plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only one that Hugging Face's code has.
+"""
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """The table, with a column for each processor and dtype, and its words."""
+    places = sorted({place(result) for result in results}, key=lambda found: (found[0], found[1] != "float32"))
+    lines = [
+        "| | ours | instead of | " + " | ".join(", ".join(found) for found in places) + " |",
+        "|---|---|---|" + "---|" * len(places),
+    ]
+    for benchmark, what, ours, name, peer, peer_name in HOT_PATHS:
+        rows: dict[tuple[str, str], list[dict[str, Any]]] = {found: [] for found in places}
+        for result in results:
+            if result["benchmark"] == benchmark:
+                rows[place(result)] += result["rows"]
+        cells = [_span(_ratios(rows[found], ours, peer)) for found in places]
+        lines.append("| " + " | ".join([what, name, peer_name, *cells]) + " |")
+    on_gpu = any(result["machine"]["device"] != "cpu" for result in results)
+    note = [] if on_gpu else ["\nNo GPU has been measured."]
+    return "\n".join([INTRODUCTION, *lines, *note, WORDS])
+
+
+def place(result: dict[str, Any]) -> tuple[str, str]:
+    """Processor or GPU, and dtype."""
+    machine = result["machine"]
+    return machine["processor"] if machine["device"] == "cpu" else machine["device"], result["dtype"]
+
+
+def _ratios(rows: Iterable[dict[str, Any]], ours: str, peer: str) -> list[float]:
+    """Of the two columns × NAME, for the rows that have both."""
+    found = ([row["contenders"].get(name, {}).get("ratio") for name in (ours, peer)] for row in rows)
+    return [mine / theirs for mine, theirs in found if mine is not None and theirs is not None]
+
+
+def _span(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    least, most = (f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}" for ratio in (min(ratios), max(ratios)))
+    span = least if len(ratios) == 1 else f"{least} to {most}"
+    return f"**{span}** ({len(ratios)})" if float(most) > 1 else f"{span} ({len(ratios)})"
