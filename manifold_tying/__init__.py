@@ -1,4 +1,10 @@
-"""Manifold-constrained parametrizations, Riemannian optimizers and Pseudo-Inverse Tying for PyTorch."""
+"""Manifold-constrained parametrizations, Riemannian optimizers and Pseudo-Inverse Tying for PyTorch.
+
+Docstrings cite two papers:
+
+- PIT: "Rethinking Weight Tying: Pseudo-Inverse Tying for LM Stable Training and Updates", arXiv:2602.04556;
+- POET: Qiu et al., "Reparameterized LLM Training via Orthogonal Equivalence Transformation", 2025, arXiv:2506.08001.
+"""
 
 import warnings as _warnings
 

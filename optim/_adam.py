@@ -54,8 +54,8 @@ class RiemannianAdam(RiemannianOptimizer):
         weight_decay: decoupled, for ordinary parameters only: it never acts on a point.
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). The latter
             two make the trajectory independent of the basis of the columns.
-        retract_every: project the gradient of every so many-th step only, which saves two products of four in the others.
-            The point is retracted at every step all the same. Polar retraction only. Costs accuracy: docs/learning-rates.md.
+        retract_every: n projects the gradient at every n-th step only, which saves two products of four at the others. The
+            point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
         maximize: ascend.
         foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
         nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step.

@@ -29,10 +29,13 @@ def param_groups(
         manifold_lr: learning rate of the points; the optimizer's own where None.
         weight_decay: of the ordinary matrices.
         overrides: full-name pattern (shell style, first match wins) to options for the parameters it matches, for instance
-            {"*cholesky_factor*": {"lr": 0.04}}. ValueError where a pattern matches nothing.
+            {"*cholesky_factor*": {"lr": 0.04}}.
 
     Returns:
         dicts with "params", "names", "weight_decay", and where they apply "manifold", "lr" and the overrides.
+
+    Raises:
+        ValueError: a pattern matches nothing; the model was flattened (FSDP1, ZeRO-3), so that its points are gone.
     """
     linalg.reshard(model)
     overrides = dict(overrides or {})

@@ -204,7 +204,7 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
         assert not torch.equal(*(t["model.layers.0.mlp.up_proj.weight"] for t in (before, after)))
         assert json.loads((out / "result.json").read_text()) == row
         assert len((out / PROBLEMS).read_text().splitlines()) == 400
-    # A folder with its row is read, one without is gone on with.
+    # A folder with its row is read, one without is resumed.
     monkeypatch.setattr(f"{module}.exact_match", lambda *_: 2.0)
     out = tmp_path / "transpose"
     row = json.loads((out / "result.json").read_text())

@@ -166,7 +166,7 @@ def test_the_gradient_is_that_of_the_dense_product(layer: str, scheme: str) -> N
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("input_centric", [True, False])
-@pytest.mark.parametrize("rows", [256, 4])  # 4: ten tokens are worked off in blocks of 4, 4 and 2
+@pytest.mark.parametrize("rows", [256, 4])  # 4: ten tokens are processed in blocks of 4, 4 and 2
 @pytest.mark.parametrize("narrowest", [64, 0])  # 0: one block of a rotation after another, as wide ones are
 @every_scheme
 def test_the_linear_layer_and_its_gradients(

@@ -537,7 +537,7 @@ def test_a_step_that_runs_ahead_reads_nothing(
     assert [reads_of_a_step(optimizer, params, step) for step in range(4)] == [0] * 4
     monkeypatch.setattr(
         _adam, "EXACT_EVERY", 3
-    )  # every so many-th step looks; a point's count here goes on to 5, 6 and 7
+    )  # only every few steps one looks; a point's count here goes on to 5, 6 and 7
     assert [bool(reads_of_a_step(optimizer, params, step)) for step in (4, 5, 6)] == [False, True, False]
     # Negative controls: what makes the host wait is seen.
     params = model()

@@ -25,7 +25,10 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing a trace needs matplotlib: pip install manifold-tying[train]") from error
+        raise ImportError(
+            "drawing a trace needs matplotlib; install the extra: pip install 'manifold-tying[train]' "
+            "(from a checkout: pip install '.[train]')"
+        ) from error
     if not traces:
         raise ValueError("expected at least one trace to draw, got none")
     bands = {name: _bands(trace) for name, trace in traces.items()}

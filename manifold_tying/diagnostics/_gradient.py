@@ -44,7 +44,7 @@ def split_gradient(
 
     With h the hidden states that the head multiplies: head = ∂ℓ/∂θ at fixed h, and lookup = (∂ℓ/∂h) (∂h/∂θ), since h
     depends on θ through the embeddings alone. Two backward passes, exact for every interface: for transpose tying the two
-    terms of the note "Weight-Tying" (sparse and dense), for PIT the same for Z and for L, for untied tables one of them is 0.
+    terms that a shared table has, sparse and dense, for PIT the same for Z and for L, for untied tables one of them is 0.
     Z's is the Euclidean gradient, before any projection to the tangent space. No ``.grad`` is touched; dropout, if the model
     is in training mode, is drawn once for both.
 
@@ -133,7 +133,7 @@ def gradient_anatomy(sides: SideGradients, counts: Tensor) -> list[BucketGradien
 def head_cost(B: int, T: int, D: int, V: int) -> int:
     """B T D V, the multiply-accumulates of one product of hidden states (B, T, D) with the head (D, V).
 
-    A training step has three: the logits, and the gradients of hidden states and head. (The note "Weight-Tying".)
+    A training step has three: the logits, and the gradients of hidden states and head.
     """
     if min(B, T, D, V) < 1:
         raise ValueError(f"expected positive sizes, got B={B}, T={T}, D={D}, V={V}")

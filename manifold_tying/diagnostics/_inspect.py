@@ -169,7 +169,10 @@ def _open(file: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ImportError("reading a saved model needs safetensors: pip install manifold-tying[train]") from error
+        raise ImportError(
+            "reading a saved model needs safetensors; install the extra: pip install 'manifold-tying[train]' "
+            "(from a checkout: pip install '.[train]')"
+        ) from error
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -49,11 +49,13 @@ def check_tall(Y: Tensor, what: str = "matrix") -> None:
 
 
 def check_square(A: Tensor) -> None:
+    """ValueError unless A has the shape (..., b, b)."""
     if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
         raise ValueError(f"expected a square matrix (..., b, b), got {tuple(A.shape)}")
 
 
 def check_finite(Y: Tensor) -> None:
+    """ValueError where Y holds NaN or Inf."""
     if not torch.isfinite(Y).all():
         raise ValueError("expected a finite matrix, got NaN or Inf in it")
 

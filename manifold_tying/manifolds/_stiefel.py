@@ -46,6 +46,7 @@ class Stiefel(geoopt.Manifold):
     reversible = False
 
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
+        """The manifold with a retraction; see the class for the arguments."""
         check_retraction(retraction)
         linalg.check_whole("terms", terms, 1)
         super().__init__()

@@ -188,6 +188,9 @@ def equivalence(
         out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
             same block size (or fraction) on both sides. (POET, figure 5.)
 
+    Raises:
+        ValueError: an option out of its range; blocks so small that nothing rotates; ``name`` as for :func:`stiefel`.
+
     >>> layer = equivalence(nn.Linear(64, 32), block_size=16)
     >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
     True

@@ -44,7 +44,8 @@ def equivalence_(
         (taken, left): the full names of the linear layers with and without one.
 
     Raises:
-        ValueError: a pattern matches no linear layer, an option is wrong, or a layer cannot be taken; nothing is changed.
+        ValueError: the model has no ``nn.Linear``, a pattern matches none, an option is wrong, or a layer cannot be taken;
+            nothing is changed.
 
     >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
     (['0'], ['2'])

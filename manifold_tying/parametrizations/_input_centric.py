@@ -94,7 +94,7 @@ def _adds_early(bias: Tensor | None) -> bool:
 def _by_blocks(
     function: Callable[..., tuple[Tensor, ...]], base: Tensor, tensors: Sequence[Tensor], widths: Sequence[int]
 ) -> Sequence[Tensor]:
-    """function(room, *tensors, *results) on tensors (T, ...) to results (T, width), worked off in blocks of tokens.
+    """function(room, *tensors, *results) on tensors (T, ...) to results (T, width), a block of tokens at a time.
 
     On a CPU what lies between the products then stays in the cache, in memory that is taken from the system once: new
     memory costs more than the gathers into it.

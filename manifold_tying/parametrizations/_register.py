@@ -38,6 +38,10 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
         name: its parameter.
         retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
 
+    Raises:
+        ValueError: an unknown retraction; ``name`` is no parameter of the module's own, is constrained already, or is not a
+            finite floating tensor of two or more dimensions.
+
     >>> layer = stiefel(nn.Linear(16, 64))
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
     True
@@ -58,6 +62,9 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
         map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point, exact) or "cayley-neumann" (the
             same by products alone, two terms: defect about ‖A‖⁶ for the skew matrix A). The first two choose their way by
             the numbers, so at each access the host waits for a GPU; with the Cayley maps it does not.
+
+    Raises:
+        ValueError: an unknown map; ``name`` as for :func:`stiefel`.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")

@@ -28,7 +28,7 @@ BODIES: tuple[Body, ...] = get_args(Body)
 class AblateConfig:
     """Train several arms on the same data, seed by seed, and write summary.json, curves and report.html to DIR.
 
-    Runs that DIR holds already, finished or not, are gone on with; so the same command again only does what is missing.
+    Finished runs in DIR are kept and unfinished ones resumed, so the same command again only does what is missing.
     """
 
     out: Path

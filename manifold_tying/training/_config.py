@@ -23,7 +23,7 @@ OnNan = Literal["stop", "skip"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
-# How a run is worked off; a resumed one may differ in it.
+# How a run is carried out; a resumed one may differ in it.
 ELSEWHERE = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 
 
@@ -44,7 +44,8 @@ class Settings:
     lora_rank: int | None = None
     """init_from: train low-rank updates of the blocks' matrices in their place; plain tables stay, PIT's Z and T train."""
     data: str = "stdlib"
-    """Corpus: stdlib, text:PATH..., jsonl:PATH, parquet:PATH, hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
+    """Corpus: stdlib, docstrings[:PACKAGE,...], text:PATH[,PATH...], jsonl:PATH[,PATH...], parquet:PATH[,PATH...],
+    hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
     """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
     steps: int = 180
@@ -54,7 +55,7 @@ class Settings:
     sequence_length: int = 128
     """Tokens per sequence."""
     accumulate: int = 1
-    """Parts that a step's batch is worked off in, to save memory; divides batch_size."""
+    """Parts that a step's batch is processed in, one after the other, to save memory; divides batch_size."""
     device: str = "cpu"
     """cpu, cuda or cuda:N. On CUDA the body runs in bfloat16 autocast."""
     compile: bool = False
@@ -92,7 +93,7 @@ class Settings:
     retraction: Retraction | None = None
     """How a trainable memory stays orthonormal; None is polar, of a converted checkpoint what it was made with."""
     retract_every: int = 1
-    """Measure the memory's Gram matrix every so many steps."""
+    """Project the memory's gradient every so many steps; the memory is retracted at every step."""
     second_moment: Literal["element", "row", "matrix"] = "element"
     """Adam's second moment of a trainable memory."""
     weight_decay: float = 0.0
@@ -194,7 +195,7 @@ class TrainConfig:
             raise ValueError(f"expected seed >= 0, got {self.seed}")
 
     def as_json(self) -> dict[str, Any]:
-        """What identifies the run: everything but where it is written, whether it was resumed and by whom it is worked off."""
+        """What identifies the run: everything but where it is written, whether it was resumed and by which processes."""
         unused = CONTINUED_SETTINGS if self.settings.init_from is None else ("preset", *POET_SETTINGS)
         values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*ELSEWHERE, *unused)}
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}

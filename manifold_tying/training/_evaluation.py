@@ -13,7 +13,7 @@ Batch = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def evaluate(loss_of: LossOf, batches: list[Batch], device: torch.device, processes: Processes) -> float:
-    """Mean cross-entropy over the batches, nats per token; each process works off every ``processes.size``-th of them."""
+    """Mean cross-entropy over the batches, nats per token; each process takes every ``processes.size``-th of them."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(batches), processes.size):
         place = start + processes.rank

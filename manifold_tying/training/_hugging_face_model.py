@@ -107,7 +107,8 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}: lora_rank needs it; pip install 'manifold-tying[huggingface]' peft"
+            f"{error}: lora_rank needs it; install it and the extra: pip install peft 'manifold-tying[huggingface]' "
+            "(from a checkout: pip install peft '.[huggingface]')"
         ) from error
     embedding = model.get_input_embeddings()
     trained = [p for p in embedding.parameters() if p.requires_grad] if isinstance(embedding, PITEmbedding) else []

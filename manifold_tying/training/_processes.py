@@ -1,4 +1,4 @@
-"""The processes that share a run: how they start, which part of a batch each works off, and what they agree on."""
+"""The processes that share a run: how they start, which part of a batch each processes, and what they agree on."""
 
 import os
 import warnings

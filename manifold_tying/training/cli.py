@@ -10,7 +10,10 @@ try:
     import tyro
     from rich.console import Console
 except ModuleNotFoundError as error:  # pragma: no cover - needs an environment without the extra
-    sys.exit(f"{error}: the command line needs more packages; pip install 'manifold-tying[train]'")
+    sys.exit(
+        f"{error}: the command line needs more packages; install the extra: pip install 'manifold-tying[train]' "
+        "(from a checkout: pip install '.[train]')"
+    )
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training._config import TrainConfig

@@ -8,7 +8,7 @@ from torch import Tensor
 from manifold_tying import linalg
 from manifold_tying.tying._vocabulary import Vocabulary
 
-# Parts that the tokens are worked off in, as few as keep the memory below a tenth of all logits in the dtype of the products:
+# Parts that the tokens are processed in, as few as keep the memory below a tenth of all logits in the dtype of the products:
 # a product of few rows is slow, and each part reads and writes the table's whole gradient. One part's logits are held and
 # worked on in place, those of lower precision by way of a float32 copy of a piece of the rows.
 CHUNKS = 12
@@ -22,11 +22,11 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
     Args:
         hidden: (..., d).
         table: (V, d); as a DTensor sharded by rows the logits stay with the rows, and the processes, which all have the same
-            hidden states and targets, sum what a softmax needs: two numbers per token, and the gradient of ``hidden``.
+            hidden states and targets, sum what a softmax needs: three numbers per token, and the gradient of ``hidden``.
         targets: (...), int64 in [0, V) or ``ignore_index``.
         ignore_index: positions with this target do not count; the loss is 0 when none counts.
 
-    The tokens are worked off in chunks, and each chunk's gradient is taken while its logits are there. The products run in
+    The tokens are processed in chunks, and each chunk's gradient is taken while its logits are there. The products run in
     the dtype of autocast, else in that of ``hidden``; softmax, sums over chunks and the scalar are float32 (or float64).
     Once differentiable.
     """

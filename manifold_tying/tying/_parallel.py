@@ -78,9 +78,9 @@ def shard_vocabulary(interface: I_, mesh: "DeviceMesh") -> I_:
     """Give each process of a 1-D mesh its share of the rows of the tables, in place: nothing of them is ever gathered.
 
     For processes that work on the same tokens, as in tensor parallelism. A lookup sums the vectors found, one all-reduce of
-    (tokens, d); the loss sums two numbers per token and the gradient of the hidden states, (tokens, d); ``logits`` stay
-    sharded by vocabulary, a DTensor. L is replicated, and its gradient comes out the same everywhere. The memory's optimizer
-    step takes one all-reduce of d x d per product, as under FSDP2.
+    (tokens, d); the loss reduces three numbers per token (a maximum and two sums) and the gradient of the hidden states,
+    (tokens, d); ``logits`` stay sharded by vocabulary, a DTensor. L is replicated, and its gradient comes out the same
+    everywhere. The memory's optimizer step takes one all-reduce of d x d per product, as under FSDP2.
 
     Args:
         interface: with the same values on every process (the same seed), or on the meta device; not sharded yet.

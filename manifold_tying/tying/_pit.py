@@ -38,6 +38,9 @@ class PIT(TokenInterface):
         memory: Z, (V, d).
         cholesky_factor: L, (d, d), lower triangular with positive diagonal.
         transform: T, (d, d).
+
+    Raises:
+        ValueError: vocab_size < hidden_size, an unknown memory, retraction or diagonal, or bounds without 0 < low < high.
     """
 
     memory: Tensor
@@ -55,6 +58,7 @@ class PIT(TokenInterface):
         diagonal: Diagonal = "softplus",
         bounds: Bounds | None = None,
     ) -> None:
+        """A random orthonormal memory and T = I; see the class for the arguments."""
         super().__init__(vocab_size, hidden_size)
         if vocab_size < hidden_size:
             raise ValueError(
@@ -98,6 +102,10 @@ class PIT(TokenInterface):
                 embeddings and to hidden states, with T = I whatever ``transform`` says. W_out E = I then holds for Z and T
                 alone and no longer for the maps of the model.
             memory, retraction, diagonal, bounds: as for :class:`PIT`.
+
+        Raises:
+            ValueError: as for :class:`PIT`; an unknown transform; a table that is no floating (V, d) with V >= d, holds NaN
+                or Inf, or is not of full column rank.
         """
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")

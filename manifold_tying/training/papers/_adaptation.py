@@ -40,7 +40,7 @@ def adaptation(
     """Train low-rank updates of a checkpoint's blocks on word problems, and count what it answers before and after.
 
     ``OUT/run`` holds the training run, ``OUT/run/model`` the adapted checkpoint, ``OUT/result.json`` the row. A folder that has
-    its row is not trained again, an unfinished one is gone on with. The loss runs over all tokens of a problem, the question
+    its row is not trained again, an unfinished one is resumed. The loss runs over all tokens of a problem, the question
     as well as the answer, as in every run of ``train``. The problems are the same whatever the seed, which is that of the
     updates' initial weights and of the order of the data.
 

@@ -58,7 +58,7 @@ class ReproduceConfig:
 
     pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6);
     poet-pretraining (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
-    poet-budget (Figure 5). In no paper: pit-tuned (every arm from scratch at the best of as many trials) and pit-ingredients
+    poet-budget (Figure 5). In no paper: pit-tuned (each arm from scratch at its best of six trials) and pit-ingredients
     (a trained memory without each part of its recipe).
     The same command again only does what is missing.
     """

@@ -17,7 +17,11 @@ def import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'manifold-tying[huggingface]'", name=error.name) from error
+        raise ModuleNotFoundError(
+            f"{error}; install the extra: pip install 'manifold-tying[huggingface]' "
+            "(from a checkout: pip install '.[huggingface]')",
+            name=error.name,
+        ) from error
 
 
 def register() -> None:
