@@ -395,7 +395,12 @@ def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> 
         (tmp_path / name).write_text(json.dumps(result))
 
     # 0.75 / 3 and 1.5 / 2; the third size has no peer, the fourth was refused its ratio
-    steps = [{"ours": 0.75, "geoopt": 3.0}, {"ours": 1.5, "geoopt": 2.0}, {"ours": 9.0}, {"ours": None, "geoopt": 1.0}]
+    steps: list[dict[str, float | None]] = [
+        {"ours": 0.75, "geoopt": 3.0},
+        {"ours": 1.5, "geoopt": 2.0},
+        {"ours": 9.0},
+        {"ours": None, "geoopt": 1.0},
+    ]
     save("z.json", "abacus", "riemannian_step", steps)
     save("y.json", "quipu", "riemannian_step", [{"ours": 3.0, "geoopt": 2.0}])
     save("b.json", "abacus", "juggling", [{"ours": 1.0}])

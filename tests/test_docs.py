@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manifold_tying.training import TrainConfig
-from manifold_tying.training._build import build_model
+from manifold_tying.training._build import build_model, build_optimizer
 from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
@@ -63,6 +63,16 @@ def test_readme_runs() -> None:
     E, W_out = names["E"], names["W_out"]
     assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized
+
+
+def test_readme_has_the_recipe_of_the_command() -> None:
+    names = run_page("README.md", program("README.md"))
+    config = resolve(TrainConfig(out=Path("unused"), interface="pit-trainable"))
+    model = build_model(config)
+    assert names["model"].config == model.config and str(names["model"].interface) == str(model.interface)
+    groups = (names["optimizer"].param_groups, build_optimizer(model, config.settings).param_groups)
+    shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in of] for of in groups)
+    assert shown == used
 
 
 def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
