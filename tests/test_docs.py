@@ -1,17 +1,27 @@
 """The examples of README and docs run as they stand."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from huggingface_models import build
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
 
+import manifold_tying as mt
 from manifold_tying.training import TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
 from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
+from manifold_tying.tying.huggingface import halves
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,6 +83,51 @@ def test_readme_has_the_recipe_of_the_command() -> None:
     groups = (names["optimizer"].param_groups, build_optimizer(model, config.settings).param_groups)
     shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in of] for of in groups)
     assert shown == used
+
+
+def save_checkpoint(folder: Path) -> None:
+    """A tiny tied Llama of transformers with a tokenizer."""
+    build().save_pretrained(folder)
+    words = Tokenizer(WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+def test_huggingface_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "CHECKPOINT")
+    page = program("docs/huggingface.md").replace("HuggingFaceTB/SmolLM3-3B-Base", "CHECKPOINT")
+    page = page.replace("(16, 128)", "(16, 32)")
+    names = run_page("docs/huggingface.md", page)
+    shown = capsys.readouterr().out
+    assert "'source'" in shown and "'rotation'" in shown and (tmp_path / "exported").is_dir()
+    assert mt.linalg.defect(halves(names["model"])[0].interface.memory) <= 1e-6
+
+
+def test_continued_pretraining_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "CHECKPOINT")
+    names = run_page("docs/continued-pretraining.md", program("docs/continued-pretraining.md"))
+    assert len(names["optimizer"].param_groups) > 2
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A group of this process alone, in place of torchrun's."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")  # nothing writes to it
+def test_scaling_out_runs(one_process: None) -> None:
+    page = program("docs/scaling-out.md")
+    assert page.count('"cuda"') == page.count("(8,)") == 1
+    names = run_page("docs/scaling-out.md", page.replace('"cuda"', '"cpu"').replace("(8,)", "(1,)"))
+    memory = names["model"].interface.parametrizations.memory.original
+    assert isinstance(memory, DTensor) and memory.placements[0].is_shard(0)
 
 
 def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
