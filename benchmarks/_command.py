@@ -1,5 +1,6 @@
 """What every benchmark's command has in common: its options, its result and how that is shown."""
 
+import dataclasses
 import gc
 import json
 import shlex
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._harness import Row, Unavailable, measure_row, significant, untimed_row
+from benchmarks._harness import FAILED, Row, measure_row, reason, significant, untimed_row
 from benchmarks._memory import peak_of_step
 from manifold_tying.training._config import check_device
 from manifold_tying.training._machine import machine
@@ -37,6 +38,8 @@ class Options:
     """Rounds before them."""
     rows: str = ""
     """Measure only the rows whose label contains this."""
+    only: tuple[str, ...] = ()
+    """Measure only these contenders, and each row's reference."""
     quick: bool = False
     """Tiny sizes, to see that everything runs."""
     out: Path | None = None
@@ -77,11 +80,14 @@ def run(
         "rows": [],
     }
     known = _known_rows(options.out, result)
-    labels, measured_any = [], False
+    labels: list[str] = []
+    failed: list[str] = []
+    measured_any = False
     for row in rows:
         labels.append(row.label)
         if options.rows not in row.label:
             continue
+        row = _chosen(row, options.only)
         if options.rounds:
             measured = measure_row(row, options.rounds, options.warmup, device_clock(device))
         else:
@@ -91,6 +97,7 @@ def run(
             torch.cuda.empty_cache()  # the next row needs it, and so do processes that measure memory
         if memory:
             _add_memory(benchmark, options, row, measured)
+        failed += [f"{row.label}: {name}" for name, values in measured["contenders"].items() if FAILED in str(values)]
         known[row.label] = {**measured, **origin}
         measured_any = True
         _print(measured)
@@ -99,6 +106,17 @@ def run(
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     if not measured_any:
         raise ValueError(f"no row contains {options.rows!r}; there are: {'; '.join(labels)}")
+    if failed:
+        raise RuntimeError(f"failed, and all others measured: {'; '.join(failed)}")
+
+
+def _chosen(row: Row, only: Sequence[str]) -> Row:
+    """The row with the contenders asked for; ValueError for one that it has not."""
+    there = [contender.name for contender in row.contenders]
+    if unknown := [name for name in only if name not in there]:
+        raise ValueError(f"row {row.label!r} has no contender {', '.join(unknown)}; there are: {', '.join(there)}")
+    chosen = [c for c in row.contenders if not only or c.name in only or c.name == row.reference]
+    return dataclasses.replace(row, contenders=chosen)
 
 
 def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -124,8 +142,8 @@ def _add_memory(benchmark: str, options: Options, row: Row, measured: dict[str, 
             continue
         try:
             values["memory_bytes"] = peak_of_step(benchmark, options, row.label, name)
-        except (Unavailable, torch.OutOfMemoryError) as error:
-            values["note"] = f"peak memory not measured: {error}"
+        except Exception as error:
+            values["note"] = f"peak memory not measured: {reason(error)}"
             continue
         if row.memory_unit is not None:
             values["memory_share"] = significant(values["memory_bytes"] / row.memory_unit[1])

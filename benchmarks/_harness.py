@@ -2,12 +2,14 @@
 
 import math
 import statistics
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+FAILED = "failed:"
 Step = Callable[[], object]
 Extra = dict[str, dict[str, float]]
 """Measure: contender: value."""
@@ -62,10 +64,8 @@ def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) 
     for contender in row.contenders:
         try:
             steps[contender.name] = contender.build()
-        except Unavailable as error:
-            absent[contender.name] = str(error)
-        except torch.OutOfMemoryError:
-            absent[contender.name] = "out of memory on this device"
+        except Exception as error:
+            absent[contender.name] = reason(error)
     samples: dict[str, list[float]] = {name: [] for name in steps}
     once: set[str] = set()
     for turn in range(warmup + rounds):
@@ -75,8 +75,8 @@ def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) 
                 continue
             try:
                 seconds = _sample(steps[name], contender.steps, clock)
-            except torch.OutOfMemoryError:
-                absent[name] = "out of memory on this device"
+            except Exception as error:
+                absent[name] = reason(error)
                 del steps[name], samples[name]
                 continue
             samples[name].append(seconds)
@@ -108,6 +108,16 @@ def untimed_row(row: Row) -> dict[str, Any]:
     """The result of a row before anything is measured, in the form of :func:`measure_row`."""
     contenders: dict[str, Any] = {contender.name: {} for contender in row.contenders}
     return {"row": row.label, "reference": row.reference, "contenders": contenders, "extra": {}}
+
+
+def reason(error: Exception) -> str:
+    """Why a contender has no time. The others are measured all the same, and a run in which one failed ends as failed."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory on this device"
+    traceback.print_exception(error)
+    return f"{FAILED} {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def significant(value: float) -> float:

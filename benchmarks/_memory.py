@@ -1,4 +1,4 @@
-"""Peak memory of one step, in a process of its own."""
+"""Peak memory of one step, on a CPU in a process of its own."""
 
 import ctypes
 import importlib
@@ -20,13 +20,14 @@ def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
     With ``Row.whole_memory`` beyond what is there before the contender is built.
 
     ``benchmarks.NAME.rows(options)`` is asked again in the fresh process, which builds that one contender alone: what
-    others left behind in an allocator would otherwise hide what it takes. The second step, because the first one makes
-    an optimizer's state and the libraries' workspaces, which stay.
+    others left behind in an allocator would otherwise hide what it takes. On CUDA, whose allocator counts what is asked of it,
+    here. The second step, because the first one makes an optimizer's state and the libraries' workspaces, which stay.
     """
+    if options.device == "cuda":
+        return _measure(benchmark, options, row, contender)
     # A server that has imported everything and computed nothing: each process forked from it is as good as new, without
-    # the seconds that importing takes. (Every optimizer imports torch._dynamo when it is built.) CUDA does not work in a
-    # forked process if anything has as much as asked for it before.
-    context: BaseContext = multiprocessing.get_context("spawn" if options.device == "cuda" else "forkserver")
+    # the seconds that importing takes. (Every optimizer imports torch._dynamo when it is built.)
+    context: BaseContext = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "benchmarks._command"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:

@@ -43,6 +43,9 @@ SIZES = (
     (4096, 4096, 256, 2048),
     (11008, 4096, 256, 2048),
     (4096, 11008, 256, 2048),
+    (14336, 4096, 256, 2048),  # Llama 3 8B: mlp, its way back, keys and values
+    (4096, 14336, 256, 2048),
+    (1024, 4096, 256, 2048),
 )
 QUICK_SIZES = ((24, 40, 8, 32),)
 NOISE = 0.1  # spectral norm of a block's skew matrix, about

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import _command
 from benchmarks._command import ROOT, Options
 from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, measure_row
 from benchmarks._limits import refuse_large, refuse_slow, refuse_square
@@ -38,6 +39,10 @@ class Clock:
             self.seconds += next(left)
 
         return Contender(name, lambda: step, **options)
+
+
+def idle() -> Step:
+    return lambda: None
 
 
 def refused() -> Step:
@@ -94,7 +99,9 @@ def test_without_the_reference_there_are_no_ratios() -> None:
         measure_row(Row("row", "c", contenders), rounds=1, warmup=0, clock=clock)
 
 
-def test_out_of_memory_is_a_reason_and_any_other_failure_is_raised() -> None:
+def test_out_of_memory_is_a_reason_and_any_other_failure_ends_the_command_at_last(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     def step_failing_with(error: Exception) -> Contender:
         def step() -> None:
             raise error
@@ -106,8 +113,23 @@ def test_out_of_memory_is_a_reason_and_any_other_failure_is_raised() -> None:
     measured = measure_row(full, rounds=2, warmup=0, clock=clock)
     assert measured["contenders"]["b"] == {"unavailable": "out of memory on this device"}
     wrong = Row("row", "a", [clock.contender("a", 1, 1), step_failing_with(RuntimeError("wrong shape"))])
-    with pytest.raises(RuntimeError, match="wrong shape"):
-        measure_row(wrong, rounds=2, warmup=0, clock=clock)
+    out = tmp_path / "result.json"
+    with pytest.raises(RuntimeError, match="failed, and all others measured: row: b"):
+        later = Row("later", "a", [Contender("a", idle)])
+        _command.run("none", "", [wrong, later], Options(rounds=2, warmup=0, out=out), [])
+    first, second = json.loads(out.read_text())["rows"]
+    assert first["contenders"]["b"] == {"unavailable": "failed: RuntimeError: wrong shape"}
+    assert "ratio" in first["contenders"]["a"] and second["row"] == "later"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_contenders_are_chosen_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    row = Row("row", "a", [Contender(name, idle) for name in "abc"])
+    _command.run("none", "", [row], Options(rounds=1, warmup=0, only=("b",), out=out), [])
+    assert set(json.loads(out.read_text())["rows"][0]["contenders"]) == {"a", "b"}
+    with pytest.raises(ValueError, match="row 'row' has no contender d; there are: a, b, c"):
+        _command.run("none", "", [row], Options(only=("d",)), [])
 
 
 def test_extra_measures_see_steps_and_times() -> None:
