@@ -13,7 +13,7 @@ from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import PIT, Memory, Transform
 from manifold_tying.tying.huggingface._install import install, swap
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
-from manifold_tying.tying.huggingface._rotate import can_rotate, rotate_residual_stream
+from manifold_tying.tying.huggingface._rotate import can_rotate, rotate_body, rotation
 from manifold_tying.tying.huggingface._tables import Source, read_tables
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def convert(
     Args:
         model: any transformers model with an embedding and a head. Z and L are float32 (float64 in a float64 model).
         transform: "identity" (T = I, the paper), "head" (T = H: the head computes what it did) or "embedding" (T = H⁻¹: the
-            embedding does); or "rotation": "embedding" after :func:`rotate_residual_stream`, for Llama-like models, which keeps
-            the function as far as the final norm's gain is even.
+            embedding does); or "rotation": "embedding" after a rotation of the residual stream, for Llama-like models, which
+            keeps the function as far as the final norm's gain is even.
         bridge: keep the model's function exactly: T = I, and a trainable d x d matrix, H at the start, applied to embeddings
             and to hidden states. It gives up W_out E = I at the level of the model: only Z and T have it then, not the maps
             from tokens to hidden states and back.
@@ -62,15 +62,15 @@ def convert(
             more than is known here; a model that is converted, quantized or wrapped. The model is as it was then.
     """
     tables = read_tables(model, source)
+    turned = None
     if transform == "rotation":
         if bridge or tables.untied:
             raise ValueError(
                 "expected a tied model and no bridge with transform='rotation', which makes up for both tables"
             )
-        rotate_residual_stream(model)
-        tables = read_tables(model)
-    interface = PIT.from_embedding(
-        tables.weight,
+        turned = rotation(model, tables.weight)
+    interface = PIT.from_embedding(  # before anything is changed: it refuses tables and options
+        tables.weight if turned is None else turned.table,
         transform="embedding" if transform == "rotation" else transform,
         bridge=bridge,
         memory=memory,
@@ -89,8 +89,10 @@ def convert(
         scale=tables.scale,
         padding_idx=tables.padding_idx,
         bias=tables.bias,
-        rotated=transform == "rotation",
+        rotated=turned is not None,
     )
+    if turned is not None:
+        rotate_body(model, turned)
     return model
 
 

@@ -1,11 +1,10 @@
 """Turning the residual stream of a Llama-like model, so that its tied table has orthogonal columns."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-
-from manifold_tying.tying.huggingface._tables import read_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -14,9 +13,18 @@ _READS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}  # 
 _PROJECTIONS = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """Q (d, d), orthogonal; E0 Q, whose columns are orthogonal; and the gain (d,) that the final norm gets."""
+
+    Q: Tensor
+    table: Tensor
+    gain: Tensor
+
+
 @torch.no_grad()
-def rotate_residual_stream(model: "PreTrainedModel") -> None:
-    """Bring a tied model into a form in which W_out E = I costs it next to nothing; in place.
+def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
+    """The rotation of the residual stream by which W_out E = I costs a tied model next to nothing; changes nothing yet.
 
     RMSNorm commutes with an orthogonal Q, so x Q is as good a residual stream as x: what reads it takes Q in, together with
     the gain of the norm before it, and what writes it turns its output. With E0ᵀE0 = H² = Q Λ² Qᵀ and a final norm whose gain
@@ -26,43 +34,50 @@ def rotate_residual_stream(model: "PreTrainedModel") -> None:
     A final gain diag(g) with different entries is no diagonal matrix any more after the rotation, Qᵀ diag(g) Q. Its diagonal is
     kept, the rest is lost, and is as large as the spread of g: compare the losses before and after.
 
-    The head of the model is off by Λ² from here on, until ``PIT.from_embedding(..., transform="embedding")`` takes its place.
-
     Raises:
         ValueError: the blocks are not those of Llama, Qwen, SmolLM, Mistral or Granite: two RMSNorms, each before the
-            projections that read it. The model is as it was then.
+            projections that read it, plain linear layers without constraints or adapters.
     """
-    blocks, final = _parts(model)
-    table = read_tables(model).weight
+    _check_plain(model)
+    final = final_norm(model)
     squares, Q = torch.linalg.eigh(table.double().mT @ table.double())
     gain = squares * (Q.mT * final.weight.double() * Q.mT).sum(1)
-    table.copy_(table.double() @ Q)
+    return Rotation(Q, (table.double() @ Q).to(table.dtype), gain)
+
+
+@torch.no_grad()
+def rotate_body(model: "PreTrainedModel", by: Rotation) -> None:
+    """Turn what reads and writes the residual stream, in place; embedding and head are for the caller to replace.
+
+    They are ``PIT.from_embedding(by.table, transform="embedding")``: a head with the table itself would be off by Λ².
+    """
+    blocks, final = _parts(model)
     for block in blocks:
         for norm_name, part_name in _READS.items():
             norm, part = getattr(block, norm_name), getattr(block, part_name)
             reads, writes = _PROJECTIONS[part_name]
             for name in reads:
                 weight = getattr(part, name).weight
-                weight.copy_((weight.double() * norm.weight.double()) @ Q)
+                weight.copy_((weight.double() * norm.weight.double()) @ by.Q)
             norm.weight.fill_(1)
             output = getattr(part, writes)
-            output.weight.copy_(Q.mT @ output.weight.double())
+            output.weight.copy_(by.Q.mT @ output.weight.double())
             if output.bias is not None:
-                output.bias.copy_(output.bias.double() @ Q)
-    final.weight.copy_(gain)
+                output.bias.copy_(output.bias.double() @ by.Q)
+    final.weight.copy_(by.gain)
 
 
 def can_rotate(model: "PreTrainedModel") -> bool:
-    """Whether :func:`rotate_residual_stream` knows the model's blocks."""
+    """Whether :func:`rotation` knows the model's blocks."""
     try:
-        _parts(model)
+        _check_plain(model)
     except ValueError:
         return False
     return True
 
 
 def final_norm(model: "PreTrainedModel") -> Any:
-    """The norm before the head; ValueError as for :func:`rotate_residual_stream`."""
+    """The norm before the head; ValueError as for :func:`rotation`."""
     return _parts(model)[1]
 
 
@@ -87,6 +102,21 @@ def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
             f'projections; {type(model).__name__} has others. Take another transform, "head" or "identity"'
         )
     return blocks, final
+
+
+def _check_plain(model: "PreTrainedModel") -> None:
+    """ValueError unless each projection's weight is a parameter that can be written to, and all that it computes with."""
+    other = []
+    for name, layer in _parts(model)[0].named_modules():
+        if name.endswith("_proj"):
+            weight = layer._parameters.get("weight")
+            if type(layer) is not nn.Linear or weight is None or weight.is_meta:
+                other.append(name)
+    if other:
+        raise ValueError(
+            f"expected plain nn.Linear weights to rotate, but layers {', '.join(other)} of {type(model).__name__} have "
+            "constraints or adapters, or are offloaded; call manifold_tying.materialize or merge_and_unload first"
+        )
 
 
 def _is_rms_norm(norm: nn.Module) -> bool:
