@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +9,10 @@ import torch
 
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._files import write as write
 from manifold_tying.tying.huggingface._install import METHOD, halves
 from manifold_tying.tying.huggingface._register import import_transformers, register
-from manifold_tying.tying.huggingface._tables import check_model
+from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +33,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         path: a folder, made where it is missing. Weights that are there already are replaced, once the new ones are complete.
     """
     check_model(model)
+    check_adapters(model)
     embedding, _ = halves(model)
     ours = {id(part) for part in embedding.interface.modules()}
     if body := [name for name, owner, _ in constraints(model) if id(owner) not in ours]:
@@ -47,16 +47,16 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
-    """The model that :func:`save` wrote, bit for bit.
+    """The model that :func:`save` wrote, bit for bit, in the class that it had.
 
     Args:
         path: its folder.
-        options: of ``AutoModelForCausalLM.from_pretrained``, for instance dtype=torch.bfloat16: Z and L stay float32 then.
+        options: of the class's ``from_pretrained``, for instance dtype=torch.bfloat16: Z and L stay float32 then.
 
     Raises:
         ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
     """
-    automatic = import_transformers().AutoModelForCausalLM
+    transformers = import_transformers()
     register()
     config = Path(path, "config.json")
     if not config.is_file():
@@ -65,7 +65,9 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
         raise ValueError(
             f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
         )
-    model, report = automatic.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
+    written = (read_config(Path(path)).get("architectures") or [""])[0]
+    kind: Any = getattr(transformers, written, transformers.AutoModelForCausalLM)
+    model, report = kind.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
     if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
     return model
@@ -73,8 +75,22 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
 
 def recorded_options(folder: Path) -> dict[str, Any] | None:
     """What config.json says of a converted checkpoint's interface; None where it says nothing, as of a stock one."""
-    entry = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    entry = read_config(folder).get("quantization_config") or {}
     return entry if entry.get("quant_method") == METHOD else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint; ValueError that names it where it is no JSON object."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"expected JSON in {file}, but {error}; it is damaged, or not all of it was copied") from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"expected a JSON object in {file}, got a {type(config).__name__}; it is no model's config.json"
+        )
+    return config
 
 
 @torch.no_grad()
@@ -92,23 +108,3 @@ def check_memory(interface: PIT) -> None:
             "damaged, or an optimizer that leaves the manifold has trained them (take manifold_tying.optim, with "
             "param_groups(model)). The nearest such memory: interface.memory = interface.memory"
         )
-
-
-def write(model: "PreTrainedModel", path: Path) -> None:
-    """``save_pretrained`` into a folder beside, then moved over file by file, and shards of an earlier save dropped."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"expected a folder to write to, but {path} is a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        model.save_pretrained(beside)
-        path.mkdir(exist_ok=True)
-        written = {file.name for file in beside.iterdir()}
-        for file in beside.iterdir():
-            os.replace(file, path / file.name)
-        for pattern in ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin*"):
-            for file in path.glob(pattern):
-                if file.name not in written:
-                    file.unlink()
-    finally:
-        shutil.rmtree(beside)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from manifold_tying.parametrizations import constraints
-from manifold_tying.tying.huggingface._checkpoint import write
+from manifold_tying.tying.huggingface._files import write
 from manifold_tying.tying.huggingface._install import halves
-from manifold_tying.tying.huggingface._tables import check_model
+from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,7 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         path: a folder, made where it is missing.
     """
     check_model(model)
+    check_adapters(model)
     halves(model)
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ValueError(
@@ -70,4 +71,10 @@ def _plain_state(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
         if not name.startswith(replaced):
             state[name] = getattr(owner, attribute).detach()
     E, W_out = embedding.interface.materialize(embedding.weight.dtype)
-    return {**state, f"{inside}.weight": E, f"{outside}.weight": W_out.T.contiguous()}
+    state |= {f"{inside}.weight": E, f"{outside}.weight": W_out.T.contiguous()}
+    # An untied model has every name to itself, and safetensors refuses two for one tensor (a bias of BERT's).
+    once: set[int] = set()
+    for name, tensor in state.items():
+        state[name] = tensor.clone() if tensor.data_ptr() in once else tensor
+        once.add(tensor.data_ptr())
+    return state

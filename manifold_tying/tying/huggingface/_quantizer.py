@@ -4,12 +4,9 @@ transformers has one way for a package to put its own modules into a model befor
 model counts as quantized only while it is being loaded. This module needs transformers; :mod:`._register` imports it.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -19,6 +16,7 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._checkpoint import check_memory
+from manifold_tying.tying.huggingface._files import check_files
 from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
 
 if TYPE_CHECKING:
@@ -94,33 +92,3 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
     interface = interface.to(linalg.working_dtype(dtype))
     bias = getattr(head, "bias", None)
     install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
-
-
-def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
-    """ValueError unless the files hold the interface that config.json says, and no table beside it."""
-    if not files:
-        return
-    found: dict[str, list[int]] = {}
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    embedding, head = halves(model)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, outside = names[id(embedding)], names[id(head)]
-    expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in embedding.named_parameters()}
-    of_interface = {
-        name: shape
-        for name, shape in found.items()
-        if name.startswith((f"{inside}.", f"{outside}.")) and name != f"{outside}.bias"
-    }
-    if of_interface != expected:
-        raise ValueError(
-            f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
-            f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
-        )
-
-
-def _listed(shapes: Mapping[str, Sequence[int] | Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())) or "none"

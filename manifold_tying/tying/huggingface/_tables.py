@@ -41,6 +41,22 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def check_adapters(model: "PreTrainedModel") -> None:
+    """ValueError for a model with PEFT layers, of which ``save_pretrained`` writes the adapter alone, or names of PEFT's."""
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
+    ]
+    if layers or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            f"expected a model without adapters, got {type(model).__name__} with PEFT's ({', '.join(layers[:3]) or 'no layers'}"
+            f"{', ...' if len(layers) > 3 else ''}); merge them first: peft_model.merge_and_unload(). Of an adapter that was "
+            "added by model.add_adapter or load_adapter, save_pretrained writes the adapter: attach that to the model, loaded "
+            "again, by peft.PeftModel.from_pretrained and merge it"
+        )
+
+
 def read_tables(model: "PreTrainedModel", source: Source | None = None) -> StockTables:
     """The tables of a stock model; ValueError with the reason where a conversion could not compute what the model does.
 
@@ -63,6 +79,11 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
             f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)"
         )
     table, out = _weight(embedding, "embedding"), _weight(head, "head")
+    if others := _other_names(model, embedding, head):
+        raise ValueError(
+            f"expected one embedding and one head, but {type(model).__name__} has the table, or another like it, under "
+            f"{', '.join(others)} as well, as encoder-decoder models do; those cannot be converted"
+        )
     if table.shape != out.shape:
         raise ValueError(
             f"expected embedding and head of one shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}"
@@ -77,6 +98,21 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
         )
     padding_idx = getattr(embedding, "padding_idx", None)
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
+
+
+def _other_names(model: nn.Module, embedding: nn.Module, head: nn.Module) -> list[str]:
+    """Names of modules with the embedding's table, or one of its shape, beside the embedding's first and the head's."""
+    table, found, seen = embedding._parameters["weight"], [], set()
+    assert table is not None
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        twin = weight is table or (
+            isinstance(module, nn.Embedding) and weight is not None and weight.shape == table.shape
+        )
+        if twin and (module not in (embedding, head) or module in seen):
+            found.append(name)
+        seen.add(module)
+    return found
 
 
 def _weight(module: nn.Module, side: str) -> Tensor:

@@ -1,0 +1,118 @@
+"""What save and export write, where to, and what they leave alone."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from huggingface_models import build, difference, logits
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import manifold_tying as mt
+from manifold_tying.tying.huggingface._checkpoint import write
+
+# transformers 5.23 renames what PEFT 0.21 calls
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def attached(model: Any) -> Any:
+    model.add_adapter(peft.LoraConfig(**LORA))
+    return model
+
+
+def injected(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA)).get_base_model()
+
+
+@pytest.mark.parametrize("writer", [mt.save, mt.export])
+@pytest.mark.parametrize("adapt", [attached, injected])
+def test_a_model_with_adapters_is_refused_and_the_folder_stays(writer: Any, adapt: Any, tmp_path: Path) -> None:
+    writer(mt.convert(build()), tmp_path)
+    before = contents(tmp_path)
+    model = adapt(mt.convert(build()))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        writer(model, tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
+    write(build(), tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
+        write(attached(build()), tmp_path)  # save_pretrained writes the adapter alone
+    assert contents(tmp_path) == before
+    with pytest.raises(ValueError, match="is as it was"):
+        write(attached(build()), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_that_are_not_the_checkpoint_stay(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path, max_shard_size="8KB")
+    own = {"model_notes.safetensors": b"1", "model-best.safetensors": b"2", "pytorch_model.notes.bin": b"3"}
+    for name, content in own.items():
+        (tmp_path / name).write_bytes(content)
+    mt.save(mt.convert(build()), tmp_path)
+    expected = {"config.json", "generation_config.json", "model.safetensors", *own}
+    assert {file.name for file in tmp_path.iterdir()} == expected
+    assert {name: (tmp_path / name).read_bytes() for name in own} == own
+
+
+@pytest.fixture
+def other_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that files cannot be moved into from outside, as the place where a disk is mounted."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    replace = os.replace
+
+    def checked(source: Any, target: Any) -> None:
+        if (mounted in Path(source).resolve().parents) != (mounted in Path(target).resolve().parents):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", checked)
+    return mounted
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_mount_points_and_links_can_be_written_to(linked: bool, other_file_system: Path, tmp_path: Path) -> None:
+    target = other_file_system
+    if linked:
+        target = tmp_path / "link"
+        target.symlink_to(other_file_system / "inside")
+    model = mt.convert(build())
+    mt.save(model, target)
+    assert torch.equal(logits(mt.load(target)), logits(model))
+    mt.export(model, target)
+    assert difference(logits(AutoModelForCausalLM.from_pretrained(target)), logits(model)) <= 1e-5
+    assert {file.name for file in target.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mt.convert(build())
+    mt.save(model, tmp_path / "old")
+    before = contents(tmp_path / "old")
+    save_pretrained = PreTrainedModel.save_pretrained
+
+    def renames(self: Any, folder: Path) -> None:
+        state = {name.replace("embed_tokens", "wte"): tensor for name, tensor in self.state_dict().items()}
+        save_pretrained(self, folder, state_dict={name: t for name, t in state.items() if "lm_head" not in name})
+
+    def full(self: Any, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for broken, error in ((renames, "parts of this checkpoint disagree"), (full, "No space")):
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", broken)
+        for folder in ("old", "new"):
+            with pytest.raises((ValueError, OSError), match=error):
+                mt.save(model, tmp_path / folder)
+        assert contents(tmp_path / "old") == before and not (tmp_path / "new").exists()
