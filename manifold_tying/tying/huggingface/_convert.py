@@ -11,7 +11,7 @@ from torch import Tensor
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import PIT, Memory, Transform
-from manifold_tying.tying.huggingface._install import install, swap
+from manifold_tying.tying.huggingface._install import install, own_config, swap
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
 from manifold_tying.tying.huggingface._rotate import can_rotate, rotate_body, rotation
 from manifold_tying.tying.huggingface._tables import Source, read_tables
@@ -82,6 +82,7 @@ def convert(
             f"{type(model).__name__} had two tables; kept is the one of the {source}, and the model has to be trained again",
             stacklevel=2,
         )
+    own_config(model)
     install(
         model,
         interface,

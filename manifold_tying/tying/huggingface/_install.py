@@ -1,5 +1,6 @@
 """A PIT interface into a transformers model: the modules, the tying that transformers sees, and the entry in the config."""
 
+import copy
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -57,16 +58,30 @@ def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tup
     return before
 
 
+def own_config(model: "PreTrainedModel") -> None:
+    """Give the model a copy of its config, and its parts theirs of it: models made from one config object share that."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if (own := copies.get(id(getattr(module, "config", None)))) is not None:
+            module.config = own
+
+
 def record(model: "PreTrainedModel") -> None:
     """Tell transformers which names are one tensor, what stays float32, and what to write into config.json."""
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
     shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
+    replaced = (
+        f"{inside}.weight",
+        f"{outside}.weight",
+        f"{outside}.interface.",
+    )  # not the head's bias: BERT ties that, too
     others = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
-        if not target.startswith(f"{outside}.") and not source.startswith(f"{inside}.")
+        if not target.startswith(replaced) and not source.startswith(replaced)
     }
     # On the instance, and complete: transformers expands names that do not end in "weight" only where the tensors exist.
     # Float32 under dtype=torch.bfloat16. transformers 5.23 takes it from the empty modules as well.

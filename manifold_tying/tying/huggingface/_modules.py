@@ -73,9 +73,11 @@ class PITHead(_Half):
 
     def __init__(self, interface: PIT, dtype: torch.dtype, bias: nn.Parameter | None = None) -> None:
         super().__init__(interface)
-        # Mamba asks its head's weight for the dtype; anything that would compute with it fails by its shape.
+        # Mamba asks its head's weight for the dtype, tie_weights cuts a bias to its length; to compute with it fails by shape.
         device = next(interface.parameters()).device
-        self.register_buffer("weight", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.register_buffer(
+            "weight", torch.empty(interface.vocab_size, 0, dtype=dtype, device=device), persistent=False
+        )
         self.register_parameter("bias", bias)
         self.in_features = interface.hidden_size
         self.out_features = interface.vocab_size

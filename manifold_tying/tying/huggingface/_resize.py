@@ -53,6 +53,10 @@ def resize_token_embeddings(
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
     install(model, new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    for module in model.modules() if bias is not None else ():
+        for name, parameter in module._parameters.items():
+            if parameter is head.bias:  # RoBERTa holds it twice
+                module._parameters[name] = bias
     model.config.get_text_config().vocab_size = V
     model.vocab_size = V
     warnings.warn(
