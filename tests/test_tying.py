@@ -223,6 +223,31 @@ def test_bounds_hold_the_diagonal() -> None:
     assert diagonal.min() >= 0.5 and diagonal.max() <= 2.0 and diagonal.std() > 0
 
 
+@pytest.mark.parametrize("options", [{"transform": "head"}, {"transform": "embedding"}, {"bridge": True}, {}])
+def test_bounds_that_would_change_where_it_starts_are_refused(options: dict[str, Any]) -> None:
+    H = torch.from_numpy(scipy.linalg.polar(table().numpy())[1])
+    T = {"head": H, "embedding": torch.linalg.inv(H)}.get(
+        options.get("transform", ""), torch.eye(D, dtype=torch.float64)
+    )
+    diagonal = torch.linalg.cholesky(T).diagonal()
+    low, high = float(diagonal.min()), float(diagonal.max())
+    around = (0.99 * low, 1.01 * high)
+    pit = PIT.from_embedding(table(), bounds=around, **options)
+    torch.testing.assert_close(pit.transform, T)
+    with torch.no_grad():
+        next(p for p in pit.parameters() if p.requires_grad).add_(20 * torch.randn(D, D))
+    assert pit.cholesky_factor.diagonal().max() <= around[1]
+    for bounds in ((1.01 * low, 2 * high), (0.5 * low, 0.99 * high), (2 * high, 3 * high)):
+        with pytest.raises(ValueError, match=f"{low:.4g} to {high:.4g}, got .{bounds[0]}"):
+            PIT.from_embedding(table(), bounds=bounds, **options)
+
+
+def test_bounds_without_the_identity_are_refused() -> None:
+    for bounds in ((2.0, 4.0), (0.25, 0.5)):
+        with pytest.raises(ValueError, match="1 to 1, got"):
+            PIT(V, D, bounds=bounds)
+
+
 # Starting from a table
 
 
@@ -359,6 +384,37 @@ def test_low_precision_models_keep_a_float32_interface(dtype: torch.dtype, throu
     assert logits.dtype == dtype
     assert interface_error(*pit.materialize()) < 1e-4
     assert pit.float().embed(ids).dtype == torch.float32 and torch.equal(pit.memory, memory)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_in_float16_are_finite_where_those_of_the_table_are(autocast: bool) -> None:
+    V = 4096
+    pit = PIT(V, D, memory="trainable")
+    pit.cholesky_factor = torch.linalg.cholesky(4 * torch.eye(D) + 1)
+    targets = torch.randint(V, (50,))
+    for scale in (1.0, 2e4):
+        hidden = (scale * torch.randn(50, D)).half()
+        transformed = hidden.double() @ pit.transform.detach().double()
+        Z = pit.memory.detach().double().requires_grad_()
+        exact = transformed @ Z.T
+        expected = F.cross_entropy(exact, targets)
+        assert transformed.half().isfinite().all() == (scale == 1.0) and exact.half().isfinite().all()
+        x = hidden.float() if autocast else hidden
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            logits, loss = pit.logits(x), pit.loss(x, targets)
+        assert logits.dtype == torch.float16
+        torch.testing.assert_close(logits.double(), exact, rtol=0, atol=4e-3 * float(exact.detach().abs().max()))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+        (found,) = torch.autograd.grad(loss, [p for name, p in pit.named_parameters() if "memory" in name])
+        (gradient,) = torch.autograd.grad(expected, Z)
+        # far out softmax is a maximum, which rounding moves
+        assert found.isfinite().all() and (scale > 1 or (found - gradient).norm() < 1e-2 * gradient.norm())
+
+
+def test_integer_hidden_states_are_refused() -> None:
+    for compute in (PIT(V, D).logits, lambda hidden: PIT(V, D).loss(hidden, torch.zeros(2, dtype=torch.int64))):
+        with pytest.raises(ValueError, match="floating point, got"):
+            compute(torch.ones(2, D, dtype=torch.int64))
 
 
 def test_autocast_leaves_embeddings_and_the_map_by_the_transform_alone() -> None:

@@ -1,5 +1,6 @@
 """Pseudo-Inverse Tying: embedding and head as coupled projections of one orthonormal token memory."""
 
+import math
 from collections.abc import Callable
 from typing import Literal, cast, get_args
 
@@ -12,6 +13,7 @@ from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying._start import check_bounds, decompose
 from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
 from manifold_tying.tying._vocabulary import lookup, scores
 from manifold_tying.tying.interface import TokenInterface, check_ids
@@ -32,7 +34,7 @@ class PIT(TokenInterface):
         memory: "frozen" (the paper's default) or "trainable", to be moved by a Riemannian optimizer.
         retraction: by which that optimizer keeps ZᵀZ = I, see :class:`manifold_tying.Stiefel`.
         diagonal: "softplus" or "exp", the map that keeps L's diagonal positive.
-        bounds: optional (low, high) clamp of L's diagonal.
+        bounds: optional (low, high) clamp of L's diagonal, with low <= 1 <= high, where it starts.
 
     Attributes:
         memory: Z, (V, d).
@@ -40,7 +42,8 @@ class PIT(TokenInterface):
         transform: T, (d, d).
 
     Raises:
-        ValueError: vocab_size < hidden_size, an unknown memory, retraction or diagonal, or bounds without 0 < low < high.
+        ValueError: vocab_size < hidden_size, an unknown memory, retraction or diagonal, or bounds without 0 < low < high
+            and low <= 1 <= high.
     """
 
     memory: Tensor
@@ -69,6 +72,8 @@ class PIT(TokenInterface):
             raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
         dtype = linalg.working_dtype(torch.get_default_dtype())
         factor = CholeskyFactor(diagonal, bounds, dtype)
+        if factor.bounds is not None:
+            check_bounds(torch.ones(1, device="cpu"), factor.bounds)
         Z = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype), requires_grad=memory == "trainable")
         self.register_parameter("memory", Z)
         stiefel(self, "memory", retraction=retraction)
@@ -101,24 +106,32 @@ class PIT(TokenInterface):
             bridge: keep the tied model's function exactly by a trainable d x d matrix, H at the start, applied to
                 embeddings and to hidden states, with T = I whatever ``transform`` says. W_out E = I then holds for Z and T
                 alone and no longer for the maps of the model.
-            memory, retraction, diagonal, bounds: as for :class:`PIT`.
+            memory, retraction, diagonal: as for :class:`PIT`.
+            bounds: as there, but around the diagonal of the L that this T has.
 
         Raises:
             ValueError: as for :class:`PIT`; an unknown transform; a table that is no floating (V, d) with V >= d, holds NaN
-                or Inf, or is not of full column rank.
+                or Inf, or is not of full column rank; bounds that would change the diagonal of L.
         """
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
-        U, H = _decompose(weight)
-        pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal, bounds=bounds)
+        U, H = decompose(weight)
+        T = linalg.identity_like(H)  # assigned as well: the one from __init__ is an identity to float32 rounding only
+        if transform != "identity" and not bridge:
+            T = H if transform == "head" else linalg.symmetric(torch.linalg.inv(H))
+        L = torch.linalg.cholesky(T).contiguous()
+        clamp = CholeskyFactor(diagonal, bounds).bounds
+        if clamp is not None:
+            check_bounds(L.diagonal(), clamp)
+        pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal)
+        cast(
+            CholeskyFactor, parametrized(pit)["cholesky_factor"][0]
+        ).bounds = clamp  # which need not have 1 between them
         pit = pit.to(weight.device, linalg.working_dtype(weight.dtype))
         pit.memory = U.to(pit.memory.dtype)
         if bridge:
             pit.bridge = nn.Parameter(H.to(pit.memory.dtype))
-        T = linalg.identity_like(H)  # assigned as well: the one from __init__ is an identity to float32 rounding only
-        if transform != "identity" and not bridge:
-            T = H if transform == "head" else linalg.symmetric(torch.linalg.inv(H))
-        pit.cholesky_factor = torch.linalg.cholesky(T).to(pit.memory.dtype).contiguous()
+        pit.cholesky_factor = L.to(pit.memory.dtype)
         return pit.to(weight.dtype)
 
     @property
@@ -150,10 +163,10 @@ class PIT(TokenInterface):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(h T) Zᵀ, (..., V)."""
-        return scores(self._readout(hidden), self.memory)
+        return scores(*self._factors(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return linear_cross_entropy(self._readout(hidden), self.memory, targets, ignore_index=ignore_index)
+        return linear_cross_entropy(*self._factors(hidden), targets, ignore_index=ignore_index)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """(E, W_out), computed in float64 and cast once, to Z's dtype by default; with a bridge B, (E B, B W_out)."""
@@ -187,14 +200,30 @@ class PIT(TokenInterface):
         logs = self.cholesky_factor.diagonal().log()
         return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
 
-    def _readout(self, hidden: Tensor) -> Tensor:
-        """h T in float32, in the dtype of h."""
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """h T and Z, whose product are the logits.
+
+        h T is larger than they are by about √(V/d), beyond the range of float16 where they are well inside it: for products
+        in float16 a power of two near that goes from h T to Z.
+        """
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        if dtype != torch.float16:
+            return self._readout(hidden), self.memory
+        factor = 2.0 ** round(math.log2(self.vocab_size / self.hidden_size) / 2)
+        return self._readout(hidden, factor), self.memory * factor
+
+    def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
+        """h T / divisor in float32, in the dtype of h."""
+        if not hidden.is_floating_point():
+            raise ValueError(f"expected hidden states in floating point, got {hidden.dtype}; for token ids call embed")
         with linalg.full_precision(hidden.device):
             L = self.cholesky_factor
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
                 h = h @ self.bridge
-            return multiply_by_transform(h, L).reshape(hidden.shape).to(hidden.dtype)
+            h = multiply_by_transform(h, L)
+            return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PIT":
         """Device moves as usual, .double() projects Z again; .half() and .bfloat16() reach ``_like`` alone."""
@@ -216,22 +245,3 @@ class PIT(TokenInterface):
         stored = next(p for name, p in self.named_parameters() if "memory" in name)
         kind = "trainable" if stored.requires_grad else "frozen"
         return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
-
-
-def _decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Polar factors of a table in float64; ValueError with the reason where PIT cannot start from it."""
-    if weight.ndim != 2:
-        raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
-    linalg.working_dtype(weight.dtype)
-    V, d = weight.shape
-    if V < d:
-        raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")
-    U, H = linalg.polar(weight.detach().double())
-    singular_values = torch.linalg.eigvalsh(H)
-    if not singular_values[0] > 1e-5 * singular_values[-1]:
-        raise ValueError(
-            f"expected a table of full column rank, got smallest / largest singular value "
-            f"{singular_values[0] / singular_values[-1]:.1e} (at least 1e-5 is needed): its polar factor is not determined. "
-            "Look for duplicate, constant or zero columns"
-        )
-    return U, H

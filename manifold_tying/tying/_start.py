@@ -1,0 +1,36 @@
+"""Where a PIT interface starts from: the polar factors of a table, and bounds that leave the start alone."""
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying.parametrizations import Bounds
+
+
+def check_bounds(diagonal: Tensor, bounds: Bounds) -> None:
+    """ValueError where a clamp would change the diagonal of L that an interface starts from."""
+    low, high = float(diagonal.min()), float(diagonal.max())
+    if not bounds[0] <= low <= high <= bounds[1]:
+        raise ValueError(
+            f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamped, it would "
+            "be another T than asked for. Widen them, or start from another transform"
+        )
+
+
+def decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Polar factors of a table in float64; ValueError with the reason where PIT cannot start from it."""
+    if weight.ndim != 2:
+        raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
+    linalg.working_dtype(weight.dtype)
+    V, d = weight.shape
+    if V < d:
+        raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")
+    U, H = linalg.polar(weight.detach().double())
+    singular_values = torch.linalg.eigvalsh(H)
+    if not singular_values[0] > 1e-5 * singular_values[-1]:
+        raise ValueError(
+            f"expected a table of full column rank, got smallest / largest singular value "
+            f"{singular_values[0] / singular_values[-1]:.1e} (at least 1e-5 is needed): its polar factor is not determined. "
+            "Look for duplicate, constant or zero columns"
+        )
+    return U, H
