@@ -81,6 +81,34 @@ def test_the_command_line_knows_them(stock: Path, tmp_path: Path, capsys: pytest
     assert "expected a run or a saved model" in " ".join(capsys.readouterr().err.split())
 
 
+def test_chat_templates_in_a_folder_come_along(stock: Path, console: Console, tmp_path: Path) -> None:
+    (stock / "additional_chat_templates").mkdir()
+    (stock / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    run_convert(ConvertConfig(stock, tmp_path / "converted"), console)
+    run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
+    for folder in ("converted", "exported"):
+        assert (tmp_path / folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_damaged_checkpoints_are_named(
+    command: str, damaged: str, stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = stock
+    if command == "export":
+        mt.save(mt.convert(build()), source := tmp_path / "converted")
+    contents = b"[]" if damaged == "config.json" else (source / damaged).read_bytes()[:-1]
+    (source / damaged).write_bytes(contents)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([command, str(source), str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert error.startswith("error:") and str(source / damaged) in error
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         run_inspect(InspectConfig(tmp_path), console)

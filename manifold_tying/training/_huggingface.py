@@ -12,6 +12,8 @@ from manifold_tying.training._checkpoint import STATE, checkpoints
 from manifold_tying.training._inspect import interface_summary
 from manifold_tying.training._saving import export_model
 from manifold_tying.tying import convert, export, load, save
+from manifold_tying.tying.huggingface._checkpoint import read_config
+from manifold_tying.tying.huggingface._files import read_shapes
 from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
 _WRITTEN = ("config.json", "generation_config.json")
+_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def run_export(config: ExportConfig, console: Console) -> None:
 def _read(path: Path) -> "PreTrainedModel":
     if not (path / "config.json").is_file():
         raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {path / 'config.json'}")
+    read_config(path)
+    read_shapes(sorted(map(str, path.glob("model*.safetensors"))))
     return import_transformers().AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
 
 
@@ -86,7 +91,9 @@ def _check_out(model: Path, out: Path) -> None:
 
 
 def _copy_rest(model: Path, out: Path) -> None:
-    """Tokenizer, chat template, license: every file that is neither weights nor written by transformers."""
+    """Tokenizer, chat templates, license: every file that is neither weights nor written by transformers."""
     for file in model.iterdir():
         if file.is_file() and file.name not in _WRITTEN and not any(file.match(pattern) for pattern in _WEIGHTS):
             shutil.copy2(file, out / file.name)
+    if (model / _TEMPLATES).is_dir():
+        shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)

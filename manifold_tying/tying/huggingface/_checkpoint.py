@@ -10,7 +10,7 @@ import torch
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._files import write as write
-from manifold_tying.tying.huggingface._install import METHOD, halves
+from manifold_tying.tying.huggingface._install import METHOD, halves, record
 from manifold_tying.tying.huggingface._register import import_transformers, register
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
@@ -42,7 +42,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             "transformers cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
         )
     check_memory(embedding.interface)
-    model.config.tie_word_embeddings = True  # PEFT sets it to False when it merges
+    record(model)  # anew: PEFT unties the config when it merges, and Z may have been frozen or released since
     write(model, Path(path))
 
 

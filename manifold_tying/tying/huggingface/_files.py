@@ -58,16 +58,9 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
     Some models rename what is above an embedding when they are written and read (multimodal ones: model.language_model to
     language_model.model); names are compared from the embedding's own on there.
     """
-    from safetensors import safe_open
-
     if not files:
         return
-    found: dict[str, list[int]] = {}
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    found = read_shapes(files)
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
@@ -78,6 +71,22 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
             f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
             f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
         )
+
+
+def read_shapes(files: Sequence[str]) -> dict[str, list[int]]:
+    """Shapes of all tensors in safetensors files, by name; ValueError that names the file which is none, or not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, list[int]] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+        try:
+            with safe_open(file, "pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"cannot read {file}: {error}; it is damaged, or not all of it was copied") from error
+    return found
 
 
 def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:

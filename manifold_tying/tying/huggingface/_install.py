@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from manifold_tying.parametrizations import CholeskyFactor
 from manifold_tying.parametrizations._orthonormal import OnStiefel
@@ -70,6 +71,7 @@ def own_config(model: "PreTrainedModel") -> None:
 def record(model: "PreTrainedModel") -> None:
     """Tell transformers which names are one tensor, what stays float32, and what to write into config.json."""
     embedding, head = halves(model)
+    entry = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
     shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
@@ -89,7 +91,7 @@ def record(model: "PreTrainedModel") -> None:
     model.all_tied_weights_keys = {**others, **shared}
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), f"{inside}.interface"}
     model.config.tie_word_embeddings = True
-    model.config.quantization_config = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
+    model.config.quantization_config = entry
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
@@ -106,7 +108,12 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
 
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
-    """What rebuilds the modules without their tensors, as config.json holds it."""
+    """What rebuilds the modules without their tensors, as config.json holds it; ValueError for a materialized interface."""
+    if not all(parametrize.is_parametrized(embedding.interface, name) for name in ("memory", "cholesky_factor")):
+        raise ValueError(
+            "expected a memory with ZᵀZ = I and a Cholesky factor, but the interface's constraints were taken off, as "
+            "materialize(model) does; export the model, or load it again and materialize its other layers alone"
+        )
     memory = parametrized(embedding.interface)["memory"]
     point, factor = memory[0], parametrized(embedding.interface)["cholesky_factor"][0]
     assert isinstance(point, OnStiefel) and isinstance(factor, CholeskyFactor)

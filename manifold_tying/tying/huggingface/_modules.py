@@ -59,7 +59,8 @@ class PITEmbedding(_Half):
         e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
         if self.padding_idx is not None and torch.is_grad_enabled():
             e = torch.where((input_ids == self.padding_idx)[..., None], e.detach(), e)
-        return e if self.scale == 1.0 else e * self.scale
+        # a factor of the model's dtype, as in Gemma 3
+        return e if self.scale == 1.0 else e * torch.full((), self.scale, dtype=e.dtype, device=e.device)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}, padding_idx={self.padding_idx}"

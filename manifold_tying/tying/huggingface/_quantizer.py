@@ -61,6 +61,9 @@ class InterfaceLoader(HfQuantizer):
         embedding.weight.requires_grad_(False)
         memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
         mark_point(memory)
+        Z = embedding.interface.memory.detach()
+        if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
+            embedding.interface.memory = Z  # read from float32, which .double() projects as well
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():

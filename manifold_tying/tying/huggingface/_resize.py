@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import linalg
+from manifold_tying.parametrizations import parametrized
 from manifold_tying.tying._pit import PIT
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
     new = PIT(V, old.hidden_size, **keep).to(Z.device, old.memory.dtype)
     new.memory = linalg.polar(Y)[0].to(old.memory.dtype)
     new.cholesky_factor = old.cholesky_factor
+    factors = [parametrized(pit)["cholesky_factor"].original for pit in (old, new)]
+    factors[1].requires_grad_(factors[0].requires_grad)
     if old.bridge is not None:
         new.bridge = old.bridge
     return new.to(dtype)

@@ -1,7 +1,8 @@
 """The embedding and head of a stock transformers model, read through its accessors and checked by what they compute."""
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -134,17 +135,23 @@ def _scale(embedding: nn.Module) -> float:
     """s of an embedding that computes s · (rows of its weight), 1 for all but a few (Gemma 3: √d)."""
     weight = embedding._parameters["weight"]
     assert weight is not None
-    rows = max(8, (getattr(embedding, "padding_idx", None) or 0) + 1)
     generator = torch.Generator().manual_seed(0)
-    small = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
-    ids = torch.arange(8, device=weight.device)
-    out = functional_call(embedding, {"weight": small}, (ids,))
-    scale = float((out * small[:8]).sum() / small[:8].square().sum())
-    if not torch.allclose(out.double(), scale * small[:8], rtol=1e-9, atol=1e-9):
+    small = torch.randn(8, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
+    module: Any = embedding
+    padding_idx = getattr(module, "padding_idx", None)
+    module.padding_idx = None  # it need not be among those rows, and says nothing of what is computed
+    try:
+        out = functional_call(module, {"weight": small}, (torch.arange(8, device=weight.device),))
+    finally:
+        module.padding_idx = padding_idx
+    scale = float((out * small).sum() / small.square().sum())
+    if not torch.allclose(out.double(), scale * small, rtol=1e-9, atol=1e-9):
         raise ValueError(
             f"expected an embedding that looks rows up, with a constant factor at most; {type(embedding).__name__} does more, "
             "and that would be lost"
         )
+    exact = getattr(embedding, "scalar_embed_scale", scale)  # Gemma 3 computes with this, rounded to the model's dtype
+    scale = exact if math.isclose(exact, scale, rel_tol=1e-2) else scale
     return 1.0 if abs(scale - 1) < 1e-9 else scale
 
 
