@@ -200,6 +200,7 @@ def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: 
         ({"target_modules": ["lm_head"]}, "not supported"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "one half"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "one half"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["interface"]}, "one half"),
     ],
 )
 def test_adapters_on_the_interface_are_refused(options: dict[str, Any], reason: str) -> None:

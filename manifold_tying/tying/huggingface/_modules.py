@@ -16,13 +16,21 @@ class _Half(nn.Module):
         super().__init__()
         self.interface = interface
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "interface" and not isinstance(value, PIT):
+            raise self._untying(f"{type(value).__name__} in the place of its interface")
+        super().__setattr__(name, value)
+
+    def _untying(self, what: str) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__} is one half of a tied pair: {what} would be untied from the other half. Copy or wrap the "
+            "whole model. With PEFT, take embedding, head and interface out of modules_to_save; train the interface by "
+            'memory="trainable" and requires_grad instead'
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
         if not memo:  # not on the way through a whole model
-            raise ValueError(
-                f"{type(self).__name__} is one half of a tied pair: a copy of it alone would be untied from the other half. "
-                "Copy the whole model. With PEFT, take embedding and head out of modules_to_save; train the interface by "
-                'memory="trainable" and requires_grad instead'
-            )
+            raise self._untying("a copy of it alone")
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))
