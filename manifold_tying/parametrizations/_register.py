@@ -33,6 +33,9 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
     batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
 
+    A parameter that two modules share (a tied table) has to be constrained in both, alike, or in neither: the stored tensor is
+    that parameter, and the other module would see it as it is stored.
+
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.

@@ -147,9 +147,15 @@ class _Turned:
         with linalg.full_precision(self.R.device):
             factors = rotated_rows(self.R, *R), rotated(self.P, *P, True)
         rows, columns = self.rows.clone(), self.columns.clone()
-        rows[R[1]] += steps
-        columns[P[1]] += steps
+        rows[_turned(R)] += steps
+        columns[_turned(P)] += steps
         return *factors, rows, columns
+
+
+def _turned(side: Side) -> Tensor:
+    """The dimensions that rotate: all but a last block of one, which is the identity."""
+    (_, ragged), order = side
+    return order[:-1] if ragged.shape[-1] == 1 else order
 
 
 def _spectrum(weight: Tensor) -> dict[str, Any]:

@@ -124,9 +124,8 @@ class PIT(TokenInterface):
         if clamp is not None:
             check_bounds(L.diagonal(), clamp)
         pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal)
-        cast(
-            CholeskyFactor, parametrized(pit)["cholesky_factor"][0]
-        ).bounds = clamp  # which need not have 1 between them
+        factor = cast(CholeskyFactor, parametrized(pit)["cholesky_factor"][0])
+        factor.bounds = clamp  # here 1 need not lie between them
         pit = pit.to(weight.device, linalg.working_dtype(weight.dtype))
         pit.memory = U.to(pit.memory.dtype)
         if bridge:
