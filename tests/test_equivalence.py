@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.parametrizations import Equivalence, _input_centric, _primitive
+from manifold_tying.parametrizations import Equivalence, _blocks, _input_centric
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import series_defect, skew_norm
@@ -172,7 +172,7 @@ def test_the_gradient_is_that_of_the_dense_product(layer: str, scheme: str) -> N
 def test_the_linear_layer_and_its_gradients(
     scheme: str, narrowest: int, rows: int, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_primitive, "_NARROWEST_APART", narrowest)
+    monkeypatch.setattr(_blocks, "_NARROWEST_APART", narrowest)
     monkeypatch.setattr(_input_centric, "_FEWEST_ROWS", rows)
     monkeypatch.setattr(_input_centric, "_BLOCK_ENTRIES", 0)
     module: Any = equivalence(nn.Linear(9, 7, bias=bias), **SCHEMES[scheme]).double()
@@ -638,7 +638,7 @@ def test_low_precision_layers_rotate_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [3, 400])
 @pytest.mark.parametrize("narrowest", [64, 0])
 def test_autocast(tokens: int, narrowest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_primitive, "_NARROWEST_APART", narrowest)
+    monkeypatch.setattr(_blocks, "_NARROWEST_APART", narrowest)
     module: Any = equivalence(nn.Linear(9, 7), block_size=4)
     turn(module)
     x = torch.randn(tokens, 9, requires_grad=True)

@@ -5,6 +5,7 @@ from manifold_tying.parametrizations._adapter import save_adapter as save_adapte
 from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
+from manifold_tying.parametrizations._constraint import mark_point as mark_point
 from manifold_tying.parametrizations._equivalence import Equivalence as Equivalence
 from manifold_tying.parametrizations._equivalence import equivalence as equivalence
 from manifold_tying.parametrizations._equivalence import equivalences as equivalences
@@ -14,7 +15,6 @@ from manifold_tying.parametrizations._equivalence_options import Scheme as Schem
 from manifold_tying.parametrizations._merge import merge as merge
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
-from manifold_tying.parametrizations._orthonormal import mark_point as mark_point
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import nearest_spd
-from manifold_tying.parametrizations._orthonormal import Constraint
+from manifold_tying.parametrizations._constraint import Constraint
 
 Diagonal = Literal["softplus", "exp"]
 Bounds = tuple[float, float]

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import linalg
+from manifold_tying.parametrizations._blocks import Side
+from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric, product_dtype
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._orthonormal import Constraint
 from manifold_tying.parametrizations._primitive import drawn_seed
 from manifold_tying.parametrizations._register import constraints, parametrized, register
 from manifold_tying.parametrizations._rotations import Rotations
-from manifold_tying.parametrizations._weight_centric import Side, equivalent_weight, transformed
+from manifold_tying.parametrizations._weight_centric import equivalent_weight, transformed
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._primitive import multiply, outer, put, rotated, take
+from manifold_tying.parametrizations._blocks import multiply, outer, rotated
+from manifold_tying.parametrizations._orders import put, take
 from manifold_tying.parametrizations._rotations import Rotations
 
 _BLOCK_ENTRIES = 2**21  # of a block of tokens: what fits a processor's cache

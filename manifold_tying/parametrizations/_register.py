@@ -10,16 +10,9 @@ from torch.nn.utils import parametrize
 from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
+from manifold_tying.parametrizations._constraint import Constraint, WideStorage, mark_point
 from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._orthonormal import (
-    CayleyFactor,
-    Constraint,
-    OnStiefel,
-    OrthogonalMap,
-    OrthonormalFactor,
-    WideStorage,
-    mark_point,
-)
+from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._primitive import Blocks, Primitive
+from manifold_tying.parametrizations._blocks import Blocks
+from manifold_tying.parametrizations._primitive import Primitive
 
 
 @dataclass(frozen=True)

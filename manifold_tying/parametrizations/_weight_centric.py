@@ -12,22 +12,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._primitive import (
-    Blocks,
-    completed,
-    inverse,
-    multiply,
-    multiply_rows,
-    outer,
-    take,
-)
+from manifold_tying.parametrizations._blocks import Blocks, Side, multiply, multiply_rows, outer
+from manifold_tying.parametrizations._orders import completed, inverse, take
 from manifold_tying.parametrizations._rotations import Rotations
 
 Orders = tuple[Tensor, Tensor]
 """The dimensions that R and that P rotate."""
-
-Side = tuple[Blocks, Tensor]
-"""The blocks of R or of P, and the order of the dimensions that they rotate."""
 
 
 def equivalent_weight(base: Tensor, stored: Tensor, rotations: Rotations, orders: Orders) -> Tensor:

@@ -9,8 +9,7 @@ from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.parametrizations import equivalences
-from manifold_tying.parametrizations._primitive import rotated, rotated_rows
-from manifold_tying.parametrizations._weight_centric import Side
+from manifold_tying.parametrizations._blocks import Side, rotated, rotated_rows
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._processes import gathered
 

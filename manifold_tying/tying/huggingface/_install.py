@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from manifold_tying.parametrizations import CholeskyFactor
-from manifold_tying.parametrizations._orthonormal import OnStiefel
+from manifold_tying.parametrizations import CholeskyFactor, OnStiefel
 from manifold_tying.parametrizations._register import parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
