@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-
 from manifold_tying.manifolds import Retraction, check_retraction
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.parametrizations import CholeskyFactor, Diagonal, Init
 from manifold_tying.parametrizations._equivalence_options import check_options
 from manifold_tying.training._hugging_face_shape import read_shape
+from manifold_tying.training._machine import check_device
 from manifold_tying.tying.huggingface._convert import Start
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
@@ -20,16 +19,18 @@ Body = Literal["adamw", "poet-block", "poet-full"]
 CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
 OnNan = Literal["stop", "skip"]
+SecondMoment = Literal["element", "row", "matrix"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
+LARGEST_RATE = 1e34
 # How a run is carried out; a resumed one may differ in it.
 ELSEWHERE = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What can be chosen for a run; None means the recipe's value (see ``_recipe.py`` and docs/learning-rates.md)."""
+    """What can be chosen for a run; None means the recipe's value (docs/learning-rates.md)."""
 
     preset: str = "nano"
     """Shape of the model, see manifold_tying.models.PRESETS; not used with init_from."""
@@ -94,7 +95,7 @@ class Settings:
     """How a trainable memory stays orthonormal; None is polar, of a converted checkpoint what it was made with."""
     retract_every: int = 1
     """Project the memory's gradient every so many steps; the memory is retracted at every step."""
-    second_moment: Literal["element", "row", "matrix"] = "element"
+    second_moment: SecondMoment = "element"
     """Adam's second moment of a trainable memory."""
     weight_decay: float = 0.0
     """Of the body's matrices; never of memory, transform or skew vectors."""
@@ -133,7 +134,10 @@ class Settings:
         check_start(self)
         if self.body not in get_args(Body):
             raise ValueError(f"unknown body {self.body!r}; choose one of {', '.join(get_args(Body))}")
-        for name, choices in (("parallel", (None, *get_args(Parallel))), ("on_nan", get_args(OnNan))):
+        choices_of = {
+            "parallel": (None, *get_args(Parallel)), "on_nan": get_args(OnNan), "second_moment": get_args(SecondMoment)
+        }  # fmt: skip
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {choices}")
         block_size = 256 if self.block_size is None else self.block_size
@@ -148,6 +152,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (low <= value < math.inf):
                 raise ValueError(f"expected {name} >= {low:g}, got {value}")
+            if name.endswith("lr") and value is not None and value > LARGEST_RATE:
+                raise ValueError(
+                    f"expected {name} <= {LARGEST_RATE:g}, got {value}: no step of that size fits into float32"
+                )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
         check_device(self.device)
@@ -220,16 +230,3 @@ def check_start(settings: Settings) -> None:
         raise ValueError(
             f"{', '.join(given)} cannot be chosen with init_from: shape, tables and body are the checkpoint's. Leave it out"
         )
-
-
-def check_device(device: str) -> torch.device:
-    """The device; ValueError where it is unknown or not there."""
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
-    if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(
-            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
-        )
-    return found

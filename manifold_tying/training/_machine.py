@@ -1,7 +1,8 @@
-"""What a run was measured on."""
+"""The device of a run, and what it was measured on."""
 
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -11,6 +12,18 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+
+
+def check_device(device: str) -> torch.device:
+    """The device; ValueError where it is unknown or not there."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N")
+    found = torch.device(device)
+    if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(
+            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:
