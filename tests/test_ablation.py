@@ -20,7 +20,7 @@ from manifold_tying.training.cli import main
 
 KEYS = {
     "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",
-    "delta_ti", "cond_transform", "orthogonality_error", "trainable_parameters",
+    "delta_ti", "cond_transform", "orthogonality_error", "trainable_parameters", "evaluated_tokens", "held_out_sha256",
 }  # fmt: skip
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
 V, D = 300, 16
@@ -127,6 +127,10 @@ def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
         ("untied+lr=NaN", r"expected lr"),
         ("untied+steps=1.5", r"expected steps"),
         ("untied+retraction=svd", r"unknown retraction 'svd'"),
+        ("pit-trainable+second_moment=foo", r"unknown second_moment 'foo'; choose one of .*row"),
+        ("untied+betas=0.9", r"unknown change 'betas=0\.9'"),
+        ("untied+lr=1e+3", r"write 1e3 for 1e\+3"),
+        ("untied+lr=1e38", r"expected lr <= 1e\+34"),
         ("untied,untied", r"different arms"),
         (" , ", r"different arms"),
     ],

@@ -11,8 +11,8 @@ from training_runs import config, lines, text
 from manifold_tying import diagnostics
 from manifold_tying.training import checkpoints, load_model, train
 from manifold_tying.training._evaluation import evaluate
-from manifold_tying.training._loop import load_data
 from manifold_tying.training._processes import Processes
+from manifold_tying.training._run_data import load_data
 from manifold_tying.training.data import validation_batches
 
 

@@ -16,7 +16,7 @@ from manifold_tying.models import PRESETS
 from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._ablation import parse_arm
 from manifold_tying.training._build import build_model
-from manifold_tying.training._loop import RESULT
+from manifold_tying.training._folder import RESULT
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.cli import main
 from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adapted, _poet, reproduce

@@ -108,7 +108,10 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
         assert "parallel=none does not go with 2 processes" in said["none"]
         assert "a sequence for each of 2 processes" in said["few"]
         assert "shard-00002" in said["damaged"] and "--resume-from step-00000006" in said["damaged"]
+        assert said["recovered"] == "nothing"
         assert (said["terminated"], said["after"]) == ("143", "nothing")
+    assert (folder / "damaged/checkpoints/aside-step-00000012").is_dir()
+    assert_same(lines(folder / "damaged"), lines(folder / "fsdp 2"))
 
 
 def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,6 +210,11 @@ def test_explicit_settings_win_over_the_recipe() -> None:
         ({"batch_size": 4, "accumulate": 3}, r"accumulate to divide batch_size=4, got 3"),
         ({"retraction": "svd"}, r"unknown retraction 'svd'; choose one of polar, qr"),
         ({"device": "tpu9"}, r"unknown device 'tpu9'"),
+        ({"device": "meta"}, r"unknown device 'meta'; use cpu, cuda or cuda:N"),
+        ({"device": "mps"}, r"unknown device 'mps'; use cpu, cuda or cuda:N"),
+        ({"lr": 1e38}, r"expected lr <= 1e\+34, got 1e\+38"),
+        ({"betas": (0.9, 1.0)}, r"betas to be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
+        ({"second_moment": "col"}, r"unknown second_moment 'col'"),
         ({"device": "cuda:99"}, r"'cuda:99' is not there"),
     ],
 )
@@ -252,8 +258,8 @@ def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path, corpus: Path)
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncated", "missing", "garbage"])
-def test_damaged_checkpoint_is_refused_and_the_older_one_offered(
-    name: str, damage: str, tmp_path: Path, corpus: Path
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gone_on_from(
+    name: str, damage: str, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = config(tmp_path / "run", corpus)
     train(run)
@@ -268,9 +274,32 @@ def test_damaged_checkpoint_is_refused_and_the_older_one_offered(
     else:
         file.unlink()
     before = (run.out / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"damaged: .* --resume-from step-00000010"):
-        train(dataclasses.replace(run, resume=True))
+    with pytest.raises(ValueError, match=r"damaged: .* --resume-from step-00000010"):  # which was asked for by its name
+        train(dataclasses.replace(run, resume_from=newest.name))
+    train(dataclasses.replace(run, resume=True))
+    (said,) = capsys.readouterr().out.splitlines()
+    assert re.search(
+        r"step-00000012 is damaged: .*Set aside as aside-step-00000012; going on from step-00000010$", said
+    )
     assert (run.out / "metrics.jsonl").read_bytes() == before
+    assert [path.name for path in checkpoints(run.out)] == ["step-00000010", "step-00000012"]
+    assert (newest.parent / "aside-step-00000012").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config(tmp_path / "run", corpus)
+    train(run)
+    before = (run.out / "metrics.jsonl").read_bytes()
+    for path in checkpoints(run.out):
+        (path / "optimizer.safetensors").unlink()
+    other = dataclasses.replace(run, resume=True, settings=dataclasses.replace(run.settings, lr=0.5))
+    with pytest.raises(ValueError, match="another configuration"):  # and nothing is set aside for that
+        train(other)
+    train(dataclasses.replace(run, resume=True))
+    assert (run.out / "metrics.jsonl").read_bytes() == before
+    assert capsys.readouterr().out.count("going on from the start") == 2
 
 
 def test_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path: Path, corpus: Path) -> None:

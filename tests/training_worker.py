@@ -115,7 +115,10 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
         content[-1] ^= 1
         file.write_bytes(content)
     dist.barrier()
-    found["damaged"] = said(lambda: train(config(damaged, corpus, parallel="fsdp", resume=True)))
+    by_name = config(damaged, corpus, parallel="fsdp", resume_from="step-00000012")
+    found["damaged"] = said(lambda: train(by_name))
+    dist.barrier()
+    found["recovered"] = said(lambda: train(config(damaged, corpus, parallel="fsdp", resume=True)))
     dist.barrier()
 
     def terminate(metrics: dict[str, Any]) -> None:

@@ -2,26 +2,28 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from manifold_tying.training._arms import ARMS, BODIES, parse_arm
 from manifold_tying.training._command import called_as, train_command
-from manifold_tying.training._config import POET_SETTINGS, Body, Interface, Settings, TrainConfig
-from manifold_tying.training._files import write_whole
-from manifold_tying.training._loop import CONFIG, RESULT, Observer, discard, load_data_together, train
+from manifold_tying.training._config import POET_SETTINGS, Settings, TrainConfig
+from manifold_tying.training._files import write_whole, writing_to
+from manifold_tying.training._folder import CONFIG, RESULT
+from manifold_tying.training._identity import CORPUS, differing, other_text
+from manifold_tying.training._lock import locked
+from manifold_tying.training._loop import Observer, train
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve, used_rates
 from manifold_tying.training._record import finite
+from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._step import Diverged
-
-ARMS: tuple[Interface, ...] = get_args(Interface)
-BODIES: tuple[Body, ...] = get_args(Body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +62,6 @@ class AblateConfig:
         ]
 
 
-def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
-    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise.
-
-    A body in place of the interface is that body between untied tables, as in POET's experiments.
-    """
-    first, *changes = name.split("+")
-    fields = {field.name for field in dataclasses.fields(Settings)} - {
-        "init_from"
-    }  # all arms start from one checkpoint
-    values: dict[str, Any] = {}
-    known = next((arm for arm in ARMS if arm == first), None)
-    if known is None:
-        known = "untied"
-        values["body"] = next((body for body in BODIES if body == first), None)
-        fields -= {"body"}
-        if values["body"] is None:
-            choices = ", ".join(ARMS + BODIES)
-            raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
-    for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals or key not in fields:
-            raise ValueError(
-                f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
-            )
-        values[key] = _value(text, key)
-    return known, dataclasses.replace(shared, **values)
-
-
 def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:
     """Run what is missing and return the summary rows, which are also written to ``OUT/summary.json``.
 
@@ -97,27 +71,28 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
     """
     runs = config.runs()
     processes = Processes.of(config.settings)
+    corpora = prepare_data(config)
 
-    def open_folder() -> None:
-        for _, run in runs:
-            check_folder(run)
-        try:
-            config.out.mkdir(parents=True, exist_ok=True)
+    def check_folders() -> None:
+        for (_, run), corpus in zip(runs, corpora, strict=True):
+            check_folder(run, corpus)
+
+    def describe() -> None:
+        with writing_to(config.out):
             write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
-        except OSError as error:
-            raise ValueError(
-                f"cannot write to {config.out}: {error.strerror}; choose a folder that is writable"
-            ) from error
 
-    processes.first(open_folder)
     rows: list[dict[str, Any]] = []
-    for i, (arm, run) in enumerate(runs):
-        row = processes.first(lambda run=run: _finished(run))  # type: ignore[misc]
-        if row is None:
-            observer = started(run.out.name, i, len(runs)) if started else None
-            row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
-        rows.append({**row, "arm": arm})
-        processes.first(lambda: discard(write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode())))
+    processes.on_first(check_folders)
+    with ExitStack() as stack:
+        processes.on_first(lambda: stack.enter_context(locked(config.out)))
+        processes.on_first(describe)
+        for i, (arm, run) in enumerate(runs):
+            row = processes.first(lambda run=run: _finished(run))  # type: ignore[misc]
+            if row is None:
+                observer = started(run.out.name, i, len(runs)) if started else None
+                row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
+            rows.append({**row, "arm": arm})
+            processes.on_first(lambda: write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
     return rows
 
 
@@ -133,6 +108,8 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
     except (ValueError, OSError, RuntimeError) as error:
         if processes.size > 1 and not isinstance(error, Diverged):
             raise  # the others may not have met it, and are then no longer at the same place
+        if isinstance(error, Diverged) and (row := processes.first(lambda: _finished(run))) is not None:
+            return row  # it came to its end, without a finite loss there
         return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
 
 
@@ -141,25 +118,32 @@ def commands(config: AblateConfig) -> list[str]:
     return [train_command(run) for _, run in config.runs()]
 
 
-def check_folder(run: TrainConfig) -> None:
-    """ValueError where the run's folder holds a run of another configuration."""
+def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> None:
+    """ValueError where the run's folder holds a run of another configuration, or of another text than ``corpus``."""
     path = run.out / CONFIG
     if path.exists():
-        there, here = json.loads(path.read_text()), json.loads(json.dumps(run.as_json()))
-        if there != here:
-            names = sorted(k for k in {*there, *here} if there.get(k) != here.get(k))
+        there, here = json.loads(path.read_text()), json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
+        names = differing(there, here)
+        if names == [CORPUS]:
+            raise ValueError(other_text(str(run.out), there, here))
+        if names:
             raise ValueError(f"{run.out} holds a run with another {', '.join(names)}; choose another --out")
 
 
-def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> None:
-    """Bring every arm's tokens into the cache, so that no run's time contains it."""
-    seen, processes = set(), Processes.of(config.settings)
+def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """Bring every arm's tokens into the cache, so that no run's time contains it; returns what identifies those of each run.
+
+    ValueError where there are too few of them for a run.
+    """
+    known: dict[tuple[object, ...], dict[str, Any]] = {}
+    found, processes = [], Processes.of(config.settings)
     for _, run in config.runs():
         s = run.settings
-        key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step)
-        if key not in seen:
-            seen.add(key)
-            load_data_together(run, processes, progress)
+        key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step, s.val_tokens, s.sequence_length)
+        if key not in known:
+            known[key] = run_data(load_data_together(run, processes, progress), s, run.seed).identity
+        found.append(known[key])
+    return found
 
 
 def _describe(config: AblateConfig) -> dict[str, Any]:
@@ -180,18 +164,3 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
         "settings": {**shared, "seeds": config.seeds},
         "arms": per_arm,
     }
-
-
-def _value(text: str, key: str) -> Any:
-    """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    hint = Settings.__annotations__[key]
-    allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}
-    fits = type(value) in allowed or (type(value) is int and float in allowed)
-    fits |= value is None and type(None) in get_args(hint)
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"expected {key} to be of type {hint}, got {text!r}")
-    return value

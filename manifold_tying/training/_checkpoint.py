@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.training._files import digest
+from manifold_tying.training._files import Damaged, digest
+from manifold_tying.training._identity import CORPUS, differing, other_text
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._tensors import read_shapes, read_tensors
@@ -47,9 +48,15 @@ def set_newer_aside(path: Path) -> None:
     """Rename the checkpoints after this one, so that a later run does not take them for its newest."""
     for other in checkpoints(path.parent.parent):
         if other.name > path.name:
-            aside = other.with_name(f"aside-{other.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(other, aside)
+            set_aside(other)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that no run takes it for one of its own."""
+    aside = path.with_name(f"aside-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(path, aside)
+    return aside
 
 
 def load_checkpoint(
@@ -64,8 +71,9 @@ def load_checkpoint(
 ) -> int:
     """Fill the model, and what else is given, from a checkpoint and return its step.
 
-    The number of processes need not be the one that saved it. ValueError on all of them, before anything is changed, where
-    a file is missing, truncated or changed by a single bit, or where the checkpoint is of another configuration.
+    The number of processes need not be the one that saved it. On all of them, before anything is changed, Damaged where
+    a file is missing, truncated or changed by a single bit, and another ValueError where the checkpoint is of another
+    configuration or trained on another text.
     """
     state = processes.together(lambda: _checked_state(path, config, processes))
     tensors = processes.together(lambda: _read(path, model, optimizer, probes))
@@ -88,8 +96,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         text = (path / STATE).read_text()
         state = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {STATE} cannot be read ({error}). {_advice(path)}") from error
+    except (FileNotFoundError, ValueError) as error:
+        raise _damaged(path, f"{STATE} cannot be read ({error})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
@@ -97,7 +105,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
     unchanged = json.dumps(state, indent=1) == text  # spelled as it was written, so that not one bit is another
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
-        raise ValueError(f"checkpoint {path} is damaged: {STATE} was changed. {_advice(path)}")
+        raise _damaged(path, f"{STATE} was changed")
     return state
 
 
@@ -107,23 +115,22 @@ def digest_of_state(state: Mapping[str, Any]) -> str:
 
 
 def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
-    """ValueError unless the files are those that were written, bit for bit; each process looks at its share of them."""
+    """Damaged unless the files are those that were written, bit for bit; each process looks at its share of them."""
     there = {file.name for file in path.glob("*.safetensors")}
     if extra := there - set(state["files"]):
         raise ValueError(f"checkpoint {path} has files that it was not saved with: {', '.join(sorted(extra))}")
     for name in sorted(state["files"])[processes.rank :: processes.size]:
         if name not in there:
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing. {_advice(path)}")
+            raise _damaged(path, f"{name} is missing")
         if digest(path / name) != state["files"][name]:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} ({(path / name).stat().st_size} bytes) is not what was written. "
-                f"{_advice(path)}"
-            )
+            raise _damaged(path, f"{name} ({(path / name).stat().st_size} bytes) is not what was written")
 
 
 def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) -> dict[str, Any]:
     state = read_state(path)
-    different = [k for k in sorted({*config, *state["config"]}) if config.get(k) != state["config"].get(k)]
+    different = differing(state["config"], config)
+    if different == [CORPUS]:
+        raise ValueError(other_text(f"checkpoint {path}", state["config"], config))
     if different:
         details = ", ".join(f"{k}={state['config'].get(k)!r} there, {config.get(k)!r} here" for k in different)
         raise ValueError(f"checkpoint {path} is of another configuration: {details}. Use the same, or another folder")
@@ -162,7 +169,12 @@ def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _advice(path: Path) -> str:
+def _damaged(path: Path, what: str) -> Damaged:
+    return Damaged(f"checkpoint {path} is damaged: {what}. {advice(path)}")
+
+
+def advice(path: Path) -> str:
+    """What to do where a checkpoint that was asked for by its name is damaged."""
     older = [other.name for other in checkpoints(path.parent.parent) if other.name < path.name]
     if older:
         return f"Go on from the one before it with --resume-from {older[-1]}"

@@ -2,7 +2,23 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+class Damaged(ValueError):
+    """Files are not those that were written."""
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make the folder; inside, what cannot be written is a ValueError that says what to do."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
 
 
 def write_whole(path: Path, data: bytes) -> Path:

@@ -9,6 +9,7 @@ from manifold_tying.training._build import build_model
 from manifold_tying.training._checkpoint import STATE, checkpoints, load_checkpoint, read_state
 from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel
+from manifold_tying.training._identity import CORPUS
 
 PATHS = ("init_from", "tokenizer")
 
@@ -38,7 +39,7 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
             raise ValueError(f"expected the folder of a run with checkpoints or of one of them, got {folder}")
         folder = saved[-1]
     config = read_state(folder)["config"]
-    values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed")}
+    values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
     values |= {name: Path(values[name]) for name in PATHS if values.get(name)}
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))

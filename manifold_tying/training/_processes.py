@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from manifold_tying.training._config import Parallel, Settings
+from manifold_tying.training._files import Damaged
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.tying import shard_model
 
@@ -117,7 +118,7 @@ class Processes:
         return value
 
     def together(self, work: Callable[[], T]) -> T:
-        """``work()`` on every process; where it raises ValueError or OSError on one, all raise."""
+        """``work()`` on every process; where it raises ValueError or OSError on one, all raise, Damaged as Damaged."""
         if self.size == 1:
             return work()
         error: ValueError | OSError | None = None
@@ -125,12 +126,14 @@ class Processes:
             value = work()
         except (ValueError, OSError) as raised:
             error = raised
-        messages = self.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise ValueError(message if rank == 0 else f"process {rank}: {message}")
+        found = self.gather(None if error is None else (str(error), isinstance(error, Damaged)))
+        # All raise one error, the first: what is done about it has to be the same everywhere.
+        for rank, of_rank in enumerate(found):
+            if of_rank is not None:
+                message, damaged = of_rank
+                if error is not None and isinstance(error, Damaged) == damaged:
+                    raise error
+                raise (Damaged if damaged else ValueError)(message if rank == 0 else f"process {rank}: {message}")
         return value
 
     def gather(self, value: T) -> list[T]:
@@ -140,6 +143,10 @@ class Processes:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def on_first(self, work: Callable[[], object]) -> None:
+        """``work()`` on the process that writes, whose result stays there; its ValueError or OSError on all."""
+        self.together(work if self.writes else lambda: None)
 
     def first(self, work: Callable[[], T]) -> T:
         """``work()`` on the process that writes, its small result on all; its ValueError or OSError on all, too."""

@@ -1,4 +1,7 @@
-"""SIGTERM, by which schedulers announce that a machine is taken away: the step in flight is finished and saved."""
+"""The signals that ask a run to stop: SIGTERM, by which schedulers take a machine away, and SIGINT, which is Ctrl-C.
+
+The step in flight is finished and saved. A second Ctrl-C interrupts at once.
+"""
 
 import signal
 import threading
@@ -6,29 +9,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-EXIT_STATUS = (
-    128 + signal.SIGTERM
-)  # what a shell reports of a process ended by SIGTERM; 0 would say that the run is finished
-
 
 class Termination:
-    """Whether SIGTERM has arrived."""
+    """Which signal has arrived, if any."""
 
-    requested = False
+    arrived: signal.Signals | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to stop."""
+        return self.arrived is not None
+
+    @property
+    def name(self) -> str:
+        """Of the signal; SIGTERM where it reached another process of the run."""
+        return (self.arrived or signal.SIGTERM).name
+
+    @property
+    def status(self) -> int:
+        """What a shell reports of a process that the signal ended; 0 would say that the run is finished."""
+        return 128 + (self.arrived or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.arrived = signal.Signals(number)
 
 
 @contextmanager
 def termination() -> Iterator[Termination]:
-    """Inside, SIGTERM is noted and does nothing else. In a thread other than the main one Python cannot listen."""
+    """Inside, the signals are noted and do nothing else. In a thread other than the main one Python cannot listen."""
     noted = Termination()
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = signal.signal(signal.SIGTERM, noted._note)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGINT] is signal.SIG_IGN:  # a shell starts jobs in the background so
+        del before[signal.SIGINT]
+    for number in before:
+        signal.signal(number, noted._note)
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps of a run need."""
+    """What the steps of a run need. Its identity is that of its checkpoints: the configuration and what tells its text."""
 
     config: TrainConfig
+    identity: dict[str, Any]
     arm: str
     processes: Processes
     model: Model
@@ -48,7 +50,7 @@ class Run:
                 step,
                 self.model,
                 self.optimizer,
-                self.config.as_json(),
+                self.identity,
                 schedule=self.schedule,
                 probes=self.probes,
                 processes=self.processes,
@@ -60,7 +62,7 @@ class Run:
             path,
             self.model,
             self.optimizer,
-            self.config.as_json(),
+            self.identity,
             schedule=self.schedule,
             probes=self.probes,
             processes=self.processes,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from manifold_tying.training._files import digest, flush_to_disk
+from manifold_tying.training._files import Damaged, digest, flush_to_disk
 
 
 def write_tensors(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -47,7 +47,7 @@ def read_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     try:
         metadata: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except SafetensorError as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}") from error
+        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
     return {name: (found.size, found.properties.dtype) for name, found in metadata.items()}
 
 

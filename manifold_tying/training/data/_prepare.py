@@ -27,6 +27,7 @@ SHARD_TOKENS = 100_000_000
 _SAMPLE_CHARACTERS = 64_000_000  # the tokenizer is trained on so much text at most
 _HELD_OUT_EVERY = 20
 _PROGRESS_TOKENS = 1_000_000
+Limit = tuple[int, int]  # training and held-out tokens after which a stream is not read on
 
 
 def cache_directory() -> Path:
@@ -42,6 +43,7 @@ def prepare(
     *,
     vocab_size: int,
     tokens_needed: int | None = None,
+    held_out_needed: int = 0,
     tokenizer: str | Path | None = None,
     cache: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
@@ -61,6 +63,8 @@ def prepare(
         vocab_size: token ids stay below it; fewer are used where the corpus is too small to fill it
         tokens_needed: training tokens after which to stop reading a streamed corpus (``hf:``); None reads all of it.
             Other corpora are always read to their end
+        held_out_needed: held-out tokens that a streamed corpus is read on for, so that they do not depend on how much is
+            trained
         tokenizer: path of a ``tokenizer.json`` to use instead of training one
         cache: folder for prepared corpora; None means :func:`cache_directory`
         progress: is called with a line of text now and then
@@ -78,7 +82,7 @@ def prepare(
     if given is None and vocab_size < SMALLEST_VOCABULARY:
         raise ValueError(f"expected vocab_size >= {SMALLEST_VOCABULARY}: all bytes and a separator; got {vocab_size}")
     corpus = open_corpus(spec)
-    limit = tokens_needed if corpus.streamed else None
+    limit = None if tokens_needed is None or not corpus.streamed else (tokens_needed, held_out_needed)
     root = cache_directory() if cache is None else Path(cache)
     final = root / f"{kind}-{_key(corpus, vocab_size, limit, given)[:20]}"
     if not final.exists():
@@ -87,7 +91,7 @@ def prepare(
         draft.mkdir(parents=True)
         try:
             with serial_calls():
-                _build(draft, corpus, vocab_size, limit, given, progress or (lambda line: None))
+                _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
             _publish(draft, final)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -110,7 +114,7 @@ def _check_given(directory: Path, vocab_size: int, given: bytes | None) -> Path:
     return directory
 
 
-def _key(corpus: Corpus, vocab_size: int, limit: int | None, given: bytes | None) -> str:
+def _key(corpus: Corpus, vocab_size: int, limit: Limit | None, given: bytes | None) -> str:
     """A hash of everything that determines the tokens."""
     tokenizer = None if given is None else sha256(given)
     return sha256(json.dumps([FORMAT, corpus.identity, vocab_size, limit, tokenizer]).encode())
@@ -133,20 +137,21 @@ def _build(
     directory: Path,
     corpus: Corpus,
     vocab_size: int,
-    limit: int | None,
+    limit: Limit | None,
     given: bytes | None,
+    path: str,
     progress: Callable[[str], None],
 ) -> None:
-    """Fill an empty directory; one pass over the documents."""
+    """Fill an empty directory; one pass over the documents. ``path`` is that of the given tokenizer."""
     texts = pieces(corpus.documents())
     if given is None:
         progress(f"{corpus.spec}: training a tokenizer")
         sample = list(_sample(texts))
         own = train_tokenizer((piece.text for piece in sample if not _held_out(piece.document)), vocab_size)
-        given = own.to_str(pretty=True).encode()
+        given, path = own.to_str(pretty=True).encode(), "the tokenizer"
         texts = itertools.chain(sample, texts)
     # Also where it was just trained: what is stored is what encodes.
-    tokenizer = load_tokenizer(given, "the tokenizer", vocab_size)
+    tokenizer = load_tokenizer(given, path, vocab_size)
     (directory / "tokenizer.json").write_bytes(given)
 
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -180,9 +185,13 @@ def _build(
 
 
 def _write(
-    encoded: Generator[Encoded], train: ShardWriter, val: ShardWriter, limit: int | None, report: Callable[[str], None]
+    encoded: Generator[Encoded],
+    train: ShardWriter,
+    val: ShardWriter,
+    limit: Limit | None,
+    report: Callable[[str], None],
 ) -> int:
-    """Write the documents to their splits, up to the one that brings train to its limit; returns their number."""
+    """Write the documents to their splits, up to the one that brings both to their limits; returns their number."""
     documents = reported = 0
     with closing(encoded):
         for part in encoded:
@@ -192,7 +201,7 @@ def _write(
             if train.tokens - reported >= _PROGRESS_TOKENS:
                 reported = train.tokens
                 report(f"{reported / 1e6:.0f} million training tokens")
-            if limit is not None and train.tokens >= limit and part.ends_document:
+            if limit and train.tokens >= limit[0] and val.tokens >= limit[1] and part.ends_document:
                 break
     return documents
 

@@ -1,0 +1,58 @@
+"""Arms as the command line names them: an interface or a body, and the settings that it changes."""
+
+import dataclasses
+import json
+import math
+import re
+from typing import Any, get_args
+
+from manifold_tying.training._config import Body, Interface, Settings
+
+ARMS: tuple[Interface, ...] = get_args(Interface)
+BODIES: tuple[Body, ...] = get_args(Body)
+# All arms start from one checkpoint; two numbers would need a comma, which separates arms.
+NOT_OF_AN_ARM = {"init_from", "betas"}
+
+
+def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
+    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise.
+
+    A body in place of the interface is that body between untied tables, as in POET's experiments.
+    """
+    if number := re.search(r"[\d.]+e\+\d+", name, re.IGNORECASE):
+        plain = number[0].replace("+", "")
+        raise ValueError(f"a plus begins the next change of an arm; write {plain} for {number[0]} in {name!r}")
+    first, *changes = name.split("+")
+    fields = {field.name for field in dataclasses.fields(Settings)} - NOT_OF_AN_ARM
+    values: dict[str, Any] = {}
+    known = next((arm for arm in ARMS if arm == first), None)
+    if known is None:
+        known = "untied"
+        values["body"] = next((body for body in BODIES if body == first), None)
+        fields -= {"body"}
+        if values["body"] is None:
+            choices = ", ".join(ARMS + BODIES)
+            raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or key not in fields:
+            raise ValueError(
+                f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
+            )
+        values[key] = _value(text, key)
+    return known, dataclasses.replace(shared, **values)
+
+
+def _value(text: str, key: str) -> Any:
+    """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    hint = Settings.__annotations__[key]
+    allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}
+    fits = type(value) in allowed or (type(value) is int and float in allowed)
+    fits |= value is None and type(None) in get_args(hint)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"expected {key} to be of type {hint}, got {text!r}")
+    return value

@@ -1,0 +1,66 @@
+"""The folder of a run: made, or found with the checkpoint that the run goes on from."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from manifold_tying.training._checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
+from manifold_tying.training._command import called_as, train_command
+from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._files import Damaged, write_whole, writing_to
+from manifold_tying.training._machine import machine
+from manifold_tying.training._record import METRICS
+from manifold_tying.training._step import Run
+
+CONFIG, RESULT = "config.json", "result.json"
+ORIGIN = "run.json"  # apart from the configuration: a resumed run may be called otherwise, and elsewhere
+
+
+def open_folder(run: Run) -> int:
+    """Make the run's folder or load the newest whole checkpoint there; returns the step that was reached.
+
+    Newer ones, damaged ones among them, are set aside.
+    """
+    config, processes = run.config, run.processes
+    found = None
+    start, damaged = 0, {}
+    for path in processes.first(lambda: _candidates(config)):
+        try:
+            start, found = run.load(path), path
+            break
+        except Damaged as error:
+            if config.resume_from is not None:
+                raise
+            damaged[path] = str(error).removesuffix(advice(path))
+
+    def write() -> None:
+        with writing_to(config.out):
+            if start < config.settings.steps:  # of a run that went further: nobody is to take it for this one's
+                (config.out / RESULT).unlink(missing_ok=True)
+            for path, what in damaged.items():
+                print(
+                    f"{what}Set aside as {set_aside(path).name}; going on from {found.name if found else 'the start'}"
+                )
+            if found is not None:
+                set_newer_aside(found)
+            write_whole(config.out / CONFIG, json.dumps(run.identity, indent=1).encode())
+            origin = {"command": called_as("train") or train_command(config), "machine": machine(_device(config))}
+            write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
+
+    processes.on_first(write)
+    return start
+
+
+def _device(config: TrainConfig) -> torch.device:
+    return torch.device(config.settings.device)
+
+
+def _candidates(config: TrainConfig) -> list[Path]:
+    """Where to go on from, the best first; ValueError where the folder holds a run that nobody asked to go on with."""
+    if config.resume_from is not None:
+        return [find_checkpoint(config.out, config.resume_from)]
+    saved = checkpoints(config.out)
+    if not config.resume and (saved or (config.out / METRICS).exists()):
+        raise ValueError(f"{config.out} holds a run already; go on with it (--resume) or choose another folder")
+    return saved[::-1]

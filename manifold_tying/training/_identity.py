@@ -1,0 +1,45 @@
+"""By what a run is known again: its settings, and the text that it reads, which a path alone does not tell."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from manifold_tying.training.data import TokenData
+from manifold_tying.training.data._tokens import sha256
+
+CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
+
+
+def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
+    """What tells one text from another: its tokenizer, its length, and the first ``evaluated`` held-out tokens.
+
+    The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
+    much each of them trains.
+    """
+    measured = tokens.val.window(0, evaluated + 1).astype("<i8").tobytes()
+    return {
+        "tokenizer_sha256": tokens.meta.tokenizer_sha256,
+        "train_tokens": len(tokens.train),
+        "evaluated_tokens": evaluated,
+        "held_out_sha256": sha256(tokens.meta.tokenizer_sha256.encode() + measured),
+    }
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The names by which two configurations differ.
+
+    The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
+    it, and what is not known is no difference.
+    """
+    names = sorted(k for k in {*there, *here} - {CORPUS} if there.get(k) != here.get(k))
+    texts = there.get(CORPUS), here.get(CORPUS)
+    return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
+
+
+def other_text(where: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The error of a run whose text was changed since."""
+    before, now = there[CORPUS], here[CORPUS]
+    names = ", ".join(k for k in now if before.get(k) != now[k])
+    return (
+        f"{where} was trained on another text than {here['data']} is now: {names} differ. Losses could not be compared. "
+        "Put the text back as it was, or choose another --out"
+    )

@@ -1,0 +1,119 @@
+"""A run is known again by its text, not by the name of the file that it stands in."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import config, lines, text
+
+from manifold_tying.training import AblateConfig, ablate, train
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training._run_data import load_data, run_data
+from manifold_tying.training.data import open_tokens
+from manifold_tying.training.report import load_experiments
+from manifold_tying.training.report._comparison import comparable, differences
+
+
+def rewrite(corpus: Path) -> None:
+    """Another text under the same name, as long as the one before."""
+    corpus.write_text(corpus.read_text().replace("plus", "auch"))
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def forget(run: Path) -> None:
+    """What the first versions did not write."""
+    for name, known in (("config.json", ("corpus",)), ("result.json", ("evaluated_tokens", "held_out_sha256"))):
+        content = json.loads((run / name).read_text())
+        (run / name).write_text(json.dumps({k: v for k, v in content.items() if k not in known}))
+
+
+def test_an_ablation_does_not_go_on_with_another_text(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    settings = config(tmp_path, corpus, steps=2, checkpoint_every=None).settings
+    first = AblateConfig(out=tmp_path / "out", arms="untied", seeds=1, settings=settings)
+    ablate(first)
+    rewrite(corpus)
+    before = files(tmp_path / "out")
+    both = dataclasses.replace(first, arms="untied,transpose")
+    with pytest.raises(
+        ValueError, match=r"untied-0 was trained on another text than text:.*sums\.txt is now: .*held_out"
+    ):
+        ablate(both)
+    assert files(tmp_path / "out") == before
+    forget(tmp_path / "out/untied-0")  # what is not known is no difference
+    assert [row["arm"] for row in ablate(both)] == ["untied", "transpose"]
+
+
+def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    run = config(tmp_path / "run", corpus, steps=4)
+    train(run)
+    same = dataclasses.replace(run, resume=True)
+    os.utime(corpus, (1, 1))  # prepared anew, and the same
+    train(same)
+    rewrite(corpus)
+    before = files(run.out)
+    with pytest.raises(
+        ValueError, match=r"checkpoint .*step-00000004 was trained on another text .* Put the text back"
+    ):
+        train(same)
+    assert files(run.out).keys() == before.keys() and lines(run.out) == [
+        json.loads(line) for line in before[run.out / "metrics.jsonl"].splitlines()
+    ]
+
+
+def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    names = ("one", "two", "other")
+    for name in names:
+        if name == "other":
+            rewrite(corpus)
+        train(config(tmp_path / name, corpus, "untied", steps=2, checkpoint_every=None))
+    found = load_experiments([tmp_path / name for name in names])
+    assert comparable(found) == [["one/untied", "two/untied"], ["other/untied"]]
+    (sentence,) = differences(found)
+    assert sentence.startswith("held-out text: 128 tokens with hash ") and "(one/untied, two/untied); " in sentence
+    forget(tmp_path / "other")
+    found = load_experiments([tmp_path / name for name in names])
+    assert len(comparable(found)) == 1 and not differences(found)
+
+
+def test_a_small_corpus_says_on_how_much_it_is_evaluated(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    run = resolve(config(tmp_path / "run", corpus, val_tokens=10**6, steps=2))
+    said: list[str] = []
+    tokens = load_data(run, said.append)
+    there = (len(tokens.val) - 1) // 16 * 16
+    assert said[-1] == f"text:{corpus} is small: evaluating on {there:,} held-out tokens, not on 1,000,000"
+    row = train(run)
+    assert (
+        row["evaluated_tokens"]
+        == there
+        == sum(targets.numel() for _, targets in run_data(tokens, run.settings, 0).held_out)
+    )
+    said.clear()
+    load_data(resolve(config(tmp_path / "run", corpus, val_tokens=there)), said.append)
+    assert not said
+
+
+def test_the_held_out_text_of_a_stream_does_not_depend_on_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "corpus").mkdir()
+    rows = [json.dumps({"text": f"{i} plus {i % 7} is {i + i % 7}; " * 4}) for i in range(2_000)]
+    (tmp_path / "corpus/part.jsonl").write_text("\n".join(rows))
+    found: list[Any] = []
+    for steps in (1, 40, 400):
+        run = resolve(config(tmp_path, tmp_path, data=f"hf:{tmp_path / 'corpus'}", steps=steps, val_tokens=512))
+        tokens = load_data(run)
+        found.append((run_data(tokens, run.settings, 0).identity, open_tokens(tokens.directory).meta.documents))
+    assert [identity["evaluated_tokens"] for identity, _ in found] == [512] * 3
+    assert len({identity["held_out_sha256"] for identity, _ in found}) == 1
+    assert found[0][1] == found[1][1] < found[2][1] < 2_000  # and it is still read only as far as it is needed
