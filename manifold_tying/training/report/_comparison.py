@@ -1,16 +1,17 @@
 """Several experiments as one, and whether their losses may be compared at all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manifold_tying.models import PRESETS
-from manifold_tying.training.report._experiment import Experiment, arm_names
+from manifold_tying.training.report._experiment import Experiment, Row, arm_names
 from manifold_tying.training.report._reading import load_experiment
 
 # What a validation loss is measured on; everything else may well be what is compared.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
+APART = "Losses here are not all measured on the same text in the same tokens, so they cannot be compared across:"
 
 
 def load_experiments(folders: Sequence[str | Path]) -> Experiment:
@@ -59,11 +60,14 @@ def together(experiments: Mapping[str, Experiment]) -> Experiment:
 
 def comparable(experiment: Experiment) -> list[list[str]]:
     """The arms that have finished runs, in groups within which losses are measured on the same."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for arm in arm_names(experiment.rows):
-        measured = _measured_on({**experiment.settings, **experiment.arms[arm]})
-        groups.setdefault(tuple(measured.values()), []).append(arm)
-    return list(groups.values())
+    groups = []
+    for arms in _alike(experiment, arm_names(experiment.rows)):
+        texts = _texts(experiment.rows, arms)
+        if len({*texts.values()} - {None}) > 1:
+            groups += [[arm for arm in arms if texts[arm] == text] for text in dict.fromkeys(texts.values())]
+        else:  # what the first versions did not record is no difference
+            groups.append(arms)
+    return groups
 
 
 def differences(experiment: Experiment) -> list[str]:
@@ -71,13 +75,40 @@ def differences(experiment: Experiment) -> list[str]:
     of_arms = {arm: _measured_on({**experiment.settings, **own}) for arm, own in experiment.arms.items()}
     sentences = []
     for key in MEASURED_ON:
-        groups: dict[str, list[str]] = {}
-        for arm, measured in of_arms.items():
-            groups.setdefault(measured[key], []).append(arm)
-        if len(groups) > 1:
-            listed = "; ".join(f"{value} ({', '.join(arms)})" for value, arms in groups.items())
-            sentences.append(f"{key.replace('val_', 'validation ').replace('_', ' ')}: {listed}.")
+        values = {arm: measured[key] for arm, measured in of_arms.items()}
+        sentences += _sentence(key.replace("val_", "validation ").replace("_", " "), values)
+    for arms in _alike(experiment, experiment.arms):
+        texts = {arm: text for arm, text in _texts(experiment.rows, arms).items() if text is not None}
+        sentences += _sentence("held-out text", texts)
     return sentences
+
+
+def _sentence(name: str, values: Mapping[str, str]) -> list[str]:
+    """The arms by their values; nothing where all have the same."""
+    groups: dict[str, list[str]] = {}
+    for arm, value in values.items():
+        groups.setdefault(value, []).append(arm)
+    listed = "; ".join(f"{value} ({', '.join(arms)})" for value, arms in groups.items())
+    return [f"{name}: {listed}."] if len(groups) > 1 else []
+
+
+def _alike(experiment: Experiment, arms: Iterable[str]) -> list[list[str]]:
+    """The arms in groups of those whose settings ask for the same text in the same tokens."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for arm in arms:
+        measured = _measured_on({**experiment.settings, **experiment.arms[arm]})
+        groups.setdefault(tuple(measured.values()), []).append(arm)
+    return list(groups.values())
+
+
+def _texts(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, str | None]:
+    """What the runs of each arm were evaluated on, as they recorded it; None where they did not."""
+    found: dict[str, dict[str, None]] = {arm: {} for arm in arms}
+    for row in rows:
+        if row["arm"] in found and "held_out_sha256" in row:
+            text = f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"
+            found[row["arm"]][text] = None
+    return {arm: " and ".join(texts) or None for arm, texts in found.items()}
 
 
 def _measured_on(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from manifold_tying.training._config import Body, Interface
 
@@ -42,6 +42,8 @@ class Row(TypedDict):
     cond_transform: float | None  # without a transform no condition number,
     orthogonality_error: float | None  # and without a POET body no rotations
     trainable_parameters: float
+    evaluated_tokens: NotRequired[int]  # of the held-out text that the first versions did not record,
+    held_out_sha256: NotRequired[str]  # and what tells it from another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,13 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return sentences + failures(rows)
 
 
+def findings_by_group(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
+    """:func:`findings` within each group of arms."""
+    return [
+        sentence for arms in groups if (of := [row for row in rows if row["arm"] in arms]) for sentence in findings(of)
+    ]
+
+
 def _best(losses: Losses) -> str:
     """Arms are ranked over the seeds that all of them have: a mean over lucky seeds is no merit of the arm."""
     shared = set.intersection(*(set(loss) for loss in losses.values()))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from manifold_tying.training._config import POET_SETTINGS
+from manifold_tying.training._identity import CORPUS
 from manifold_tying.training.report._checked import AGAIN, check_number, json_of, kind_of, object_of, text_under
 from manifold_tying.training.report._course import course_of
 from manifold_tying.training.report._experiment import Experiment, Quantity, Row, Source, arm_names
@@ -60,7 +61,7 @@ def _single_run(out: Path) -> Experiment:
         raise ValueError(f"{out} holds a run that has not finished: result.json is missing; go on with train --resume")
     (row,) = checked_rows([json_of(out / "result.json")], where=str(out / "result.json"))
     config = object_of(json_of(out / "config.json"), str(out / "config.json"))
-    unused = POET_SETTINGS if config.get("body") == "adamw" else ()
+    unused = (CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
     command, machine = "", {}
     if (out / "run.json").exists():  # the first versions wrote none
         described = object_of(json_of(out / "run.json"), str(out / "run.json"))

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from manifold_tying.training.report._comparison import differences
+from manifold_tying.training.report._comparison import APART, differences
 from manifold_tying.training.report._experiment import Experiment, Row, arm_names
-from manifold_tying.training.report._findings import findings
+from manifold_tying.training.report._findings import findings_by_group
 from manifold_tying.training.report._markup import (
     definitions,
     number_attribute,
@@ -32,19 +32,10 @@ def findings_section(experiment: Experiment, groups: Sequence[Sequence[str]]) ->
     warning = ""
     if apart:
         listed = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in apart)
-        warning = (
-            '<div class="warning">\n<p><strong>Losses on this page are not all measured on the same text in the same tokens,'
-            f" so they cannot be compared across:</strong></p>\n<ul>\n{listed}\n</ul>\n</div>\n"
-        )
-    sentences = [*_findings(experiment.rows, groups), *experiment.failures]
+        warning = f'<div class="warning">\n<p><strong>{APART}</strong></p>\n<ul>\n{listed}\n</ul>\n</div>\n'
+    sentences = [*findings_by_group(experiment.rows, groups), *experiment.failures]
     paragraphs = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return warning + section("findings", "Findings", paragraphs.replace(" ± ", "&nbsp;±&nbsp;"))
-
-
-def _findings(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        sentence for arms in groups if (of := [row for row in rows if row["arm"] in arms]) for sentence in findings(of)
-    ]
 
 
 def results_section(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> str:

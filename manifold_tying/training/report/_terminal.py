@@ -1,6 +1,6 @@
 """The results table for a terminal: in one piece from 120 columns on, in several where there is less room."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -8,6 +8,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from manifold_tying.training.report._comparison import APART, comparable, differences
+from manifold_tying.training.report._experiment import Experiment
+from manifold_tying.training.report._findings import findings_by_group
 from manifold_tying.training.report._reading import checked_rows
 from manifold_tying.training.report._results import Cell, Results, results
 
@@ -15,10 +18,23 @@ CAPTION = "Mean over seeds, below it ± the sample standard deviation; losses in
 ENDLESS = 10_000  # columns of a terminal in which everything fits
 
 
-def summary_table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The objects of summary.json as a table: arms in their order, the mean over seeds and below it ± the sample sd."""
-    content = results(checked_rows(rows, where="rows"))
+def summary_table(rows: Iterable[Mapping[str, Any]], groups: Sequence[Sequence[str]] = ()) -> Table:
+    """The objects of summary.json as a table: arms in their order, the mean over seeds and below it ± the sample sd.
+
+    ``groups`` are arms that can be measured against each other; without them all can.
+    """
+    content = results(checked_rows(rows, where="rows"), groups)
     return _ResultsTable(content, range(len(content.columns)))
+
+
+def shown(experiment: Experiment) -> Iterator[Table | Text]:
+    """What the page opens with, for a terminal: what cannot be compared, the table, the findings."""
+    groups = comparable(experiment)
+    if apart := differences(experiment):
+        yield Text("\n- ".join([APART, *apart]), style="bold")
+    yield summary_table(experiment.rows, groups)
+    for sentence in (*findings_by_group(experiment.rows, groups), *experiment.failures):
+        yield Text(sentence)
 
 
 class _ResultsTable(Table):
