@@ -10,6 +10,7 @@ from rich.console import Console
 
 from manifold_tying.training._checkpoint import STATE, checkpoints
 from manifold_tying.training._inspect import interface_summary
+from manifold_tying.training._record import METRICS
 from manifold_tying.training._saving import export_model
 from manifold_tying.tying import convert, export, load, save
 from manifold_tying.tying.huggingface._checkpoint import read_config
@@ -28,9 +29,9 @@ _TEMPLATES = "additional_chat_templates"
 class ConvertConfig:
     """Replace the tied tables of a transformers checkpoint by a PIT interface."""
 
-    model: Annotated[Path, tyro.conf.Positional]
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a transformers checkpoint."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write to; tokenizer files are copied."""
     transform: Literal["identity", "head", "embedding", "rotation"] = "head"
     """Where T starts: the identity, or such that head or embedding compute what they did; rotation (Llama-like models) turns
@@ -50,9 +51,9 @@ class ExportConfig:
     Of a run, whatever the number of processes that saved it: model.safetensors with its newest checkpoint's weights.
     """
 
-    model: Annotated[Path, tyro.conf.Positional]
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder that convert wrote, or that of a run, or one of its checkpoints."""
-    out: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write to; tokenizer files are copied."""
 
 
@@ -78,6 +79,10 @@ def run_export(config: ExportConfig, console: Console) -> None:
 
 
 def _read(path: Path) -> "PreTrainedModel":
+    if any((path / name).is_file() for name in (METRICS, STATE)):
+        raise ValueError(
+            f"{path} is a run of train or ablate; convert is for transformers checkpoints, and export for runs"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {path / 'config.json'}")
     read_config(path)

@@ -1,5 +1,6 @@
 """The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +17,28 @@ except ModuleNotFoundError as error:  # pragma: no cover - needs an environment 
     )
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
+from manifold_tying.training._arguments import parsed
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
 from manifold_tying.training._inspect import InspectConfig, run_inspect
-from manifold_tying.training._loop import load_data_together, train
+from manifold_tying.training._loop import train
 from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
+from manifold_tying.training._run_data import load_data_together
 from manifold_tying.training.papers import ReproduceConfig, reproduce
-from manifold_tying.training.report import findings, load_experiments, summary_table, write_report
+from manifold_tying.training.report import load_experiments, shown, write_report
+
+DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
 
 
 @dataclass(frozen=True)
 class ReportConfig:
     """Draw the curves and write report.html of an ablation or a run; of several, one page that compares them."""
 
-    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR...")]
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR...]", help_behavior_hint="(required)")
+    ]
     """Folders that ablate or train wrote to."""
     out: Path | None = None
     """Folder for report.html and the figures; None is DIR itself where there is one, and ./report for several."""
@@ -60,12 +67,11 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
             rows = ablate(config, started=started)
     if not processes.writes:
         return
-    failed = [row for row in rows if "failed" in row]
-    if len(failed) < len(rows):
-        console.print(summary_table(rows))
-        for line in findings(rows):
-            console.print(line)
+    if any("failed" not in row for row in rows):
+        for part in shown(load_experiments([config.out])):
+            console.print(part)
         run_report(ReportConfig((config.out,)), console)
+    failed = [row | {"failed": row.get("failed", DIVERGED)} for row in rows if row.get("val_loss") is None]
     if failed:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 
@@ -95,15 +101,13 @@ def main(arguments: list[str] | None = None) -> None:
         "export": (ExportConfig, run_export),
         "inspect": (InspectConfig, run_inspect),
     }
-    config: Any = tyro.extras.subcommand_cli_from_dict(
-        {name: kind for name, (kind, _) in commands.items()},
-        prog="manifold-tying",
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
     runs = dict(commands.values())
     try:
+        config = parsed({name: kind for name, (kind, _) in commands.items()}, arguments)
         runs[type(config)](config, Console(soft_wrap=False))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)

@@ -1,0 +1,100 @@
+"""What the command line says: its own words where something is wrong, and no comparison that the page would not make."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, config, text
+
+from manifold_tying.training import train
+from manifold_tying.training.cli import main
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed to the standard error by a command that ends with status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--out", "x", "--steps", "0"], "error: expected steps >= 1, got 0\n"),
+        (["ablate", "--out", "x", "--seeds", "0"], "error: expected seeds >= 1, got 0\n"),
+        (["ablate", "--out", "x", "--device", "tpu"], "error: unknown device 'tpu'; use cpu, cuda or cuda:N\n"),
+    ],
+)
+def test_settings_are_refused_in_our_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(arguments, capsys) == said
+
+
+def test_what_cannot_be_parsed_is_refused_in_the_parsers_words(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["train", "--out", "x", "--steps", "many"], capsys)
+    assert "--steps" in said and "many" in said and "error: " not in said
+
+
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--out", str(tmp_path / "run"), "--data", f"text:{corpus}", "--tokenizer", str(corpus)]
+    assert refused(command, capsys).startswith(f"error: {corpus} is not a tokenizer.json")
+
+
+def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(tmp_path / "run", corpus, "transpose", steps=1))
+    for folder in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000001"):
+        said = refused(["convert", str(folder), str(tmp_path / "out")], capsys)
+        assert f"{folder} is a run of train or ablate" in said and "export for runs" in said
+
+
+def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path, tmp_path)  # makes the preset
+    (tmp_path / "small.txt").write_text("a few words, and then some more of them. " * 20)
+    command = ["ablate", "--preset", TINY, "--data", f"text:{tmp_path / 'small.txt'}", "--sequence-length", "512"]
+    command += ["--arms", "untied,transpose,pit-frozen", "--out", str(tmp_path / "out")]
+    assert refused(command, capsys).count("use a larger corpus") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("convert", r"usage: .* MODEL OUT\n"),
+        ("export", r"usage: .* MODEL OUT\n"),
+        ("report", r"DIR \[DIR\.\.\.\] +Folders that ablate or train wrote to\. \(required\)"),
+        ("train", r"docs/learning-rates\.md"),
+    ],
+)
+def test_help(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and re.search(said, shown) and "_recipe.py" not in shown
+
+
+def test_the_terminal_compares_what_the_page_compares(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    config(tmp_path, tmp_path)
+    other = tmp_path / "other.txt"
+    shutil.copy(corpus, other)
+    other.write_text(other.read_text().replace("plus", "and"))
+    command = ["ablate", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "2", "--sequence-length", "16"]
+    command += ["--val-tokens", "64", "--seeds", "1", "--arms", f"untied,transpose,untied+data=text:{other}"]
+    main([*command, "--out", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.index("they cannot be compared across: - data: text:") < said.index("Mean over seeds")
+    rows = json.loads((tmp_path / "out/summary.json").read_text())
+    assert len({row["held_out_sha256"] for row in rows}) == 2
+    apart = f"untied+data=text:{other}"
+    assert f"{apart}: validation loss" in said and "There is no other arm to compare it with" in said
+    assert len(re.findall(r"lowest", said)) == 1  # of untied and transpose
