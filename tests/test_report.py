@@ -693,6 +693,7 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (changed_row(val_loss="4.1"), r"expected a number under 'val_loss', got '4\.1'"),
         (changed_row(tokens=True), r"expected a number under 'tokens', got True"),
         (changed_row(seed="0"), r"integer 'seed'"),
+        (changed_row(held_out_sha256="ab"), r"expected a number under 'evaluated_tokens', got None"),
         (changed_row(arm="other"), r"an arm 'other' that experiment\.json does not describe"),
         (replaced("experiment.json", "{}"), r"expected a string under 'command', got None"),
         (replaced("experiment.json", '{"command": ""}'), r"'machine': expected an object, got null"),

@@ -68,6 +68,16 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     ]
 
 
+def test_two_lines_that_change_places_make_another_text(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    run = config(tmp_path / "run", corpus, steps=1)
+    train(run)
+    first, second, *rest = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([second, first, *rest]))
+    with pytest.raises(ValueError, match=r"is now: train_sha256 differ"):
+        train(dataclasses.replace(run, resume=True))
+
+
 def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
     corpus = text(tmp_path)
     names = ("one", "two", "other")

@@ -213,6 +213,7 @@ def test_explicit_settings_win_over_the_recipe() -> None:
         ({"device": "meta"}, r"unknown device 'meta'; use cpu, cuda or cuda:N"),
         ({"device": "mps"}, r"unknown device 'mps'; use cpu, cuda or cuda:N"),
         ({"lr": 1e38}, r"expected lr <= 1e\+34, got 1e\+38"),
+        ({"betas": 0.9}, r"betas to be two numbers in \[0, 1\), got 0\.9"),
         ({"betas": (0.9, 1.0)}, r"betas to be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
         ({"second_moment": "col"}, r"unknown second_moment 'col'"),
         ({"device": "cuda:99"}, r"'cuda:99' is not there"),

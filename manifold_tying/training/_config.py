@@ -112,7 +112,7 @@ class Settings:
     eval_every: int | None = None
     """Steps between evaluations; None is a fifth of the steps."""
     val_tokens: int = 16384
-    """Held-out tokens to evaluate on, the same for every run."""
+    """Held-out tokens to evaluate on, the same for every run; all there are where a corpus has fewer."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end only."""
     keep_checkpoints: int | None = 2
@@ -156,7 +156,7 @@ class Settings:
                 raise ValueError(
                     f"expected {name} <= {LARGEST_RATE:g}, got {value}: no step of that size fits into float32"
                 )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
@@ -193,7 +193,7 @@ class TrainConfig:
     seed: int = 0
     """Of the initial weights and of the order of the data."""
     resume: bool = False
-    """Go on from the newest checkpoint in DIR, or start where there is none."""
+    """Go on from the newest whole checkpoint in DIR, or start where there is none; damaged ones are set aside."""
     resume_from: str | None = None
     """Go on from this checkpoint in DIR, for instance step-00000040; newer ones are set aside."""
     settings: Settings = dataclasses.field(default_factory=Settings)

@@ -7,18 +7,21 @@ from manifold_tying.training.data import TokenData
 from manifold_tying.training.data._tokens import sha256
 
 CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
+BEGINNING = 1_000_000  # training tokens that are looked at: all of a small corpus, and little of one that fills a disk
 
 
 def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
-    """What tells one text from another: its tokenizer, its length, and the first ``evaluated`` held-out tokens.
+    """What tells one text from another: its tokenizer, its length and beginning, and the ``evaluated`` held-out tokens.
 
     The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
     much each of them trains.
     """
+    begins = tokens.train.window(0, min(len(tokens.train), BEGINNING)).astype("<i8").tobytes()
     measured = tokens.val.window(0, evaluated + 1).astype("<i8").tobytes()
     return {
         "tokenizer_sha256": tokens.meta.tokenizer_sha256,
         "train_tokens": len(tokens.train),
+        "train_sha256": sha256(begins),
         "evaluated_tokens": evaluated,
         "held_out_sha256": sha256(tokens.meta.tokenizer_sha256.encode() + measured),
     }

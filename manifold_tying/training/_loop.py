@@ -172,5 +172,8 @@ def _save_or_stop(run: Run, record: Record | None, done: int, stopped: Terminati
         run.writer.wait()
     if stopped and not ends:
         if record:
-            print(f"{stopped.name}: saved step {done} of {settings.steps} in {run.config.out}; go on with --resume")
+            print(
+                f"{stopped.name}: saved step {done} of {settings.steps} in {run.config.out}; "
+                "go on with --resume, or with the same ablate again"
+            )
         raise SystemExit(stopped.status)

@@ -121,4 +121,7 @@ def _row(value: object, where: str) -> Row:
     for key in get_args(Quantity):
         if not (row[key] is None and key in NULLABLE | LOSSES):
             check_number(row[key], key, where)
+    if "held_out_sha256" in row:  # the first versions wrote neither of the two
+        text_under(row, "held_out_sha256", where)
+        check_number(row.get("evaluated_tokens"), "evaluated_tokens", where)
     return cast(Row, row | {key: math.nan for key in LOSSES if row[key] is None})
