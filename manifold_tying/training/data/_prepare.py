@@ -5,15 +5,14 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from ._corpus import Corpus, open_corpus
+from ._splits import HELD_OUT_EVERY, Limit, held_out, sample_of, write_splits
 from ._tokenizer import (
     SMALLEST_VOCABULARY,
-    Encoded,
-    Piece,
     encode,
     load_tokenizer,
     pieces,
@@ -24,10 +23,6 @@ from ._tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 from ._writer import ShardWriter, move_tail
 
 SHARD_TOKENS = 100_000_000
-_SAMPLE_CHARACTERS = 64_000_000  # the tokenizer is trained on so much text at most
-_HELD_OUT_EVERY = 20
-_PROGRESS_TOKENS = 1_000_000
-Limit = tuple[int, int]  # training and held-out tokens after which a stream is not read on
 
 
 def cache_directory() -> Path:
@@ -129,10 +124,6 @@ def _publish(draft: Path, final: Path) -> None:
         # Another process was faster, and has made the same.
 
 
-def _held_out(document: int) -> bool:
-    return document % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
-
-
 def _build(
     directory: Path,
     corpus: Corpus,
@@ -146,8 +137,8 @@ def _build(
     texts = pieces(corpus.documents())
     if given is None:
         progress(f"{corpus.spec}: training a tokenizer")
-        sample = list(_sample(texts))
-        own = train_tokenizer((piece.text for piece in sample if not _held_out(piece.document)), vocab_size)
+        sample = list(sample_of(texts))
+        own = train_tokenizer((piece.text for piece in sample if not held_out(piece.document)), vocab_size)
         given, path = own.to_str(pretty=True).encode(), "the tokenizer"
         texts = itertools.chain(sample, texts)
     # Also where it was just trained: what is stored is what encodes.
@@ -159,16 +150,18 @@ def _build(
         ShardWriter(directory, split, dtype=DTYPES[dtype], shard_tokens=SHARD_TOKENS) for split in ("train", "val")
     )
     with closing(train), closing(val):
-        documents = _write(encode(tokenizer, texts), train, val, limit, lambda line: progress(f"{corpus.spec}: {line}"))
+        documents = write_splits(
+            encode(tokenizer, texts), train, val, limit, lambda line: progress(f"{corpus.spec}: {line}")
+        )
     if not documents:
         raise ValueError(f"the corpus {corpus.spec!r} holds no text: every document is empty, or there is none")
     if not val.tokens:
-        if train.tokens < _HELD_OUT_EVERY:
+        if train.tokens < HELD_OUT_EVERY:
             raise ValueError(
                 f"the corpus {corpus.spec!r} is too short to hold out a part of it: "
-                f"expected at least {_HELD_OUT_EVERY} tokens, got {train.tokens}; use a longer one"
+                f"expected at least {HELD_OUT_EVERY} tokens, got {train.tokens}; use a longer one"
             )
-        move_tail(train, val, train.tokens // _HELD_OUT_EVERY, tokenizer)
+        move_tail(train, val, train.tokens // HELD_OUT_EVERY, tokenizer)
     meta = Meta(
         corpus=corpus.spec,
         vocab_size=vocab_size,
@@ -182,35 +175,3 @@ def _build(
         tokenizer_sha256=sha256(given),
     )
     write_meta(directory, meta)
-
-
-def _write(
-    encoded: Generator[Encoded],
-    train: ShardWriter,
-    val: ShardWriter,
-    limit: Limit | None,
-    report: Callable[[str], None],
-) -> int:
-    """Write the documents to their splits, up to the one that brings both to their limits; returns their number."""
-    documents = reported = 0
-    with closing(encoded):
-        for part in encoded:
-            split = val if _held_out(part.document) else train
-            split.write(part.tokens, part.text_bytes)
-            documents += part.ends_document
-            if train.tokens - reported >= _PROGRESS_TOKENS:
-                reported = train.tokens
-                report(f"{reported / 1e6:.0f} million training tokens")
-            if limit and train.tokens >= limit[0] and val.tokens >= limit[1] and part.ends_document:
-                break
-    return documents
-
-
-def _sample(texts: Iterator[Piece]) -> Iterator[Piece]:
-    """The first pieces, until they hold so much training text as the tokenizer is trained on."""
-    characters = 0
-    for piece in texts:
-        yield piece
-        characters += 0 if _held_out(piece.document) else len(piece.text)
-        if characters >= _SAMPLE_CHARACTERS:
-            return
