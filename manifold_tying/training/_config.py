@@ -14,6 +14,7 @@ from manifold_tying.training._hugging_face_shape import read_shape
 from manifold_tying.training._machine import check_device
 from manifold_tying.tying.huggingface._convert import Start
 
+LARGEST_RATE = 1e34  # Adam divides its first steps by 1 - beta, and their size is a float32
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
 Body = Literal["adamw", "poet-block", "poet-full"]
 CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
@@ -23,7 +24,6 @@ SecondMoment = Literal["element", "row", "matrix"]
 POET_SETTINGS = (
     "block_size", "fraction", "cayley_terms", "merge_every", "init", "out_share", "equivalence_lr"
 )  # fmt: skip
-LARGEST_RATE = 1e34
 # How a run is carried out; a resumed one may differ in it.
 ELSEWHERE = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 
