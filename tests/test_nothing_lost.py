@@ -18,6 +18,7 @@ from manifold_tying.training import AblateConfig, TrainConfig, ablate, train
 from manifold_tying.training import _loop as loop
 from manifold_tying.training._ablation import commands
 from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training._processes import _mesh
 from manifold_tying.training.cli import main
 from manifold_tying.training.report import findings, load_experiment, write_report
 
@@ -219,3 +220,18 @@ def test_several_processes_are_asked_for_where_there_is_one(tmp_path: Path, corp
         train(config(tmp_path / "run", corpus, parallel="ddp"))
     with pytest.raises(ValueError, match="unknown parallel 'tp'"):
         config(tmp_path, corpus, parallel="tp")
+
+
+def test_processes_that_know_nothing_of_each_other_do_not_write_to_one_folder(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started that know nothing of each other"):
+        train(config(tmp_path / "run", corpus))
+    assert not (tmp_path / "run").exists()
+
+
+def test_replicas_that_would_shard_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="an even number of processes on one; got 3"):
+        _mesh("hsdp", 3, "cpu")

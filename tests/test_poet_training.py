@@ -201,6 +201,7 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
         ("poet-60m", {"body": "poet-full", "fraction": 0.125}, (None, 400, 4e-3)),
         ("nano", {"body": "poet-block", "steps": 180}, (64, 60, 4e-3)),
         ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "equivalence_lr": 0.5}, (128, 3, 0.5)),
+        ("nano", {"body": "poet-block", "block_size": 256}, (256, 400, 2e-3)),  # in a width of 128
         ("nano", {"body": "adamw"}, (None, None, None)),
     ],
 )

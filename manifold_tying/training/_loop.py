@@ -24,7 +24,7 @@ from manifold_tying.training._record import Record
 from manifold_tying.training._row import write_row
 from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._signals import Termination, termination
-from manifold_tying.training._step import Diverged, Run, gradients, usable, why
+from manifold_tying.training._step import Diverged, Run, gradients, read, why
 from manifold_tying.training._writer import CheckpointWriter
 
 MOST_SKIPPED = 10  # steps in a row, with on_nan="skip"
@@ -122,9 +122,9 @@ def _step(
     factor = rate_factor(step, settings)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["lr"] = peak * factor
-    loss, stops = gradients(run, run.batches.batch(step), torch.device(settings.device), terminated)
+    mean, stops = gradients(run, run.batches.batch(step), torch.device(settings.device), terminated)
     norm = linalg.whole(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
-    taken = usable(run, loss, norm)
+    loss, length, taken = read(run, mean, norm)
     if taken:
         most = schedule.clip(settings.clip) if schedule else settings.clip
         torch.nn.utils.clip_grads_with_norm_(clipped, most, norm)
@@ -135,9 +135,9 @@ def _step(
     metrics: dict[str, Any] = {
         "step": step + 1,
         "tokens": (step + 1) * settings.tokens_per_step,
-        "loss": loss.item(),
+        "loss": loss,
         "lr": settings.lr * factor if settings.lr else 0.0,
-        "grad_norm": norm.item(),
+        "grad_norm": length,
         **({} if taken else {"skipped": True}),
     }
     seconds = time.perf_counter() - began

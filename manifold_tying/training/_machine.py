@@ -41,6 +41,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def reset_peak_memory(device: torch.device) -> None:
     """Start measuring :func:`peak_memory` anew, where the system can."""
     if device.type == "cuda":
+        torch.cuda.init()  # before it the device has no number yet
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
         try:

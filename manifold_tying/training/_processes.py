@@ -60,6 +60,12 @@ class Processes:
     def of(cls, settings: Settings) -> "Processes":
         """All processes of the default group; ValueError where their number and ``settings.parallel`` do not go together."""
         size = dist.get_world_size() if dist.is_initialized() else 1
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1 and started > 1:  # each would do all of it, into the same folder
+            raise ValueError(
+                f"{started} processes were started that know nothing of each other; train and ablate share their work, start "
+                "anything else without torchrun, and call torch.distributed.init_process_group first in a program of your own"
+            )
         kind = settings.parallel or ("none" if size == 1 else "fsdp")
         if (kind == "none") != (size == 1):
             raise ValueError(
@@ -191,7 +197,7 @@ def _mesh(kind: Parallel, size: int, device: str) -> "DeviceMesh | None":
         return init_device_mesh(device, (size,))
     if kind == "hsdp":
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        shards = per_node if per_node < size else size // 2
+        shards = per_node if per_node < size else size // 2 if size % 2 == 0 else size
         if size % shards or size == shards:
             raise ValueError(f"hsdp needs nodes of the same size, or an even number of processes on one; got {size}")
         return init_device_mesh(device, (size // shards, shards), mesh_dim_names=("replicate", "shard"))

@@ -58,6 +58,7 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
         filled["merge_every"] = min(MERGE_EVERY, -(-settings.steps // MERGES))
     if settings.equivalence_lr is None:
         full = settings.body == "poet-full"
+        block_size = min(block_size, hidden_size)  # what fits
         filled["equivalence_lr"] = EQUIVALENCE_LR * (
             EQUIVALENCE_FRACTION / settings.fraction if full else EQUIVALENCE_BLOCK / block_size
         )

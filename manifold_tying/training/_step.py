@@ -1,5 +1,6 @@
 """One step's gradients over all processes, and what to do where they are not finite."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,20 @@ def gradients(run: Run, batch: Batch, device: torch.device, terminated: Terminat
     return total[0], bool(total[1] > 0)
 
 
-def usable(run: Run, loss: Tensor, norm: Tensor) -> bool:
-    """Whether loss and all gradients are finite; every process comes to the same answer."""
+def read(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
+    """Loss and norm as numbers, and whether they and all gradients are finite, on which every process agrees.
+
+    The one time in a step that the host waits for a GPU.
+    """
     interface = [
         p.grad for p in run.model.interface.parameters() if p.grad is not None
     ]  # the memory is not in ``norm``
     others = [linalg.whole(torch.nn.utils.get_total_norm(interface))] if interface else []
-    return bool(torch.stack([loss, norm, *others]).isfinite().all())
+    values = torch.stack([loss, norm, *others]).tolist()
+    return values[0], values[1], all(map(math.isfinite, values))
 
 
-def why(run: Run, step: int, loss: Tensor, skipped: int) -> str:
+def why(run: Run, step: int, loss: float, skipped: int) -> str:
     """What is not finite, and what to do."""
     names = [
         name
@@ -115,7 +120,7 @@ def why(run: Run, step: int, loss: Tensor, skipped: int) -> str:
     names = list(dict.fromkeys(bad))
     listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
-    text = f"step {step} of {run.arm}, seed {run.config.seed}: the loss is {loss.item():g}, the {what}"
+    text = f"step {step} of {run.arm}, seed {run.config.seed}: the loss is {loss:g}, the {what}"
     if skipped > 1:
         text += f", for the {skipped}th step in a row"
     saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
