@@ -172,7 +172,8 @@ class RiemannianOptimizer(Optimizer):
             state["step"] += 1
         keys = [key for key in states[0] if key != "step"]
         stacked = {key: stack([linalg.local(state[key]) for state in states]) for key in keys}
-        steps = torch.stack([state["step"] for state in states]).to(points.device, points.dtype.to_real())
+        real = points.real.dtype if points.is_complex() else points.dtype
+        steps = torch.stack([state["step"] for state in states]).to(points.device, real)
         stacked["step"] = steps.view(-1, *[1] * (points.ndim - 1))
         if group["maximize"]:
             gradients = -gradients

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import as_if_compiled
 from machine import lacking
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ FORWARDS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_a_forward_returns_nothing_that_it_changed_in_place(forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch 2.11 compiles such a forward to one with a gradient of zeros; newer ones do not, and so would not show it.
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    as_if_compiled(monkeypatch)
     result = FORWARDS[forward]()
     assert result.requires_grad and result._version == 0
 
@@ -79,7 +80,7 @@ def test_activations_and_their_gradients_lie_row_by_row(
     forward: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Compiled by torch 2.13 for a CPU, a norm of what lies column by column is wrong.
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    as_if_compiled(monkeypatch)
     x = torch.randn(tokens, 8, requires_grad=True)
     strides: list[tuple[int, ...]] = []
     y = ACTIVATIONS[forward](_Layout.apply(x, strides))

@@ -17,7 +17,12 @@ from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._build import build_merges, build_model, build_optimizer
 from manifold_tying.training._recipe import resolve
 
-pytestmark = pytest.mark.cuda
+pytestmark = [
+    pytest.mark.cuda,
+    # PyTorch's own, of no consequence here: that TF32 could be switched on, and that a backward is the first to use cuBLAS
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:.*no current CUDA context"),
+]
 
 
 def skew(Y: Tensor) -> Tensor:
@@ -59,6 +64,35 @@ def test_reorthonormalization_in_place(shape: tuple[int, ...], fixed: bool) -> N
     Y = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0] + 0.02 * torch.randn(shape, dtype=torch.float64)
     X = linalg.reorthonormalize_(Y.cuda(), fixed=fixed)
     torch.testing.assert_close(X.cpu(), linalg.polar(Y)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(151_936, 1024), (32_000, 2048)])
+def test_vocabulary_sized_points_stay_orthonormal(shape: tuple[int, int]) -> None:
+    """In float32, where a product may add all rows of YᵀY up one by one."""
+    module = nn.Module()
+    module.register_parameter("Z", nn.Parameter(torch.randn(shape, device="cuda")))
+    mt.stiefel(module, "Z")
+    Z: Any = next(module.parameters())
+    optimizer = RiemannianAdam(param_groups(module), lr=0.3 / shape[0] ** 0.5, fused=True)
+    for _ in range(10):
+        Z.grad = torch.randn_like(Z)
+        optimizer.step()
+        assert linalg.defect(Z.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_tf32_does_not_reach_what_decides(precision: str) -> None:
+    products: Any = torch.backends.cuda.matmul
+    before, Y = products.fp32_precision, torch.randn(500, 80, device="cuda")
+    try:
+        products.fp32_precision = precision
+        plain = linalg.defect(Y @ torch.linalg.inv(torch.linalg.cholesky(Y.mT @ Y)).mT)
+        found = linalg.defect(linalg.orthonormalize(Y))
+        assert products.fp32_precision == precision
+    finally:
+        products.fp32_precision = before
+    assert found <= 1e-6
+    assert (plain > 1e-4) == (precision == "tf32")  # negative control
 
 
 LAYERS: dict[str, Callable[[nn.Module], Any]] = {

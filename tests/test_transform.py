@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import as_if_compiled
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -178,7 +179,7 @@ def solved_rows(pit: PIT, ids: Tensor, monkeypatch: pytest.MonkeyPatch, compiled
     with monkeypatch.context() as patch:
         patch.setattr(_pit, "divide_by_transform", spy)
         if compiled:
-            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            as_if_compiled(patch)
         return pit.embed(ids), heights
 
 
