@@ -16,6 +16,8 @@ from manifold_tying import linalg
 from manifold_tying.linalg import _polar
 from manifold_tying.linalg._cayley import _inverse
 from manifold_tying.linalg._orthonormalize import _cholesky_qr
+from manifold_tying.linalg._polar import _solve_skew
+from manifold_tying.linalg._polar_factors import polar_products
 
 METHODS = get_args(linalg.Orthonormalization)
 seeds = st.integers(0, 2**31 - 1)
@@ -187,7 +189,7 @@ def products_for_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_products(Y: Tensor) -> bool:
-    return _polar._polar_products(Y, linalg.gram(Y)) is not None
+    return polar_products(Y, linalg.gram(Y)) is not None
 
 
 @pytest.mark.parametrize("shape", [(80, 80), (200, 72), (2, 3, 70, 66)])
@@ -266,7 +268,7 @@ def test_gradient_by_products_is_linear_down_to_nothing_and_passes_nan_on(shape:
 def test_solve_skew_is_scipys_sylvester_equation() -> None:
     H = torch.stack([spd_matrix(30, condition) for condition in (1.0, 3.0, 30.0)])
     C = torch.stack([torch.zeros(30, 30, dtype=torch.float64), skew_of_norm(30, 1e-6), skew_of_norm(30, 1.0)])
-    X = _polar._solve_skew(H, C)
+    X = _solve_skew(H, C)
     for x, h, c in zip(X, H, C, strict=True):
         expected = scipy.linalg.solve_sylvester(h.numpy(), h.numpy(), c.numpy())
         np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-13 * np.abs(expected).max())
@@ -341,6 +343,24 @@ def test_gradient_is_finite_where_the_matrix_is_singular() -> None:
         Y = deficient(kind, torch.float64).requires_grad_()
         linalg.polar(Y)[1].sum().backward()
         assert Y.grad is not None and Y.grad.isfinite().all(), kind
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("shape", [(9, 4), (2, 7, 3), (80, 70), (66, 66)])
+def test_polar_compiles_to_one_graph(shape: tuple[int, ...]) -> None:
+    """Both factors and the gradient through both, by eigenvalues and by products."""
+    Y = conditioned(shape, 1.5).requires_grad_()
+
+    def mixed(Y: Tensor) -> Tensor:
+        U, H = linalg.polar(Y)
+        return (U * torch.linspace(-1, 1, U.numel(), dtype=U.dtype).view(U.shape)).sum() + H.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(mixed, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(Y), mixed(Y))
+    torch.testing.assert_close(torch.autograd.grad(compiled(Y), Y), torch.autograd.grad(mixed(Y), Y))
+    low = Y.detach().bfloat16()
+    torch.testing.assert_close(torch.compile(linalg.polar, backend="aot_eager")(low), linalg.polar(low))
 
 
 def test_second_derivatives_are_refused_not_wrong() -> None:

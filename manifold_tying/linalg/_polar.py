@@ -5,18 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import (
-    check_finite,
-    check_tall,
-    full_precision,
-    gram,
-    identity_like,
-    symmetric,
-    working_dtype,
-)
+from manifold_tying.linalg._basics import check_tall, full_precision, gram, symmetric, working_dtype
 from manifold_tying.linalg._once import once_differentiable
+from manifold_tying.linalg._polar_factors import polar_eigh, polar_products
 
-_ROUNDS_UNPOLISHED = 2  # singular values of 0.6 of the common scale take two: their squares cost few digits
 # Up to here an eigendecomposition is as fast as the products that replace it.
 _FEW_COLUMNS = 64
 
@@ -38,93 +30,14 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     (PIT, equation 7.)
     """
     check_tall(Y)
-    with full_precision(Y.device):
-        W = Y.to(working_dtype(Y.dtype))
-        U, H = _Polar.apply(W)
+    W = Y.to(working_dtype(Y.dtype))
+    U, H = (_opaque if torch.compiler.is_compiling() else _factors)(W)
     return U.to(Y.dtype), H.to(Y.dtype)
 
 
-def _polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, V, h of the polar factors in float64, whatever the conditioning."""
-    check_finite(Y)
-    scale = Y.abs().amax((-2, -1), keepdim=True).double().clamp_min(1e-300)
-    Q, R = torch.linalg.qr(Y.double() / scale)
-    W, h, Vh = torch.linalg.svd(R)
-    return ((Q @ W) @ Vh).to(Y.dtype), Vh.mT, h * scale[..., 0]
-
-
-def _polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U (..., n, p), V (..., p, p) and h (..., p) with Y = U H, H = V diag(h) Vᵀ, from G = YᵀY; V and h in float64."""
-    finite = bool(torch.isfinite(G).all())
-    if finite:
-        eigenvalues, V = torch.linalg.eigh(G.double())
-        # A Gram matrix loses eigenvalues below eps times the largest; at √eps one polishing step still restores U. Below
-        # the smallest normal number it loses digits whatever the conditioning.
-        type_info = torch.finfo(Y.dtype)
-        threshold = (type_info.eps**0.5 * eigenvalues[..., -1]).clamp_min(type_info.tiny / type_info.eps)
-        finite = bool((eigenvalues[..., 0] > threshold).all())
-    if not finite:
-        return _polar_svd(Y)
-    h = eigenvalues.sqrt()
-    U = Y @ ((V / h[..., None, :]) @ V.mT).to(Y.dtype)
-    return _polished(U), V, h
-
-
-def _polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """U, H and, for n > p, H⁻¹ by products, from G = YᵀY; None where that does not converge.
-
-    A tall Y has the H of its p x p Cholesky factor, and U = Y H⁻¹.
-    """
-    if Y.shape[-2] == Y.shape[-1]:
-        U, _ = _nearest_orthogonal(Y, G)
-        return None if U is None else (U, symmetric(U.mT @ Y), None)
-    L, info = torch.linalg.cholesky_ex(G)
-    W, rounds = (None, 0) if info.any() else _nearest_orthogonal(L.mT, G)
-    if W is None:
-        return None
-    inverse = torch.linalg.solve_triangular(L.mT, W, upper=True)
-    U = Y @ inverse
-    if rounds > _ROUNDS_UNPOLISHED:
-        U = _polished(U)
-    return U, symmetric(L @ W), inverse
-
-
-def _polished(U: Tensor) -> Tensor:
-    """U without the rounding that G's condition, the square of Y's, has left in it."""
-    G = gram(U)
-    return U @ (1.5 * identity_like(G) - 0.5 * G)
-
-
-def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
-    """The orthogonal polar factor of square S, from G = SᵀS, and how many rounds it took.
-
-    None where S is not a multiple of a nearly orthogonal matrix.
-
-    U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. Those sums are positive for every E that
-    they are used for, so that where UᵀU comes out as the identity, UᵀS is positive definite.
-    """
-    eye = identity_like(G)
-    root_p, type_info = G.shape[-1] ** 0.5, torch.finfo(G.dtype)
-    enough = 2 * type_info.eps * root_p
-    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    if not c.amin() > type_info.tiny / type_info.eps:
-        return None, 0
-    U, E = S / c.sqrt(), G / c - eye
-    for rounds in range(1, 6):
-        size = torch.linalg.matrix_norm(E).amax()
-        if not size < 0.5 * root_p:  # also where it is NaN
-            break
-        step, left = E / -2, size**2  # three eighths of that are left
-        if left > enough:
-            E2 = E @ E
-            step, left = step + 0.375 * E2, size**3
-            if left > enough:
-                step, left = step + E2 @ (35 / 128 * E2 - 0.3125 * E), size**5
-        U = U + U @ step
-        if left <= enough:
-            return U, rounds
-        E = gram(U) - eye
-    return None, 0
+def _factors(Y: Tensor) -> tuple[Tensor, Tensor]:
+    with full_precision(Y.device):
+        return _Polar.apply(Y)
 
 
 def _solve_skew(H: Tensor, C: Tensor) -> Tensor:
@@ -159,13 +72,13 @@ class _Polar(torch.autograd.Function):
     def forward(ctx: Any, Y: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         G = gram(Y)
-        factors = _polar_products(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
+        factors = polar_products(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
         ctx.by_products = factors is not None
         if factors is not None:
             U, H, inverse = factors
             ctx.save_for_backward(U, H, inverse)
             return U.contiguous(), H
-        U, V, h = _polar_eigh(Y, G)
+        U, V, h = polar_eigh(Y, G)
         ctx.save_for_backward(U, V, h)
         return U.contiguous(), symmetric((V * h[..., None, :]) @ V.mT).to(Y.dtype)
 
@@ -209,3 +122,25 @@ def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tens
     # Both terms that U multiplies go into one product.
     inside = (V @ X @ V.mT - M.double() @ inverse).to(U.dtype)
     return U @ inside + grad_U @ inverse.to(U.dtype)
+
+
+# What is done depends on the data, which a compiled graph cannot follow: there it is one operation that is not looked into.
+@torch.library.custom_op("manifold_tying::polar", mutates_args=())
+def _opaque(Y: Tensor) -> tuple[Tensor, Tensor]:
+    return _factors(Y)
+
+
+@torch.library.custom_op("manifold_tying::polar_backward", mutates_args=())
+def _opaque_backward(Y: Tensor, grad_U: Tensor, grad_H: Tensor) -> Tensor:
+    with torch.enable_grad():
+        Y = Y.detach().requires_grad_()
+        factors = _factors(Y)
+    return torch.autograd.grad(factors, Y, (grad_U, grad_H))[0].contiguous()
+
+
+_opaque.register_fake(lambda Y: (Y.new_empty(Y.shape), Y.new_empty(*Y.shape[:-2], Y.shape[-1], Y.shape[-1])))
+_opaque_backward.register_fake(lambda Y, grad_U, grad_H: Y.new_empty(Y.shape))
+_opaque.register_autograd(
+    lambda ctx, grad_U, grad_H: _opaque_backward(*ctx.saved_tensors, grad_U, grad_H),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

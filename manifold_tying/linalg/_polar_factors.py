@@ -1,0 +1,91 @@
+"""The polar factors of a matrix: by products, by eigenvalues, by singular values."""
+
+import torch
+from torch import Tensor
+
+from manifold_tying.linalg._basics import check_finite, gram, identity_like, symmetric
+
+_ROUNDS_UNPOLISHED = 2  # singular values of 0.6 of the common scale take two: their squares cost few digits
+
+
+def polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, V, h of the polar factors in float64, whatever the conditioning."""
+    check_finite(Y)
+    scale = Y.abs().amax((-2, -1), keepdim=True).double().clamp_min(1e-300)
+    Q, R = torch.linalg.qr(Y.double() / scale)
+    W, h, Vh = torch.linalg.svd(R)
+    return ((Q @ W) @ Vh).to(Y.dtype), Vh.mT, h * scale[..., 0]
+
+
+def polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U (..., n, p), V (..., p, p) and h (..., p) with Y = U H, H = V diag(h) Vᵀ, from G = YᵀY; V and h in float64."""
+    finite = bool(torch.isfinite(G).all())
+    if finite:
+        eigenvalues, V = torch.linalg.eigh(G.double())
+        # A Gram matrix loses eigenvalues below eps times the largest; at √eps one polishing step still restores U. Below
+        # the smallest normal number it loses digits whatever the conditioning.
+        type_info = torch.finfo(Y.dtype)
+        threshold = (type_info.eps**0.5 * eigenvalues[..., -1]).clamp_min(type_info.tiny / type_info.eps)
+        finite = bool((eigenvalues[..., 0] > threshold).all())
+    if not finite:
+        return polar_svd(Y)
+    h = eigenvalues.sqrt()
+    U = Y @ ((V / h[..., None, :]) @ V.mT).to(Y.dtype)
+    return _polished(U), V, h
+
+
+def polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """U, H and, for n > p, H⁻¹ by products, from G = YᵀY; None where that does not converge.
+
+    A tall Y has the H of its p x p Cholesky factor, and U = Y H⁻¹.
+    """
+    if Y.shape[-2] == Y.shape[-1]:
+        U, _ = _nearest_orthogonal(Y, G)
+        return None if U is None else (U, symmetric(U.mT @ Y), None)
+    L, info = torch.linalg.cholesky_ex(G)
+    W, rounds = (None, 0) if info.any() else _nearest_orthogonal(L.mT, G)
+    if W is None:
+        return None
+    inverse = torch.linalg.solve_triangular(L.mT, W, upper=True)
+    U = Y @ inverse
+    if rounds > _ROUNDS_UNPOLISHED:
+        U = _polished(U)
+    return U, symmetric(L @ W), inverse
+
+
+def _polished(U: Tensor) -> Tensor:
+    """U without the rounding that G's condition, the square of Y's, has left in it."""
+    G = gram(U)
+    return U @ (1.5 * identity_like(G) - 0.5 * G)
+
+
+def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
+    """The orthogonal polar factor of square S, from G = SᵀS, and how many rounds it took.
+
+    None where S is not a multiple of a nearly orthogonal matrix.
+
+    U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. Those sums are positive for every E that
+    they are used for, so that where UᵀU comes out as the identity, UᵀS is positive definite.
+    """
+    eye = identity_like(G)
+    root_p, type_info = G.shape[-1] ** 0.5, torch.finfo(G.dtype)
+    enough = 2 * type_info.eps * root_p
+    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    if not c.amin() > type_info.tiny / type_info.eps:
+        return None, 0
+    U, E = S / c.sqrt(), G / c - eye
+    for rounds in range(1, 6):
+        size = torch.linalg.matrix_norm(E).amax()
+        if not size < 0.5 * root_p:  # also where it is NaN
+            break
+        step, left = E / -2, size**2  # three eighths of that are left
+        if left > enough:
+            E2 = E @ E
+            step, left = step + 0.375 * E2, size**3
+            if left > enough:
+                step, left = step + E2 @ (35 / 128 * E2 - 0.3125 * E), size**5
+        U = U + U @ step
+        if left <= enough:
+            return U, rounds
+        E = gram(U) - eye
+    return None, 0
