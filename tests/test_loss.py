@@ -246,3 +246,11 @@ def test_a_target_outside_the_vocabulary_is_refused() -> None:
         linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, 5, 1]))
     with pytest.raises((RuntimeError, IndexError)):
         linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, -1, 1]))
+
+
+def test_float64_stays_under_autocast() -> None:
+    """As nn.Linear has it."""
+    hidden, table, targets = torch.randn(6, 4).double(), torch.randn(9, 4).double(), torch.randint(9, (6,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, table, targets)
+    assert torch.equal(loss, linear_cross_entropy(hidden, table, targets)) and loss.dtype == torch.float64

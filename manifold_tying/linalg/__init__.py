@@ -11,6 +11,7 @@ from manifold_tying.linalg._basics import check_whole as check_whole
 from manifold_tying.linalg._basics import full_precision as full_precision
 from manifold_tying.linalg._basics import gram as gram
 from manifold_tying.linalg._basics import identity_like as identity_like
+from manifold_tying.linalg._basics import product_dtype as product_dtype
 from manifold_tying.linalg._basics import row_blocks as row_blocks
 from manifold_tying.linalg._basics import symmetric as symmetric
 from manifold_tying.linalg._basics import working_dtype as working_dtype

@@ -39,6 +39,13 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which nn.Linear would take the products of x: autocast's, where it is on, but for float64."""
+    device = x.device.type
+    lowers = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if lowers else x.dtype
+
+
 def check_tall(Y: Tensor, what: str = "matrix") -> None:
     """ValueError unless Y is floating with shape (..., n, p), n >= p >= 1."""
     working_dtype(Y.dtype)

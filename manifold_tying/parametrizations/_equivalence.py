@@ -10,7 +10,7 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations._blocks import Side
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
-from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric, product_dtype
+from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._primitive import drawn_seed
@@ -89,7 +89,7 @@ class Equivalence(Constraint):
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias, by whichever of the two formulations takes less; x (..., n) in the layer's dtype, or under autocast."""
-        dtype = product_dtype(x)
+        dtype = linalg.product_dtype(x)
         autocast = torch.is_autocast_enabled(x.device.type) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.sizes.P.n or not (autocast or dtype == self.like.dtype):
             raise ValueError(

@@ -119,5 +119,5 @@ def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
         rows, columns = Layout.of(module, "weight").shape
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    sizes = {key: value for key, value in options.items() if key not in ("terms", "init")}
+    sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share")}
     return Sizes.of(rows, columns, **sizes).parameters > 0

@@ -1,8 +1,8 @@
 """The linear layer with W = R W0 P, and which of its two formulations takes less."""
 
-import torch
 from torch import Tensor
 
+from manifold_tying import linalg
 from manifold_tying.parametrizations._input_centric import InputCentric
 from manifold_tying.parametrizations._primitive import Primitive
 from manifold_tying.parametrizations._rotations import Rotations
@@ -28,19 +28,12 @@ def equivalence_linear(
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ + bias, which never forms W and keeps x, x Pᵀ W0ᵀ and nothing else. Weight-centric: W is
     formed in the stored vector's dtype, cast to x's, used, and formed again in the backward; it keeps x. Equal to rounding.
     """
-    x = x.to(product_dtype(x))
+    x = x.to(linalg.product_dtype(x))
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
         return WeightCentric.apply(x, base, bias, stored, *orders, rotations)
     y = InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], base, bias, stored, *orders, rotations)
     return y.view(*x.shape[:-1], len(base))
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """In which nn.Linear would take the products of x: autocast's, where it is on, but for float64."""
-    device = x.device.type
-    lowers = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if lowers else x.dtype
 
 
 def linear_operations(tokens: int, R: Primitive, P: Primitive, *, input_centric: bool, training: bool = True) -> int:

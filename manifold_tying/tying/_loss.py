@@ -38,8 +38,7 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
         raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = linalg.product_dtype(hidden)
     grad = torch.is_grad_enabled()  # off inside of an autograd.Function, so it is asked here
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])

@@ -205,9 +205,7 @@ class PIT(TokenInterface):
         h T is larger than they are by about √(V/d), beyond the range of float16 where they are well inside it: for products
         in float16 a power of two near that goes from h T to Z.
         """
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        if dtype != torch.float16:
+        if linalg.product_dtype(hidden) != torch.float16:
             return self._readout(hidden), self.memory
         factor = 2.0 ** round(math.log2(self.vocab_size / self.hidden_size) / 2)
         return self._readout(hidden, factor), self.memory * factor
