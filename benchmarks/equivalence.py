@@ -74,8 +74,8 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        orders = part.out_order, part.in_order
-        return equivalence_linear(x, part.base, stored, part.rotations, orders, input_centric=self.input_centric)
+        orders = part.orders
+        return equivalence_linear(x, part.ordered_base, stored, part.rotations, orders, input_centric=self.input_centric)
 
 
 class Problem:

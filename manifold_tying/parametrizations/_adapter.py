@@ -48,7 +48,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         }
         described[name] = {
             "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
-            "base": _digest(part.base), "shape": list(part.base.shape),
+            "base": _digest(part.base), "shape": list(part.layout.shape),
         }  # fmt: skip
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
     final = Path(path)
@@ -139,8 +139,9 @@ class _Change:
         if self.layout is not None:
             register_equivalence(self.owner, self.name, self.layout, self.sizes, self.terms, self.seed)
         (part, stored) = next((part, stored) for own, part, stored in equivalences(self.owner) if own == self.name)
-        for target, value in zip((stored, part.out_order, part.in_order), self.values, strict=True):
-            target.copy_(value)
+        skew, *orders = self.values
+        stored.copy_(skew)
+        part.rearrange(part.base, *orders)
         part.seed.fill_(self.seed)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.parametrizations._orders import inverse, put, take
+from manifold_tying.parametrizations._orders import take
 
 _NARROWEST_APART = 64  # blocks: below, the calls cost more than they save
 
@@ -16,17 +16,12 @@ Side = tuple[Blocks, Tensor]
 
 def rotated(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
     """x Rᵀ, or x R where ``transposed``, x (..., T, n), blocks with the same leading dimensions; not differentiated."""
-    if len(order) == 0:
-        return x
-    return put(x, multiply(take(x, order), blocks, transposed), order)
+    return x.index_copy(-1, order, multiply(take(x, order), blocks, transposed)) if len(order) else x
 
 
 def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
     """R x, or Rᵀ x where ``transposed``, x (..., n, T)."""
-    if len(order) == 0:
-        return x
-    w = multiply_rows(x.index_select(-2, order), blocks, transposed)
-    return w.index_select(-2, inverse(order)) if len(order) == x.shape[-2] else x.index_copy(-2, order, w)
+    return x.index_copy(-2, order, multiply_rows(x.index_select(-2, order), blocks, transposed)) if len(order) else x
 
 
 def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = None) -> Tensor:

@@ -13,23 +13,27 @@ from manifold_tying.parametrizations._equivalence_options import Init, Scheme, S
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._orders import Orders
 from manifold_tying.parametrizations._primitive import drawn_seed
 from manifold_tying.parametrizations._register import constraints, parametrized, register
 from manifold_tying.parametrizations._rotations import Rotations
-from manifold_tying.parametrizations._weight_centric import equivalent_weight, transformed
+from manifold_tying.parametrizations._weight_centric import equivalent_weight, reordered, transformed
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class Equivalence(Constraint):
-    """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I; W0 is ``base``.
+    """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I.
 
-    Buffers, all in the state dict: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
+    In the state dict, besides: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
     (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from), ``form`` (what a state
     dict has to agree in: block size and dimensions that rotate of R and P, terms or 0).
+
+    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate; so
+    activations are gathered on their way in and out and not in between.
     """
 
-    base: Tensor
+    ordered_base: Tensor
     out_order: Tensor
     in_order: Tensor
     seed: Tensor
@@ -42,49 +46,90 @@ class Equivalence(Constraint):
         self.sizes = sizes
         self.terms = terms
         self.rotations = Rotations(sizes.R, sizes.P, terms)
-        self.register_buffer("base", torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format))
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
         out_order, in_order = self._draw(seed, 0)
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
         self.register_buffer("form", torch.tensor(self._form, device=like.device))
+        base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
+        self.register_buffer("ordered_base", base, persistent=False)
 
     def following(self) -> list[Tensor]:
-        return [self.like, self.base]
+        return [self.like, self.ordered_base]
 
     @property
     def _form(self) -> list[int]:
         R, P = self.sizes.R, self.sizes.P
         return [R.block, R.covered, P.block, P.covered, self.terms or 0]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word."""
-        given = state_dict.get(f"{prefix}form")
-        if given is not None and not given.is_meta and given.tolist() != self._form:
-            args[-1].append(
-                f"{prefix}form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
-                f"{given.tolist()}; put the equivalence on with the options that the state was saved with"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    @property
+    def orders(self) -> Orders:
+        """In which W's rows and columns rotate."""
+        return Orders.of(self.out_order, self.sizes.R.n, self.in_order, self.sizes.P.n)
 
     @property
-    def matrix(self) -> Tensor:
-        """W0 as a matrix or a stack of them, (..., m, n): kernels flattened from their second dimension on."""
-        return self.base.flatten(1) if self.layout.flatten else self.base
+    def base(self) -> Tensor:
+        """W0 as the layer has it, a copy."""
+        orders, W0 = self.orders, self.ordered_base
+        return reordered(W0, orders.rows_back, orders.columns_back).clone().view(self.layout.shape)
+
+    def _reorder(self, base: Tensor) -> Tensor:
+        """W0 of the layer's shape as a matrix in the order in which it rotates."""
+        rows, columns, *_ = self.orders
+        return reordered(base.reshape(self.layout.matrix_shape), rows, columns)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}base"] = self.base
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word."""
+        form, key = state_dict.get(f"{prefix}form"), f"{prefix}base"
+        if form is not None and not form.is_meta and form.tolist() != self._form:
+            error_msgs.append(
+                f"{prefix}form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
+                f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
+            )
+            return
+        base = state_dict.get(key)
+        if base is not None and base.shape != self.layout.shape:
+            error_msgs.append(f"{key}: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}")
+            return
+        others = {name: value for name, value in state_dict.items() if name != key}
+        if base is None:
+            if strict:
+                missing_keys.append(key)
+            if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
+                base = self.base  # which stays, in those orders
+        super()._load_from_state_dict(
+            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if base is None:
+            return
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.ordered_base = self._reorder(base.detach())
+        elif base.is_meta and not self.ordered_base.is_meta:
+            error_msgs.append(f"{key}: a tensor on the meta device has no values to load; load with assign=True")
+        else:
+            self.ordered_base.copy_(self._reorder(base.detach().to(self.ordered_base.device)))
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """The blocks and orders of R and P; not differentiated."""
         R, P = self.rotations.blocks(stored)
         return (R, self.out_order), (P, self.in_order)
 
-    @property
-    def _orders(self) -> tuple[Tensor, Tensor]:
-        return self.out_order, self.in_order
-
     def forward(self, stored: Tensor) -> Tensor:
-        W = equivalent_weight(self.matrix, stored, self.rotations, self._orders)
+        W = equivalent_weight(self.ordered_base, stored, self.rotations, self.orders)
         return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
@@ -103,7 +148,7 @@ class Equivalence(Constraint):
             training=torch.is_grad_enabled() and stored.requires_grad,
             low_precision=dtype.itemsize < stored.dtype.itemsize,
         )
-        return equivalence_linear(x, self.base, stored, self.rotations, self._orders, bias, input_centric=input_centric)
+        return equivalence_linear(x, self.ordered_base, stored, self.rotations, self.orders, bias, input_centric=input_centric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight becomes the base, R and P the identity."""
@@ -111,19 +156,24 @@ class Equivalence(Constraint):
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
         if not weight.is_meta:
             linalg.check_finite(weight)
-        self.base.copy_(weight)
-        dtype = linalg.working_dtype(self.base.dtype)
-        return torch.zeros(*self.matrix.shape[:-2], self.sizes.parameters, dtype=dtype, device=weight.device)
+        self.ordered_base.copy_(self._reorder(weight))
+        dtype = linalg.working_dtype(self.ordered_base.dtype)
+        return torch.zeros(*self.layout.matrix_shape[:-2], self.sizes.parameters, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
     def fold(self, stored: Tensor) -> None:
         """W0 <- R W0 P, the stored vector <- 0 in place, the orders <- the next ones."""
-        self.base.copy_(transformed(self.matrix, *self.sides(stored)).view(self.layout.shape))
+        W = transformed(self.ordered_base, *self.rotations.blocks(stored), self.orders)
         stored.zero_()
         self.merges += 1
-        out_order, in_order = self._draw(int(self.seed), int(self.merges))
+        self.rearrange(W, *self._draw(int(self.seed), int(self.merges)))
+
+    @torch.no_grad()
+    def rearrange(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
+        """Take base as W0, and rotate other dimensions."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
+        self.ordered_base.copy_(self._reorder(base))
 
     @staticmethod
     def fold_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:

@@ -1,7 +1,24 @@
 """Dimensions in another order: which rotate, and where they came from."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Orders(NamedTuple):
+    """All rows and columns of W, those that rotate first, and the way back; empty where none rotates."""
+
+    rows: Tensor
+    columns: Tensor
+    rows_back: Tensor
+    columns_back: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, m: int, columns: Tensor, n: int) -> "Orders":
+        """From those that rotate, block after block; the others come after them as they lie."""
+        rows, columns = _completed(rows, m), _completed(columns, n)
+        return cls(rows, columns, _inverse(rows), _inverse(columns))
 
 
 def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
@@ -13,22 +30,13 @@ def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=out)
 
 
-def put(x: Tensor, w: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
-    """x (..., n) with w (..., covered) in the places of ``order``; not in place."""
-    if len(order) == x.shape[-1]:
-        return take(w, inverse(order), out)
-    places = order.expand_as(w)
-    return x.scatter(-1, places, w) if out is None else out.copy_(x).scatter_(-1, places, w)
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def completed(order: Tensor, n: int) -> Tensor:
-    """The n dimensions, those of ``order`` first and the others after them as they come."""
-    if len(order) == n:
+def _completed(order: Tensor, n: int) -> Tensor:
+    if len(order) in (0, n):
         return order
     others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill_(0, order, 0)
     return torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes one."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -38,7 +38,7 @@ class Probes:
         self._looked_at = list(model.blocks) if self._equivalences else [model.blocks[middle]]
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
         self._turned = {
-            name: _Turned(self._equivalences[name][0].base) for name in self._layers if name in self._equivalences
+            name: _Turned(self._equivalences[name][0].ordered_base) for name in self._layers if name in self._equivalences
         }
 
     def _find_equivalences(self) -> None:
@@ -104,7 +104,7 @@ class Probes:
                 self._errors[place, side] = max(self._errors[place, side].item(), error.item())
 
     def _shape(self, name: str) -> tuple[int, int]:
-        m, n = self._equivalences[name][0].base.shape
+        m, n = self._equivalences[name][0].ordered_base.shape
         return m, n
 
 
