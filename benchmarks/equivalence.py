@@ -75,7 +75,9 @@ class OneFormulation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
         orders = part.orders
-        return equivalence_linear(x, part.ordered_base, stored, part.rotations, orders, input_centric=self.input_centric)
+        return equivalence_linear(
+            x, part.ordered_base, stored, part.rotations, orders, input_centric=self.input_centric
+        )
 
 
 class Problem:

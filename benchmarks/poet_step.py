@@ -84,7 +84,9 @@ def _weights(shape: LlamaConfig) -> int:
 def _counts(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
     models: dict[str, Any] = {name: step.model for name, step in steps.items() if isinstance(step, Training)}
     body = {name: sum(p.numel() for p in _matrices(model)) for name, model in models.items()}
-    fixed = {name: sum(part.ordered_base.numel() for _, part, _ in equivalences(model)) for name, model in models.items()}
+    fixed = {
+        name: sum(part.ordered_base.numel() for _, part, _ in equivalences(model)) for name, model in models.items()
+    }
     return {
         "trainable in the body": {name: float(count) for name, count in body.items()},
         "Table 1, MB": {name: significant(4e-6 * (fixed[name] + 3 * body[name])) for name in models},

@@ -181,7 +181,9 @@ def test_the_linear_layer_and_its_gradients(
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    y = equivalence_linear(x, part.ordered_base, vector, part.rotations, part.orders, module.bias, input_centric=input_centric)
+    y = equivalence_linear(
+        x, part.ordered_base, vector, part.rotations, part.orders, module.bias, input_centric=input_centric
+    )
     C = torch.randn_like(y)
     (y * C).sum().backward()
     x2, v2 = x.detach().clone().requires_grad_(), vector.detach().clone().requires_grad_()
@@ -228,15 +230,15 @@ def test_the_cheaper_formulation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     assert prefers_input_centric(512, R, P)
     assert not prefers_input_centric(4096, Primitive(512, 256, 512), Primitive(512, 256, 512))
     for tokens, b, low in itertools.product((16, 128, 1024, 8192), (16, 64, 256), (False, True)):
-        move, wide = (1000, 6) if low else (500, 1)
+        move, wide = (2700, 12) if low else (750, 1)
         by_input = (4 * 512 * 1280 + 6 * 1792 * b + move * (2 * 512 + 3 * 1280)) * tokens
         by_weight = 6 * tokens * 512 * 1280 + (14 * b * wide + move * 6) * 512 * 1280
         sides = Primitive(512, b, 512), Primitive(1280, b, 1280)
         assert prefers_input_centric(tokens, *sides, low_precision=low) == (by_input <= by_weight)
     # one side alone moves one side's entries, half a side half of its operations
     for tokens in (16, 128, 1024, 8192):
-        by_input = (4 * 512 * 1280 + 6 * 256 * 64 + 500 * 2 * 512) * tokens
-        by_weight = 6 * tokens * 512 * 1280 + (7 * 64 // 2 + 500 * 3) * 512 * 1280
+        by_input = (4 * 512 * 1280 + 6 * 256 * 64 + 750 * 2 * 512) * tokens
+        by_weight = 6 * tokens * 512 * 1280 + (7 * 64 // 2 + 750 * 3) * 512 * 1280
         assert prefers_input_centric(tokens, Primitive(512, 64, 256), Primitive(1280, 64, 0)) == (by_input <= by_weight)
     square = Primitive(512, 64, 512)
     assert prefers_input_centric(512, square, square, training=False)
@@ -558,22 +560,48 @@ def test_the_norm_and_the_defect(m: int, n: int, b: int, seed: int) -> None:
 @every_scheme
 def test_copies_and_state_dicts(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme, seed=1)
+    key = f"parametrizations.{name}.0.base"
+    assert torch.equal(module.state_dict()[key], getattr(module, name))  # W0 as the layer had it
     turn(module, name)
     merge(module)
+    assert torch.equal(module.state_dict()[key], getattr(module, name)) and module.state_dict()[key].is_contiguous()
     turn(module, name)
     W = getattr(module, name).detach().clone()
     twin = copy.deepcopy(module)
     assert torch.equal(getattr(twin, name), W)
     merge(twin)
     assert torch.equal(getattr(module, name), W) and stored(module, name).abs().max() > 0
-    other, _ = build(layer, scheme, seed=2)
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(getattr(other, name), W)
+    for assign in (False, True):
+        other, _ = build(layer, scheme, seed=2)
+        other.load_state_dict(module.state_dict(), assign=assign)
+        assert torch.equal(getattr(other, name), W)
     # the next orders are those of the loaded seed and count
     merge(other)
     assert torch.equal(constraint(other, name).in_order, constraint(twin, name).in_order)
     assert torch.equal(constraint(other, name).out_order, constraint(twin, name).out_order)
-    assert torch.equal(module.state_dict()[f"parametrizations.{name}.0.base"], constraint(module, name).base)
+
+
+def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
+    module = equivalence(nn.Linear(8, 6), block_size=4)
+    key, state = "parametrizations.weight.0.base", module.state_dict()
+    without = {name: value for name, value in state.items() if name != key}
+    refused: dict[str, dict[str, Tensor]] = {
+        f'Missing key.*"{key}"': without,
+        r"expected shape \(6, 8\), got \(8, 6\)": state | {key: state[key].T},
+        "has no values to load; load with assign=True": state | {key: state[key].to("meta")},
+    }
+    for message, wrong in refused.items():
+        twin = equivalence(nn.Linear(8, 6), block_size=4)
+        W0 = constraint(twin).base
+        with pytest.raises(RuntimeError, match=message):
+            twin.load_state_dict(wrong)
+        assert torch.equal(constraint(twin).base, W0)
+    # other orders alone: W0 stays, and rotates in them
+    twin = equivalence(nn.Linear(8, 6), block_size=4)
+    W0 = constraint(twin).base
+    assert twin.load_state_dict(without, strict=False).missing_keys == [key]
+    assert torch.equal(constraint(twin).out_order, constraint(module).out_order) and torch.equal(twin.weight, W0)
+    assert set(twin.load_state_dict({}, strict=False).missing_keys) == set(twin.state_dict())
 
 
 @every_layer
@@ -825,6 +853,7 @@ def test_a_copy_is_materialized_alone() -> None:
     plain = materialize(copy.deepcopy(module))
     assert type(plain) is nn.Linear
     assert torch.equal(module.weight, plain.weight)
+    torch.testing.assert_close(module(torch.ones(1, 8)), plain(torch.ones(1, 8)), rtol=0, atol=1e-6)
     assert type(materialize(module)) is nn.Linear
 
 

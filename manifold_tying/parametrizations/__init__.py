@@ -7,8 +7,8 @@ from manifold_tying.parametrizations._cholesky import CholeskyFactor as Cholesky
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import mark_point as mark_point
 from manifold_tying.parametrizations._equivalence import Equivalence as Equivalence
-from manifold_tying.parametrizations._equivalence import equivalence as equivalence
 from manifold_tying.parametrizations._equivalence import equivalences as equivalences
+from manifold_tying.parametrizations._equivalence_layer import equivalence as equivalence
 from manifold_tying.parametrizations._equivalence_model import equivalence_ as equivalence_
 from manifold_tying.parametrizations._equivalence_options import Init as Init
 from manifold_tying.parametrizations._equivalence_options import Scheme as Scheme

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.parametrizations._equivalence import equivalences, register_equivalence
+from manifold_tying.parametrizations._equivalence import equivalences
+from manifold_tying.parametrizations._equivalence_layer import register_equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
 from manifold_tying.parametrizations._primitive import Primitive

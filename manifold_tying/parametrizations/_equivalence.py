@@ -1,7 +1,7 @@
 """Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and near the identity. (POET, section 3.)"""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +9,14 @@ from torch import Tensor, nn
 from manifold_tying import linalg
 from manifold_tying.parametrizations._blocks import Side
 from manifold_tying.parametrizations._constraint import Constraint
-from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
+from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orders import Orders
-from manifold_tying.parametrizations._primitive import drawn_seed
-from manifold_tying.parametrizations._register import constraints, parametrized, register
+from manifold_tying.parametrizations._register import constraints, parametrized
 from manifold_tying.parametrizations._rotations import Rotations
 from manifold_tying.parametrizations._weight_centric import equivalent_weight, reordered, transformed
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class Equivalence(Constraint):
@@ -71,8 +68,8 @@ class Equivalence(Constraint):
     @property
     def base(self) -> Tensor:
         """W0 as the layer has it, a copy."""
-        orders, W0 = self.orders, self.ordered_base
-        return reordered(W0, orders.rows_back, orders.columns_back).clone().view(self.layout.shape)
+        orders = self.orders
+        return reordered(self.ordered_base, orders.rows_back, orders.columns_back).view(self.layout.shape)
 
     def _reorder(self, base: Tensor) -> Tensor:
         """W0 of the layer's shape as a matrix in the order in which it rotates."""
@@ -93,17 +90,10 @@ class Equivalence(Constraint):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word."""
-        form, key = state_dict.get(f"{prefix}form"), f"{prefix}base"
-        if form is not None and not form.is_meta and form.tolist() != self._form:
-            error_msgs.append(
-                f"{prefix}form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
-                f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
-            )
-            return
+        key, assign = f"{prefix}base", local_metadata.get("assign_to_params_buffers", False)
         base = state_dict.get(key)
-        if base is not None and base.shape != self.layout.shape:
-            error_msgs.append(f"{key}: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}")
+        if problem := self._unfit(state_dict.get(f"{prefix}form"), base, assign):
+            error_msgs.append(f"{prefix}{problem}")
             return
         others = {name: value for name, value in state_dict.items() if name != key}
         if base is None:
@@ -111,17 +101,25 @@ class Equivalence(Constraint):
                 missing_keys.append(key)
             if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
                 base = self.base  # which stays, in those orders
-        super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if base is None:
-            return
-        if local_metadata.get("assign_to_params_buffers", False):
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if base is not None and assign:
             self.ordered_base = self._reorder(base.detach())
-        elif base.is_meta and not self.ordered_base.is_meta:
-            error_msgs.append(f"{key}: a tensor on the meta device has no values to load; load with assign=True")
-        else:
+        elif base is not None:
             self.ordered_base.copy_(self._reorder(base.detach().to(self.ordered_base.device)))
+
+    def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
+        """Why a state cannot be loaded, "" where it can."""
+        # The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word.
+        if form is not None and not form.is_meta and form.tolist() != self._form:
+            return (
+                f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
+                f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
+            )
+        if base is not None and base.shape != self.layout.shape:
+            return f"base: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}"
+        if base is not None and base.is_meta and not assign and not self.ordered_base.is_meta:
+            return "base: a tensor on the meta device has no values to load; load with assign=True"
+        return ""
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """The blocks and orders of R and P; not differentiated."""
@@ -148,7 +146,9 @@ class Equivalence(Constraint):
             training=torch.is_grad_enabled() and stored.requires_grad,
             low_precision=dtype.itemsize < stored.dtype.itemsize,
         )
-        return equivalence_linear(x, self.ordered_base, stored, self.rotations, self.orders, bias, input_centric=input_centric)
+        return equivalence_linear(
+            x, self.ordered_base, stored, self.rotations, self.orders, bias, input_centric=input_centric
+        )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight becomes the base, R and P the identity."""
@@ -202,90 +202,6 @@ class Equivalence(Constraint):
     def extra_repr(self) -> str:
         R, P = self.sizes.R, self.sizes.P
         return f"rows={R.covered}/{R.n} by {R.block}, columns={P.covered}/{P.n} by {P.block}, terms={self.terms}"
-
-
-def equivalence(
-    module: M,
-    name: str = "weight",
-    *,
-    scheme: Scheme = "block",
-    block_size: int = 256,
-    fraction: float | None = None,
-    terms: int | None = 2,
-    init: Init = "keep",
-    seed: int | None = None,
-    out_share: float | None = None,
-) -> M:
-    """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
-
-    The singular values of W are those of W0. R and P start as the identity, so with init="keep" the layer computes what it
-    did, bit for bit (in 16 bits with a bias to rounding). The only parameter is a float32 vector of skew entries (float64
-    under float64), trained by any optimizer and folded into W0 by :func:`merge` every few hundred steps; everything else is
-    buffers. An ``nn.Linear`` never keeps a matrix of W's size for the backward. Shapes as in :func:`stiefel`, but wide
-    matrices are not transposed: R always acts on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a
-    bfloat16 layer rounds it at every merge, a float32 one under autocast does not.
-
-    Args:
-        module: the layer, changed in place and returned.
-        name: its parameter.
-        scheme: "block", POET-BS: every dimension rotates, in blocks, the last one smaller where b does not divide; "full",
-            POET-FS: one block of random dimensions, the others stay until the next merge.
-        block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
-        fraction: scheme "full" only, in place of block_size: b = fraction m for R and fraction n for P.
-        terms: of the Neumann series for the Cayley map, even numbers are closest; None for the exact map.
-        init: of W0: "keep"; "normalized", Gaussian with rows of norm 1 (POET's own for pretraining); "uniform-spectrum",
-            Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
-        seed: of the orders and of a random init; drawn from torch's generator when None.
-        out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
-            same block size (or fraction) on both sides. (POET, figure 5.)
-
-    Raises:
-        ValueError: an option out of its range; blocks so small that nothing rotates; ``name`` as for :func:`stiefel`.
-
-    >>> layer = equivalence(nn.Linear(64, 32), block_size=16)
-    >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
-    True
-    """
-    check_options(scheme, block_size, fraction, terms, init, seed, out_share)
-    layout = Layout.of(module, name)
-    weight = getattr(module, name)
-    rows, columns = layout.matrix_shape[-2:]
-    sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share)
-    if not sizes.parameters:
-        raise ValueError(
-            f"a matrix of {rows} x {columns} with blocks of {sizes.R.block} and {sizes.P.block} has nothing to rotate; "
-            "choose a larger block_size, fraction or share"
-        )
-    if seed is None:
-        seed = drawn_seed()
-    start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
-    device, dtype = weight.device, weight.dtype
-    register_equivalence(module, name, layout, sizes, terms, seed)
-    if start is not None:
-        setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
-    return module
-
-
-def register_equivalence(
-    module: nn.Module, name: str, layout: Layout, sizes: Sizes, terms: int | None, seed: int
-) -> Equivalence:
-    """Put the constraint on ``module.name``, whose weight becomes W0, and give nn.Linear the forward that goes with it."""
-    weight = getattr(module, name)
-    part = Equivalence(layout, weight.dtype, sizes, terms, seed, weight)
-    register(module, name, part)
-    if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        # The class that parametrize made for this one module: copies share it, and materialize drops it.
-        setattr(type(module), "forward", _linear_forward)  # noqa: B010 - mypy: a method is not assigned
-    return part
-
-
-def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """nn.Linear's forward under an equivalence, and nn.Linear's own where the weight has more or other parametrizations."""
-    lists = cast(Any, self).parametrizations
-    parts: Any = lists["weight"] if "weight" in lists else []
-    if len(parts) == 1 and isinstance(parts[0], Equivalence):
-        return parts[0].linear(input, parts.original, self.bias)
-    return nn.Linear.forward(self, input)
 
 
 def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying.parametrizations._equivalence import equivalence
+from manifold_tying.parametrizations._equivalence_layer import equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes, check_options
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._primitive import drawn_seed, mixed_seed

@@ -10,8 +10,8 @@ from manifold_tying.parametrizations._rotations import Rotations
 from manifold_tying.parametrizations._weight_centric import WeightCentric
 
 # Operations of the products at hand that an entry moved takes the time of, and that one in float32 does where those are in
-# bfloat16: fitted to both formulations at 22 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
-_MOVE, _MOVE_LOW, _WIDE = 500, 1000, 6
+# bfloat16: fitted to both formulations at 18 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
+_MOVE, _MOVE_LOW, _WIDE = 750, 2700, 12
 
 
 def equivalence_linear(
@@ -34,8 +34,8 @@ def equivalence_linear(
     x = x.to(linalg.product_dtype(x))
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
-        return WeightCentric.apply(x, ordered_base, bias, stored, *orders, rotations)
-    y = InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], ordered_base, bias, stored, *orders, rotations)
+        return WeightCentric.apply(x, ordered_base, bias, stored, rotations, *orders)
+    y = InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], ordered_base, bias, stored, rotations, *orders)
     return y.view(*x.shape[:-1], len(ordered_base))
 
 

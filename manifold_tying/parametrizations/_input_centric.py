@@ -26,9 +26,14 @@ class InputCentric(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ordered_base: Tensor, bias: Tensor | None, stored: Tensor, *orders_and_rotations: Any
+        ctx: Any,
+        x: Tensor,
+        ordered_base: Tensor,
+        bias: Tensor | None,
+        stored: Tensor,
+        rotations: Rotations,
+        *tensors: Tensor,
     ) -> Tensor:
-        *tensors, rotations = orders_and_rotations
         orders, (R, P) = Orders(*tensors), rotations.blocks(stored, x.dtype)
         W0, covered = ordered_base.to(x.dtype), rotations.R.covered
         m, n = W0.shape
@@ -36,16 +41,14 @@ class InputCentric(torch.autograd.Function):
         def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
             if len(orders.columns):
                 x = multiply(take(x, orders.columns, room(0, n)), P, False, room(1, n))
-            if not covered:
-                y = u = torch.mm(x, W0.mT, out=y)
-            else:
-                u = torch.mm(x, W0.mT, out=v if covered == m else room(0, m))
-                y = take(multiply(u, R, False, room(1, m)), orders.rows_back, y)
-            if covered < m:  # the others' gradient does not ask for it
-                v = u[:, :covered].clone() if v is None else v.copy_(u[:, :covered])
+            u = torch.mm(x, W0.mT, out=v if covered == m else room(0, m) if covered else y)
+            y = take(multiply(u, R, False, room(1, m)), orders.rows_back, y) if covered else u
+            if covered < m:
+                rotating = u[:, :covered]  # R's gradient does not ask for the others
+                u = rotating.clone() if v is None else v.copy_(rotating)
             if bias is not None:  # not in place where compiled: see linalg._cayley on what a forward returns
                 y = y + bias if torch.compiler.is_compiling() else y.add_(bias)
-            return y, u if covered == m else v
+            return y, u
 
         y, v = _by_blocks(of_block, ordered_base, (x,), (m, covered))
         ctx.save_for_backward(x, v, ordered_base, stored, *orders)
@@ -75,13 +78,14 @@ class InputCentric(torch.autograd.Function):
             return (take(multiply(g, P, True, room(1, n)), orders.columns_back, grad_x),)
 
         (grad_x,) = _by_blocks(of_block, ordered_base, (grad, v, x), (n,))
-        needs_x, _, needs_bias, needs_stored, *others = ctx.needs_input_grad
+        needs_x, _, needs_bias, needs_stored, *_ = ctx.needs_input_grad
         return (
             grad_x if needs_x else None,
             None,
             grad.sum(0) if needs_bias else None,
             ctx.rotations.gradient(stored, of_R, of_P, x.dtype) if needs_stored else None,
-            *[None] * len(others),
+            None,
+            *[None] * len(orders),
         )
 
 

@@ -19,14 +19,17 @@ from manifold_tying.parametrizations._rotations import Rotations
 
 def equivalent_weight(ordered_base: Tensor, stored: Tensor, rotations: Rotations, orders: Orders) -> Tensor:
     """W = R W0 P, (..., m, n), in the dtype of the stored vector; once differentiable with respect to it."""
-    return _Weight.apply(ordered_base, stored, *orders, rotations)
+    return _Weight.apply(ordered_base, stored, rotations, *orders)
 
 
 def transformed(ordered_base: Tensor, R: Blocks, P: Blocks, orders: Orders) -> Tensor:
     """W = R W0 P by products, (..., m, n), in the dtype of the blocks (float32 or float64), in its own order."""
     with linalg.full_precision(ordered_base.device):
         spares = _Spares(ordered_base)
-        return _weight(_half_way(ordered_base, P, orders, spares)[1], R, orders, spares)
+        W0, M = _half_way(ordered_base, P, orders, spares)
+        if W0 is not ordered_base and W0 is not M:
+            spares.give(W0)
+        return _weight(M, R, orders, spares, done=M is not ordered_base)
 
 
 class _Spares:
@@ -45,16 +48,17 @@ class _Spares:
         return self.free.pop() if self.free else None
 
 
-def reordered(W: Tensor, rows: Tensor, columns: Tensor, spares: _Spares | None = None) -> Tensor:
-    """W (..., m, n) with its rows and columns in those orders, W itself where both are empty."""
+def reordered(W: Tensor, rows: Tensor, columns: Tensor, spares: _Spares | None = None, *, done: bool = False) -> Tensor:
+    """W (..., m, n) with its rows and columns in those orders, W itself where both are empty; done: W may be written over."""
     spares = spares or _Spares(W)
-    moved = torch.index_select(W, -2, rows, out=spares.get()) if len(rows) else W
-    if not len(columns):
-        return moved
-    result = take(moved, columns, spares.get())
-    if moved is not W:
-        spares.give(moved)
-    return result
+    for dim, order in ((-2, rows), (-1, columns)):
+        if len(order):
+            out = spares.get()
+            moved = torch.index_select(W, dim, order, out=out) if dim == -2 else take(W, order, out)
+            if done:
+                spares.give(W)
+            W, done = moved, True
+    return W
 
 
 def _half_way(ordered_base: Tensor, P: Blocks, orders: Orders, spares: _Spares) -> tuple[Tensor, Tensor]:
@@ -63,13 +67,15 @@ def _half_way(ordered_base: Tensor, P: Blocks, orders: Orders, spares: _Spares) 
     return W0, multiply(W0, P, True, spares.get()) if len(orders.columns) else W0
 
 
-def _weight(M: Tensor, R: Blocks, orders: Orders, spares: _Spares) -> Tensor:
-    """W in its own order from M = W0 P, which stays; M itself where nothing rotates."""
-    turned = multiply_rows(M, R, False, spares.get()) if len(orders.rows) else M
-    W = reordered(turned, orders.rows_back, orders.columns_back, spares)
-    if turned is not M:
-        spares.give(turned)
-    return W
+def _weight(M: Tensor, R: Blocks, orders: Orders, spares: _Spares, *, done: bool = False) -> Tensor:
+    """W in its own order from M = W0 P; done: M may be written over."""
+    W = M
+    if len(orders.rows):
+        W = multiply_rows(M, R, False, spares.get())
+        if done:
+            spares.give(M)
+        done = True
+    return reordered(W, orders.rows_back, orders.columns_back, spares, done=done)
 
 
 def _gradients(
@@ -84,11 +90,10 @@ def _gradients(
 
 class _Weight(Function):
     @staticmethod
-    def forward(ctx: Any, ordered_base: Tensor, stored: Tensor, *orders_and_rotations: Any) -> Tensor:
-        *tensors, ctx.rotations = orders_and_rotations
+    def forward(ctx: Any, ordered_base: Tensor, stored: Tensor, rotations: Rotations, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(ordered_base, stored, *tensors)
-        W = transformed(ordered_base, *ctx.rotations.blocks(stored), Orders(*tensors))
-        return W.clone() if W is ordered_base else W
+        ctx.rotations = rotations
+        return transformed(ordered_base, *rotations.blocks(stored), Orders(*tensors))
 
     @staticmethod
     @linalg.once_differentiable
@@ -99,7 +104,7 @@ class _Weight(Function):
             spares = _Spares(ordered_base)
             W0, M = _half_way(ordered_base, P, orders, spares)
             grads = _gradients(W0, M, R, P, grad_W, orders, spares)
-        return None, ctx.rotations.gradient(stored, *grads), *[None] * (len(orders) + 1)
+        return None, ctx.rotations.gradient(stored, *grads), None, *[None] * len(orders)
 
 
 class WeightCentric(Function):
@@ -107,18 +112,24 @@ class WeightCentric(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ordered_base: Tensor, bias: Tensor | None, stored: Tensor, *orders_and_rotations: Any
+        ctx: Any,
+        x: Tensor,
+        ordered_base: Tensor,
+        bias: Tensor | None,
+        stored: Tensor,
+        rotations: Rotations,
+        *tensors: Tensor,
     ) -> Tensor:
-        *tensors, ctx.rotations = orders_and_rotations
         ctx.save_for_backward(x, ordered_base, stored, *tensors)
-        return F.linear(x, transformed(ordered_base, *ctx.rotations.blocks(stored), Orders(*tensors)).to(x.dtype), bias)
+        ctx.rotations = rotations
+        return F.linear(x, transformed(ordered_base, *rotations.blocks(stored), Orders(*tensors)).to(x.dtype), bias)
 
     @staticmethod
     @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ordered_base, stored, *tensors = ctx.saved_tensors
         orders, (R, P) = Orders(*tensors), ctx.rotations.blocks(stored)
-        needs_x, _, needs_bias, needs_stored, *others = ctx.needs_input_grad
+        needs_x, _, needs_bias, needs_stored, *_ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_stored = None
         spares = _Spares(ordered_base)
@@ -127,11 +138,10 @@ class WeightCentric(Function):
             W = _weight(M, R, orders, spares) if needs_x else None
         if W is not None:
             grad_x = grad @ W.to(grad.dtype)
-            if W is not M:
-                spares.give(W)
+            spares.give(W)
         if needs_stored:
             grad_W = flat.mT @ x.reshape(-1, x.shape[-1])
             with linalg.full_precision(ordered_base.device):
                 grads = _gradients(W0, M, R, P, grad_W, orders, spares)
             grad_stored = ctx.rotations.gradient(stored, *grads)
-        return grad_x, None, flat.sum(0) if needs_bias else None, grad_stored, *[None] * len(others)
+        return grad_x, None, flat.sum(0) if needs_bias else None, grad_stored, None, *[None] * len(orders)

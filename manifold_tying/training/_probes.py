@@ -38,7 +38,9 @@ class Probes:
         self._looked_at = list(model.blocks) if self._equivalences else [model.blocks[middle]]
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
         self._turned = {
-            name: _Turned(self._equivalences[name][0].ordered_base) for name in self._layers if name in self._equivalences
+            name: _Turned(self._equivalences[name][0].ordered_base)
+            for name in self._layers
+            if name in self._equivalences
         }
 
     def _find_equivalences(self) -> None:
