@@ -226,6 +226,8 @@ def skew(vector: Tensor, b: int) -> Tensor:
     """Skew matrix (..., b, b) from its b(b-1)/2 entries above the diagonal, row by row; inverse of :func:`unskew`."""
     if vector.shape[-1] != b * (b - 1) // 2:
         raise ValueError(f"expected {b * (b - 1) // 2} entries for b={b}, got {vector.shape[-1]}")
+    if vector.numel() == 0:
+        return vector.new_zeros(*vector.shape[:-1], b, b)
     rows, columns = torch.triu_indices(b, b, offset=1, device=vector.device)
     upper = vector.new_zeros(*vector.shape[:-1], b * b)
     upper.index_copy_(-1, rows * b + columns, vector)  # a third of the time of upper[..., rows, columns] = vector

@@ -123,7 +123,7 @@ class Equivalence(Constraint):
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """The blocks and orders of R and P; not differentiated."""
-        R, P = self.rotations.blocks(stored)
+        R, P = self.rotations.blocks(self.rotations.skews(stored))
         return (R, self.out_order), (P, self.in_order)
 
     def forward(self, stored: Tensor) -> Tensor:
@@ -163,7 +163,8 @@ class Equivalence(Constraint):
     @torch.no_grad()
     def fold(self, stored: Tensor) -> None:
         """W0 <- R W0 P, the stored vector <- 0 in place, the orders <- the next ones."""
-        W = transformed(self.ordered_base, *self.rotations.blocks(stored), self.orders)
+        blocks = self.rotations.blocks(self.rotations.skews(stored))
+        W = transformed(self.ordered_base, *blocks, self.orders)
         stored.zero_()
         self.merges += 1
         self.rearrange(W, *self._draw(int(self.seed), int(self.merges)))

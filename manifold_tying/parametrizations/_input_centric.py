@@ -34,7 +34,7 @@ class InputCentric(torch.autograd.Function):
         rotations: Rotations,
         *tensors: Tensor,
     ) -> Tensor:
-        orders, (R, P) = Orders(*tensors), rotations.blocks(stored, x.dtype)
+        orders, (R, P) = Orders(*tensors), rotations.blocks(rotations.skews(stored), x.dtype)
         W0, covered = ordered_base.to(x.dtype), rotations.R.covered
         m, n = W0.shape
 
@@ -59,7 +59,8 @@ class InputCentric(torch.autograd.Function):
     @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, v, ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, (R, P) = Orders(*tensors), ctx.rotations.blocks(stored, x.dtype)
+        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
+        R, P = ctx.rotations.blocks(skews, x.dtype)
         W0, rotating = ordered_base.to(grad.dtype), orders.columns[: ctx.rotations.P.covered]
         m, n = W0.shape
         of_R, of_P = (
@@ -83,7 +84,7 @@ class InputCentric(torch.autograd.Function):
             grad_x if needs_x else None,
             None,
             grad.sum(0) if needs_bias else None,
-            ctx.rotations.gradient(stored, of_R, of_P, x.dtype) if needs_stored else None,
+            ctx.rotations.gradient(skews, of_R, of_P, x.dtype) if needs_stored else None,
             None,
             *[None] * len(orders),
         )

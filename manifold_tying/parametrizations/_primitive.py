@@ -10,9 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
-from manifold_tying.parametrizations._blocks import Blocks
-
 
 @dataclass(frozen=True)
 class Primitive:
@@ -42,11 +39,6 @@ class Primitive:
         whole, rest = vector.split([self.count * _pairs(self.block), _pairs(self.ragged)], -1)
         return whole.unflatten(-1, (self.count, _pairs(self.block))), rest
 
-    def blocks(self, vector: Tensor, terms: int | None, dtype: torch.dtype | None = None) -> Blocks:
-        """The orthogonal blocks of a skew vector (..., size), in its dtype or a narrower one; terms=None: exact Cayley map."""
-        whole, rest = self.divided(vector)
-        return orthogonal_of(whole, self.block, terms, dtype), orthogonal_of(rest, self.ragged, terms, dtype)
-
     def draw_order(self, seed: int, count: int, side: str) -> Tensor:
         """Which dimensions rotate, in which order: the first ``covered`` entries of a random permutation, int64 on the CPU.
 
@@ -65,17 +57,6 @@ def mixed_seed(*parts: int | str) -> int:
     """A seed of 63 bits out of numbers and names, the same in every process (``hash`` is not)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def orthogonal_of(vector: Tensor, b: int, terms: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Skew vectors (..., b(b-1)/2) to orthogonal (..., b, b); the identity, exactly, for zeros. (POET, equation 6.)"""
-    dtype = dtype or vector.dtype
-    if vector.numel() == 0:  # blocks of one dimension do not rotate
-        return torch.eye(b, dtype=dtype, device=vector.device).expand(*vector.shape[:-1], b, b)
-    A = linalg.skew(vector, b)
-    if terms == 2 and dtype == torch.bfloat16:  # of float16 the range does not suffice
-        return linalg.cayley_neumann_rounded(A, dtype)
-    return (linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms)).to(dtype)
 
 
 def _pairs(b: int) -> int:

@@ -93,18 +93,19 @@ class _Weight(Function):
     def forward(ctx: Any, ordered_base: Tensor, stored: Tensor, rotations: Rotations, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(ordered_base, stored, *tensors)
         ctx.rotations = rotations
-        return transformed(ordered_base, *rotations.blocks(stored), Orders(*tensors))
+        return transformed(ordered_base, *rotations.blocks(rotations.skews(stored)), Orders(*tensors))
 
     @staticmethod
     @linalg.once_differentiable
     def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor | None, ...]:
         ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, (R, P) = Orders(*tensors), ctx.rotations.blocks(stored)
+        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
+        R, P = ctx.rotations.blocks(skews)
         with linalg.full_precision(ordered_base.device):
             spares = _Spares(ordered_base)
             W0, M = _half_way(ordered_base, P, orders, spares)
             grads = _gradients(W0, M, R, P, grad_W, orders, spares)
-        return None, ctx.rotations.gradient(stored, *grads), None, *[None] * len(orders)
+        return None, ctx.rotations.gradient(skews, *grads), None, *[None] * len(orders)
 
 
 class WeightCentric(Function):
@@ -122,13 +123,16 @@ class WeightCentric(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, ordered_base, stored, *tensors)
         ctx.rotations = rotations
-        return F.linear(x, transformed(ordered_base, *rotations.blocks(stored), Orders(*tensors)).to(x.dtype), bias)
+        return F.linear(
+            x, transformed(ordered_base, *rotations.blocks(rotations.skews(stored)), Orders(*tensors)).to(x.dtype), bias
+        )
 
     @staticmethod
     @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, (R, P) = Orders(*tensors), ctx.rotations.blocks(stored)
+        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
+        R, P = ctx.rotations.blocks(skews)
         needs_x, _, needs_bias, needs_stored, *_ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_stored = None
@@ -143,5 +147,5 @@ class WeightCentric(Function):
             grad_W = flat.mT @ x.reshape(-1, x.shape[-1])
             with linalg.full_precision(ordered_base.device):
                 grads = _gradients(W0, M, R, P, grad_W, orders, spares)
-            grad_stored = ctx.rotations.gradient(stored, *grads)
+            grad_stored = ctx.rotations.gradient(skews, *grads)
         return grad_x, None, flat.sum(0) if needs_bias else None, grad_stored, None, *[None] * len(orders)
