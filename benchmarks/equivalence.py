@@ -14,7 +14,7 @@ The last measure is the number of operations of the products with tokens and wei
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import tyro
@@ -108,12 +108,14 @@ class Problem:
             torch.manual_seed(0)
             return nn.Linear(self.n, self.m, bias=False)
 
-    def poet(self, input_centric: bool | None = None, **options: Any) -> Step:
+    def poet(self, input_centric: bool | None = None, compiled: bool = False, **options: Any) -> Step:
         layer: nn.Module = mt.equivalence(self.linear(), seed=0, **options)
         with torch.no_grad():
             for stored in layer.parameters():
                 # The norm of a skew matrix of b² normal entries is about 2√b.
                 stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
+        if compiled:
+            return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
         return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
 
     def oft(self) -> Step:
@@ -157,6 +159,8 @@ def _row(problem: Problem) -> Row:
         "ours block, P alone": lambda: problem.poet(block_size=problem.b // 2, out_share=0.0),
         "ours full 1/2": lambda: problem.poet(scheme="full", fraction=0.5),
     }
+    if problem.device.type == "cuda":  # where an eager layer may wait for its kernels to be launched
+        ours["ours block, compiled"] = lambda: problem.poet(compiled=True, block_size=problem.b)
     contenders = [
         Contender("nn.Linear", lambda: Layer(problem, problem.linear())),
         *(Contender(name, build, limit=LIMIT) for name, build in ours.items()),

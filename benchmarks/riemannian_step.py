@@ -6,6 +6,9 @@ The reference is `floor`: four products of 2Vd² operations, which the Riemannia
 at the least, and torch.optim.Adam on a free parameter of the same shape; both as PyTorch has them. Parametrizations are
 timed as a forward of the weight, a backward to the stored tensor and a step of torch.optim.Adam.
 
+"medium" is torch.set_float32_matmul_precision("medium") around the step: products of TF32 on a GPU, of bfloat16 on a CPU that
+has them. Of ours it reaches the two that project the gradient, and neither the point nor its Gram matrix.
+
 Every step is as long: optimizers that divide by one number per matrix instead of one per entry get √(Vd) times the rate.
 The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is what a second step holds
 at most beyond parameter, gradients and optimizer state, each in a process of its own.
@@ -42,6 +45,7 @@ class Optimizing:
     optimizers: Sequence[torch.optim.Optimizer]
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
+    precision: Literal["highest", "medium"] = "highest"
 
     def __post_init__(self) -> None:
         split = len(self.parameters) > 1
@@ -51,8 +55,10 @@ class Optimizing:
     def __call__(self) -> None:
         for parameter, gradient in zip(self.parameters, next(self.turns), strict=True):
             parameter.grad = gradient
+        torch.set_float32_matmul_precision(self.precision)
         for optimizer in self.optimizers:
             optimizer.step()
+        torch.set_float32_matmul_precision("highest")
 
     def defect(self) -> float:
         return max(float(mt.linalg.defect(parameter.detach()).max()) for parameter in self.parameters)
@@ -97,9 +103,9 @@ class Problem:
 
         return step
 
-    def ours(self, retract_every: int = 1) -> Step:
+    def ours(self, retract_every: int = 1, precision: Literal["highest", "medium"] = "highest") -> Step:
         points = [self._on_stiefel(self.point)]
-        return Optimizing([self._riemannian_adam(points, retract_every)], points, self.gradients)
+        return Optimizing([self._riemannian_adam(points, retract_every)], points, self.gradients, precision)
 
     def ours_many(self, loop: bool) -> Step:
         """Each matrix of the batch a parameter; with one optimizer for all of them, or one for each."""
@@ -116,10 +122,10 @@ class Problem:
             raise Unavailable("keeps points in float32 or wider")
         return geoopt.ManifoldParameter(X.clone(), manifold=mt.Stiefel())
 
-    def geoopt(self) -> Step:
+    def geoopt(self, precision: Literal["highest", "medium"] = "highest") -> Step:
         refuse_low_precision(self.dtype)
         X = geoopt.ManifoldParameter(self.point.clone(), manifold=geoopt.EuclideanStiefel())
-        return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], self.gradients)
+        return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], self.gradients, precision)
 
     def pogo(self) -> Step:
         """With vector Adam, as its README has it; rows=False for orthonormal columns, which it wants in a batch."""
@@ -159,6 +165,7 @@ def _row(problem: Problem) -> Row:
         Contender("floor (fused Adam)", lambda: problem.floor(True)),
         Contender("ours", problem.ours),
         Contender("ours, retract_every=8", lambda: problem.ours(8), steps=8),  # one of the eight projects its gradient
+        Contender("ours, medium", lambda: problem.ours(precision="medium")),
     ]
     if batch:
         contenders += [
@@ -167,6 +174,7 @@ def _row(problem: Problem) -> Row:
         ]
     contenders += [
         Contender("geoopt", problem.geoopt, limit=LIMIT),
+        Contender("geoopt, medium", lambda: problem.geoopt("medium"), limit=LIMIT),
         Contender("torch orthogonal", lambda: problem.through(torch_orthogonal), limit=LIMIT),
         Contender("geotorch", lambda: problem.through(geotorch_orthogonal), limit=LIMIT),
         Contender("POGO", problem.pogo, limit=LIMIT),

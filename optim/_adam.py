@@ -35,11 +35,12 @@ class RiemannianAdam(RiemannianOptimizer):
         R = G - X sym(XᵀG),  m and v: Adam's moments of R,  Y = X - lr m̂ / (√v̂ + eps),  X⁺ = Y (YᵀY)^(-1/2),
 
     four products of 2np² operations, of which YᵀY takes 5/8, and torch's fused Adam kernel, in place and a block of rows at a
-    time. The gradient has to be projected before the moments see it: its normal part does not vanish at an optimum, and the
-    element-wise division turns some of it into motion (docs/learning-rates.md has the numbers); the direction need not be,
-    since X⁺ is the nearest point to Y. With the other retractions the direction is projected, too. On any other geoopt
-    manifold it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and
-    Ganea 2019).
+    time. XᵀG and X sym(XᵀG) follow ``torch.set_float32_matmul_precision``, TF32 on a GPU; the point and YᵀY stay float32
+    whatever it is. The gradient has to be projected before the moments see it: its normal part does not vanish at an optimum,
+    and the element-wise division turns some of it into motion (docs/learning-rates.md has the numbers); the direction need
+    not be, since X⁺ is the nearest point to Y. With the other retractions the direction is projected, too. On any other
+    geoopt manifold it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul
+    and Ganea 2019).
 
     On one GPU with ``fused=True`` a step never waits for the device (points by polar retraction with second_moment="element",
     and at most 2048 columns: wider ones are faster with the wait). Then a gradient with NaN or Inf masks the update on the

@@ -1,6 +1,5 @@
 """Skew matrices and their Cayley maps."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,17 +70,10 @@ def cayley_neumann_rounded(A: Tensor, dtype: torch.dtype) -> Tensor:
 
     They make the terms A² and A³ alone, whose rounding is smaller than that of 2A, which R comes to in the end, by ‖A‖.
     """
-    product = _product(dtype)
     with torch.autocast(A.device.type, enabled=False):
-        A2 = product(A, A)
-        return torch.add(product(A, A2).add_(identity_like(A)), A + A2, alpha=2).to(dtype)
-
-
-def _product(dtype: torch.dtype | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """A matrix product in that dtype with a result in the factors' own."""
-    if dtype is None:
-        return torch.matmul
-    return lambda A, B: (A.to(dtype) @ B.to(dtype)).to(A.dtype)
+        low = A.to(dtype)
+        A2 = low @ low
+        return torch.add(low @ A2, A + A2, alpha=2).add_(identity_like(A)).to(dtype)
 
 
 def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -89,15 +81,16 @@ def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.
 
     With ``dtype`` and two terms the products are in it: they make what is smaller than the rest by ‖A‖.
     """
-    product = _product(dtype)
     with full_precision(A.device):
         if terms == 2:
             # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
             # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
+            low = A if dtype is None else A.to(dtype)
             transposed = grad_R.mT.contiguous()
             twice_K = grad_R - transposed
-            P = product(A, twice_K)
-            twice_Z = product(A, torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2))
+            P = (low @ twice_K.to(low.dtype)).to(A.dtype)
+            inner = torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2)
+            twice_Z = (low @ inner.to(low.dtype)).to(A.dtype)
             return twice_K.add_(twice_Z, alpha=0.5).sub_(twice_Z.mT, alpha=0.5)
         # R = S_k + A S_k with S_1 = I + A, S_j = I + A S_(j-1).
         eye = identity_like(A)
