@@ -9,6 +9,8 @@ HOT_PATHS = (
     ("riemannian_step", "", "ours", "the same", "POGO", "POGO"),
     ("riemannian_step", "", "ours", "the same", "floor", "floor"),
     ("riemannian_step", "", "ours, retract_every=8", "with `retract_every=8`", "floor", "floor"),
+    ("riemannian_step", "", "ours, medium", 'at float32 precision "medium"', "floor", "floor"),
+    ("riemannian_step", "", "ours, medium", "the same", "geoopt, medium", "geoopt at the same"),
     ("maps", "weight made orthonormal", "ours cayley", '`orthogonal(map="cayley")`', "torch cayley", "PyTorch's `cayley`"),
     ("maps", "", "ours polar", "`orthogonal`, polar", "torch cayley", "PyTorch's `cayley`"),
     (
@@ -43,6 +45,8 @@ WORDS = """
 - N: tokens in a step. V × d: vocabulary and hidden size. b: block size of R and P.
 - floor: four matrix products and PyTorch's default Adam. Ours can be below it: it takes the fused Adam kernel, computes 5/8 of
   the one product that is symmetric, and works on blocks of rows. "floor (fused Adam)" has that kernel, too.
+- medium: `torch.set_float32_matmul_precision("medium")`, TF32 on a GPU and bfloat16 on a CPU with AMX, for the products that
+  project the gradient; the point and its Gram matrix stay float32.
 - block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: the inputs are rotated, the
   outputs are not, as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
 - plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only one that Hugging Face's code has.
