@@ -54,9 +54,7 @@ class _CayleyNeumann2(torch.autograd.Function):
     def forward(ctx: Any, A: Tensor) -> Tensor:
         ctx.save_for_backward(A)
         A2 = A @ A
-        # The last sum not in place: compiled by torch 2.11, a forward that returns a tensor which it changed in place, in
-        # any Function, passes on a gradient of zeros, without a word.
-        return torch.add((A @ A2).add_(identity_like(A)), A + A2, alpha=2)
+        return _cubic(A, A2, A @ A2)
 
     @staticmethod
     @once_differentiable
@@ -73,7 +71,16 @@ def cayley_neumann_rounded(A: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.autocast(A.device.type, enabled=False):
         low = A.to(dtype)
         A2 = low @ low
-        return torch.add(low @ A2, A + A2, alpha=2).add_(identity_like(A)).to(dtype)
+        return _cubic(A, A2, low @ A2).to(dtype)
+
+
+def _cubic(A: Tensor, A2: Tensor, A3: Tensor) -> Tensor:
+    """I + 2A + 2A² + A³ in A's dtype."""
+    half = A + A2
+    half.diagonal(dim1=-2, dim2=-1).add_(0.5)
+    # Not in place: compiled by torch 2.11, a forward that returns a tensor which it changed in place, in any Function, passes
+    # on a gradient of zeros, without a word.
+    return torch.add(A3, half, alpha=2)
 
 
 def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -77,4 +77,6 @@ def _gradient(A: Tensor, terms: int | None, of_blocks: Tensor, narrow: torch.dty
         of_A = linalg.cayley_gradient(A, of_blocks)
     else:
         of_A = linalg.cayley_neumann_gradient(A, of_blocks, terms, narrow)
+        if terms == 2:  # is skew
+            return linalg.unskew(of_A).mul_(2)
     return linalg.unskew(of_A - of_A.mT)
