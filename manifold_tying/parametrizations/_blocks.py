@@ -1,4 +1,4 @@
-"""Products with block-diagonal orthogonal matrices, block by block: gather, small products, scatter."""
+"""Products with block-diagonal orthogonal matrices, block by block."""
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ Side = tuple[Blocks, Tensor]
 """The blocks of R or of P, and the order of the dimensions that they rotate."""
 
 
-def rotated(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
-    """x Rᵀ, or x R where ``transposed``, x (..., T, n), blocks with the same leading dimensions; not differentiated."""
-    return x.index_copy(-1, order, multiply(take(x, order), blocks, transposed)) if len(order) else x
+def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
+    """x P for x (..., T, n), blocks with the same leading dimensions; not differentiated."""
+    return x.index_copy(-1, order, multiply(take(x, order), blocks, True)) if len(order) else x
 
 
-def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor, transposed: bool = False) -> Tensor:
-    """R x, or Rᵀ x where ``transposed``, x (..., n, T)."""
-    return x.index_copy(-2, order, multiply_rows(x.index_select(-2, order), blocks, transposed)) if len(order) else x
+def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
+    """R x for x (..., n, T)."""
+    return x.index_copy(-2, order, multiply_rows(x.index_select(-2, order), blocks, False)) if len(order) else x
 
 
 def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = None) -> Tensor:

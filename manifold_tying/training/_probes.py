@@ -9,7 +9,7 @@ from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.parametrizations import equivalences
-from manifold_tying.parametrizations._blocks import Side, rotated, rotated_rows
+from manifold_tying.parametrizations._blocks import Side, rotated_columns, rotated_rows
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._processes import gathered
 
@@ -146,7 +146,7 @@ class _Turned:
 
     def _with(self, R: Side, P: Side, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with linalg.full_precision(self.R.device):
-            factors = rotated_rows(self.R, *R), rotated(self.P, *P, True)
+            factors = rotated_rows(self.R, *R), rotated_columns(self.P, *P)
         rows, columns = self.rows.clone(), self.columns.clone()
         rows[_turned(R)] += steps
         columns[_turned(P)] += steps
