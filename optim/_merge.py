@@ -1,5 +1,6 @@
-"""POET's one clock: merging, forgetting moments, relaxed clipping."""
+"""POET's one clock: merging, resetting moments, clipping after a merge."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,18 +25,20 @@ class MergeSchedule:
             optimizer.step()
             schedule.step()
 
-    At each merge R and P of every equivalence are folded into W0 and start again from the identity with other blocks; the
-    optimizer's state of the skew vectors (moments, step count) is zeroed, since it belongs to the blocks before; and
-    clipping is relaxed for some steps, in which the moments build up again. A few times in between, and at the merge, it
-    warns where the skew matrices have grown too large for their map. The clock is in the state dict, the blocks follow
-    from the seed and merge count of each equivalence: a resumed run merges when and as an uninterrupted one does.
+    At each merge R and P of every equivalence are folded into W0 and start again from the identity with other blocks. The
+    optimizer's state of the skew vectors (moments, step count) belongs to the old blocks, so it is zeroed. Adam without
+    moments takes its largest steps, so :meth:`clip` lowers the clipping norm after a merge and raises it again. A few times
+    between merges, and at each merge, the schedule warns where the skew matrices have grown too large for their map. The
+    clock is in the state dict, the blocks follow from the seed and merge count of each equivalence: a resumed run merges
+    when and as an uninterrupted one does.
 
     Args:
         model: with equivalences in it.
         optimizer: that trains their skew vectors; any that makes ``optimizer.state[p]`` where it is not there.
         every: steps between merges, T_m.
-        relax_steps: for how many steps after a merge :meth:`clip` is relaxed.
-        relaxed: by which factor. (The paper says for how long and not by how much.)
+        relax_steps: steps after a merge until :meth:`clip` is back at the whole norm.
+        relaxed: the factor on the norm right after a merge. Below 1 the norm is clipped harder, above 1 less.
+        relax_until: last step at which :meth:`clip` changes the norm. The defaults are those of POET's own code.
     """
 
     def __init__(
@@ -45,17 +48,20 @@ class MergeSchedule:
         every: int = 400,
         *,
         relax_steps: int = 10,
-        relaxed: float = 10.0,
+        relaxed: float = 0.1,
+        relax_until: int = 2000,
     ) -> None:
         linalg.check_whole("every", every, 1)
         linalg.check_whole("relax_steps", relax_steps, 0)
-        if not relaxed >= 1:
-            raise ValueError(f"expected relaxed, the factor that clipping is relaxed by, to be >= 1, got {relaxed!r}")
+        linalg.check_whole("relax_until", relax_until, 0)
+        if not 0 < relaxed < math.inf:
+            raise ValueError(f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}")
         self.model = model
         self.optimizer = optimizer
         self.every = every
         self.relax_steps = relax_steps
         self.relaxed = relaxed
+        self.relax_until = relax_until
         self.steps = 0
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         found = list(_equivalences(model))
@@ -82,9 +88,11 @@ class MergeSchedule:
         return merges
 
     def clip(self, norm: float) -> float:
-        """The norm to clip gradients to at the coming step: ``relaxed`` times as much soon after a merge."""
+        """The norm to clip gradients to at the coming step: ``relaxed`` times the norm after a merge, rising to the norm."""
         since = self.steps % self.every
-        return norm * self.relaxed if self.steps >= self.every and since < self.relax_steps else norm
+        if not (self.every <= self.steps <= self.relax_until and since < self.relax_steps):
+            return norm
+        return norm * (self.relaxed + (1 - self.relaxed) * since / self.relax_steps)
 
     def _forget(self, stored: Tensor) -> None:
         """Put the optimizer's state of a parameter back to what it was at the start."""

@@ -65,9 +65,34 @@ def test_merges_are_due_and_leave_the_function(optimizer: str) -> None:
         assert built.state[bias]["exp_avg"].any()  # only the skew vectors' state is forgotten
 
 
-def test_clipping_is_relaxed_after_a_merge() -> None:
-    rows = train(build(relaxed=5.0), range(13))
-    assert [norm for *_, norm in rows] == [0.1] * 5 + [0.5] * 2 + [0.1] * 3 + [0.5] * 2 + [0.1]
+def clips(steps: int, **options: Any) -> list[float]:
+    """The clipping norm at each step, in thousandths of the norm asked for."""
+    *_, schedule = build(**options)
+    found = []
+    for _ in range(steps):
+        found.append(round(1000 * schedule.clip(0.1) / 0.1))
+        schedule.step()
+    return found
+
+
+def test_clipping_norm_starts_at_a_tenth_after_a_merge_and_rises_linearly() -> None:
+    """The default is the ramp of POET's own code; before the first merge nothing changes."""
+    ramp = [100, 190, 280, 370, 460, 550, 640, 730, 820, 910]
+    assert clips(48, every=20, relax_steps=10) == [1000] * 20 + ramp + [1000] * 10 + ramp[:8]
+    model, built, _ = build()
+    assert MergeSchedule(model, built, 20).relax_steps == 10
+    assert clips(14, every=5) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100, 550, 1000, 1000]
+
+
+def test_clipping_norm_may_rise_after_a_merge_and_stops_changing_in_time() -> None:
+    assert clips(8, every=5, relaxed=5.0) == [1000] * 5 + [5000, 3000, 1000]
+    assert clips(8, every=5, relax_steps=0) == [1000] * 8
+    assert clips(17, every=5, relax_until=10) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100] + [1000] * 6
+    *_, schedule = build(every=1000, relax_steps=10)
+    schedule.load_state_dict({"steps": 2000})
+    assert schedule.clip(0.1) == pytest.approx(0.01)
+    schedule.load_state_dict({"steps": 2001})
+    assert schedule.clip(0.1) == 0.1
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -109,7 +134,8 @@ def test_growing_skew_matrices_are_told_of_before_the_merge() -> None:
 
 def test_errors() -> None:
     model, built, _ = build()
-    invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.5}]
+    invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.0}]
+    invalid += [{"relaxed": float("nan")}, {"relaxed": float("inf")}, {"relax_until": -1}]
     for options in invalid:
         with pytest.raises(ValueError, match="expected"):
             MergeSchedule(model, built, **options)
