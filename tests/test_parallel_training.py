@@ -110,14 +110,17 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
         assert "shard-00002" in said["damaged"] and "--resume-from step-00000006" in said["damaged"]
         assert said["recovered"] == "nothing"
         assert (said["terminated"], said["after"]) == ("143", "nothing")
+        assert (said["late"], said["after late"], said["complete"]) == ("143", "nothing", "143")
     assert (folder / "damaged/checkpoints/aside-step-00000012").is_dir()
     assert_same(lines(folder / "damaged"), lines(folder / "fsdp 2"))
 
 
 def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
     assert_same(lines(folder / "terminated"), lines(folder / "fsdp 2"))
+    assert_same(lines(folder / "terminated late"), lines(folder / "fsdp 2"))
     log = (folder / "0.log").read_text()
     assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
+    assert "SIGTERM: saved step 12 of 12, whose evaluation the resumed run makes up for" in log
 
 
 def test_a_process_that_dies_ends_the_run(tmp_path: Path, process_environment: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from training_runs import RUNS, config
+from training_runs import RUNS, STEPS, config
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training import _loop as loop
@@ -121,13 +122,19 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
     found["recovered"] = said(lambda: train(config(damaged, corpus, parallel="fsdp", resume=True)))
     dist.barrier()
 
-    def terminate(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 3:
+    def terminate(metrics: dict[str, Any], step: int = 3) -> None:
+        if metrics["step"] == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stopped = config(folder / "terminated", corpus, parallel="fsdp", resume=True)
     found["terminated"] = said(lambda: train(stopped, observer=terminate))
     found["after"] = said(lambda: train(stopped))
+    # In the last step, before its evaluation; and in one process after everything is done.
+    late = config(folder / "terminated late", corpus, parallel="fsdp", resume=True)
+    found["late"] = said(lambda: train(late, observer=partial(terminate, step=STEPS - 1)))
+    found["after late"] = said(lambda: train(late, observer=partial(terminate, step=STEPS)))
+    complete = config(folder / "terminated at the end", corpus, parallel="ddp")
+    found["complete"] = said(lambda: train(complete, observer=partial(terminate, step=STEPS)))
     return found
 
 

@@ -1,5 +1,7 @@
 """What is measured at an evaluation: the validation loss and the token interface."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,21 @@ Batch = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def evaluate(loss_of: LossOf, batches: list[Batch], device: torch.device, processes: Processes) -> float:
-    """Mean cross-entropy over the batches, nats per token; each process takes every ``processes.size``-th of them."""
+def evaluate(
+    loss_of: LossOf,
+    batches: list[Batch],
+    device: torch.device,
+    processes: Processes,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean cross-entropy over the batches, nats per token; each process takes every ``processes.size``-th of them.
+
+    None if ``interrupted()`` was true on one of the processes before a batch.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(batches), processes.size):
+        if processes.any(interrupted()):
+            return None
         place = start + processes.rank
         ids, targets = batches[min(place, len(batches) - 1)]  # FSDP2 needs every process in every forward
         with autocast(device):

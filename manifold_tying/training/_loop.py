@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         ValueError: the folder holds another run or is in use, the corpus is too small or not the one that the run began
             with, or a gradient or the validation loss at the end is NaN or Inf.
         OSError: something cannot be written; what was written before is whole.
-        SystemExit: SIGTERM or Ctrl-C; the step in flight was finished and saved. Status 143 or 130. A second Ctrl-C is
-            KeyboardInterrupt at once.
+        SystemExit: SIGTERM or Ctrl-C; the step in flight was finished and saved. Status 143 or 130. An evaluation that was
+            cut short is made up for by the resumed run. A second Ctrl-C is KeyboardInterrupt at once.
     """
     config = resolve(config)
     settings = config.settings
@@ -74,12 +74,16 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         record: Record | None = None
         try:
             record = processes.together(lambda: Record(config.out, start) if processes.writes else None)
-            with termination() as terminated:
+            with termination(announced=processes.writes) as terminated:
                 _steps(run, record, start, observer, terminated)
-            row = processes.first(lambda: write_row(run, record))
+                row = processes.first(lambda: write_row(run, record))
         finally:
             if record is not None:
                 record.close()
+    if processes.any(terminated.requested):  # too late for this run, but not for the next one
+        if processes.writes:
+            print(f"{terminated.name}: the run in {config.out} is complete")
+        raise SystemExit(terminated.status)
     if row["val_loss"] is None or not math.isfinite(row["val_loss"]):
         raise Diverged(
             f"the validation loss of {arm}, seed {config.seed}, is not finite after its {settings.steps} steps. Lower the "
@@ -99,18 +103,41 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
         looked_at = run.probes.measure()["weights"]
         if record:
             record.write_probes({"step": 0, "tokens": 0, "weights": looked_at})
+    elif run.processes.first(lambda: _evaluates(run, start) and "val_loss" not in (record.last if record else {})):
+        measured = _evaluated(run, terminated)
+        if record and measured is not None:
+            record.complete(measured)
+        if measured is None:
+            _stop(run, record, start, terminated, evaluated=False)
     for step in range(start, settings.steps):
         done = step + 1
         metrics, seconds, stops = _step(run, step, peaks, clipped, skipped, terminated)
         skipped = skipped + 1 if metrics.get("skipped") else 0
-        if done % (settings.eval_every or settings.steps) == 0 or done == settings.steps:
-            metrics |= _evaluated(run, record, metrics)
+        measured = {}
+        if _evaluates(run, done):
+            metrics |= _probed(run, record, metrics)
+            measured = _evaluated(run, terminated)
         if record:
+            metrics |= measured or {}
             record.write(metrics, seconds)
             if observer is not None:
                 observer(metrics | {"tokens_per_second": settings.tokens_per_step / seconds})
-        stops = stops or (run.processes.size == 1 and terminated.requested)
-        _save_or_stop(run, record, done, terminated if stops else None)
+        stops = stops or measured is None or (run.processes.size == 1 and terminated.requested)
+        ends, every = done == settings.steps, settings.checkpoint_every
+        if ends or stops or (every and done % every == 0):
+            if record:
+                record.flush()
+            run.save(done)
+        if ends or stops:
+            run.writer.wait()
+        if stops and not (ends and measured is not None):
+            _stop(run, record, done, terminated, evaluated=measured is not None)
+
+
+def _evaluates(run: Run, done: int) -> bool:
+    """Whether an evaluation follows this many steps."""
+    settings = run.config.settings
+    return done % (settings.eval_every or settings.steps) == 0 or done == settings.steps
 
 
 def _step(
@@ -149,31 +176,28 @@ def _step(
     return metrics, seconds, stops
 
 
-def _evaluated(run: Run, record: Record | None, metrics: dict[str, Any]) -> dict[str, Any]:
-    """What is measured after a step: validation loss, interface, rotations; the weights' numbers go to their own file."""
+def _probed(run: Run, record: Record | None, metrics: dict[str, Any]) -> dict[str, Any]:
+    """The rotations at an evaluation; the numbers of single weights go to their own file."""
     probed = run.probes.measure()
     weights = probed.pop("weights")
     if record:
         record.write_probes({"step": metrics["step"], "tokens": metrics["tokens"], "weights": weights})
+    return probed
+
+
+def _evaluated(run: Run, terminated: Termination) -> dict[str, Any] | None:
+    """Validation loss and token interface; None if a signal cut the evaluation short."""
     device = torch.device(run.config.settings.device)
-    loss = evaluate(run.model.loss, run.held_out, device, run.processes)
-    return {"val_loss": loss, **describe_interface(run.model), **probed}
+    loss = evaluate(run.model.loss, run.held_out, device, run.processes, lambda: terminated.requested)
+    return None if loss is None else {"val_loss": loss, **describe_interface(run.model)}
 
 
-def _save_or_stop(run: Run, record: Record | None, done: int, stopped: Termination | None) -> None:
-    """A checkpoint where one is due; SystemExit after it where a signal asks for that."""
-    settings = run.config.settings
-    ends = done == settings.steps
-    if ends or stopped or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
-        if record:
-            record.flush()
-        run.save(done)
-    if ends or stopped:
-        run.writer.wait()
-    if stopped and not ends:
-        if record:
-            print(
-                f"{stopped.name}: saved step {done} of {settings.steps} in {run.config.out}; "
-                "go on with --resume, or with the same ablate again"
-            )
-        raise SystemExit(stopped.status)
+def _stop(run: Run, record: Record | None, done: int, terminated: Termination, *, evaluated: bool) -> NoReturn:
+    """End a saved run that a signal stopped before it was complete."""
+    if record:
+        missing = "" if evaluated else ", whose evaluation the resumed run makes up for,"
+        print(
+            f"{terminated.name}: saved step {done} of {run.config.settings.steps}{missing} in {run.config.out}. "
+            "Resume with --resume, or with the same ablate command"
+        )
+    raise SystemExit(terminated.status)

@@ -123,6 +123,10 @@ class Processes:
             dist.all_reduce(value, group=self.group)
         return value
 
+    def any(self, value: bool) -> bool:
+        """Whether the value is true on one of the processes."""
+        return any(self.gather(value))
+
     def together(self, work: Callable[[], T]) -> T:
         """``work()`` on every process; where it raises ValueError or OSError on one, all raise, Damaged as Damaged."""
         if self.size == 1:

@@ -60,9 +60,23 @@ class Record:
         step = metrics["step"]
         self._metrics.write(json.dumps(finite(metrics)) + "\n")
         self._timing.write(json.dumps({"step": step, "seconds": round(self.seconds, 6)}) + "\n")
+        self._plot(metrics)
+
+    def complete(self, measured: dict[str, Any]) -> None:
+        """Add an evaluation to the newest step, whose line was written without it."""
+        self.last = self.last | measured
+        self.flush()
+        self._metrics.close()
+        path = Path(self._metrics.name)
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]
+        write_whole(path, "".join([*lines, json.dumps(finite(self.last)) + "\n"]).encode())
+        self._metrics = path.open("a", encoding="utf-8")
+        self._plot({"step": self.last["step"], **measured})
+
+    def _plot(self, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
             if name not in ("step", "skipped") and value is not None:
-                self._events.add_scalar(name, value, step)
+                self._events.add_scalar(name, value, metrics["step"])
 
     def _count(self, metrics: dict[str, Any]) -> None:
         self.skipped = self.skipped + 1 if metrics.get("skipped") else 0

@@ -3,6 +3,7 @@
 The step in flight is finished and saved. A second Ctrl-C interrupts at once.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,15 @@ from types import FrameType
 
 
 class Termination:
-    """Which signal has arrived, if any."""
+    """Which signal has arrived, if any.
 
-    arrived: signal.Signals | None = None
+    Args:
+        announced: print a line when one arrives; only one process of a run should.
+    """
+
+    def __init__(self, announced: bool = True) -> None:
+        self.arrived: signal.Signals | None = None
+        self._announced = announced
 
     @property
     def requested(self) -> bool:
@@ -33,13 +40,16 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self._announced and not self.requested:
+            text = f"\n{signal.Signals(number).name}: finishing the step, then saving. Ctrl-C again stops at once.\n"
+            os.write(2, text.encode())  # print() may not be reentered, and a signal may arrive within one
         self.arrived = signal.Signals(number)
 
 
 @contextmanager
-def termination() -> Iterator[Termination]:
-    """Inside, the signals are noted and do nothing else. In a thread other than the main one Python cannot listen."""
-    noted = Termination()
+def termination(announced: bool = True) -> Iterator[Termination]:
+    """Inside, the signals are noted and announced. In a thread other than the main one Python cannot listen."""
+    noted = Termination(announced)
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
