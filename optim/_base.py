@@ -30,6 +30,7 @@ class RiemannianOptimizer(Optimizer):
     two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
     """
 
+    follows_manifolds = True
     _first_moment: str  # its key in a point's state
 
     def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: NonFinite) -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manifold_tying.parametrizations._plain_optimizer import watch
+
 
 class Constraint(nn.Module, ABC):
     """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored.
@@ -35,6 +37,9 @@ class Constraint(nn.Module, ABC):
 
 class WideStorage(parametrize.ParametrizationList):
     """The list that holds the stored tensor: .half() and .bfloat16() reach the weight's dtype and leave the stored float32."""
+
+    label: str
+    """The layer's class, the parameter's name and shape, for messages that know no full name."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         following = [t for part in self.modules() if isinstance(part, Constraint) for t in part.following()]
@@ -72,7 +77,12 @@ class WideStorage(parametrize.ParametrizationList):
 
 
 def mark_point(parts: parametrize.ParametrizationList) -> None:
-    """Note a point's manifold on the tensor itself, where geoopt and ``RiemannianAdam(model.parameters())`` look for it."""
+    """Note a point's manifold on the tensor itself, where ``RiemannianAdam(model.parameters())`` looks for it.
+
+    geoopt's optimizers look at ``geoopt.ManifoldParameter`` only. The stored tensor is none: FSDP2 and ``.to_empty()`` replace
+    it by a plain parameter, and torch.load does not read one with ``weights_only=True``.
+    """
     manifold = getattr(parts[0], "manifold", None)
     if manifold is not None:
         setattr(parts.original, "manifold", manifold)  # noqa: B010 - a tensor declares no such attribute
+        watch(parts)

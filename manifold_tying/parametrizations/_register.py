@@ -21,10 +21,12 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
-    Train it with :mod:`manifold_tying.optim`, through ``param_groups(model)``; an ordinary optimizer would leave the
-    manifold. Works on Linear, Embedding, convolutions (flattened to a matrix from their second
-    dimension on), MultiheadAttention's ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are
-    batch dimensions). Under a bfloat16 layer the point is stored in float32 and cast when used.
+    Train it with :mod:`manifold_tying.optim`: ``RiemannianAdam(model.parameters())`` or ``param_groups(model)``. Any other
+    optimizer, geoopt's included, leaves the manifold and gets a warning at its first step.
+
+    Works on Linear, Embedding, convolutions (flattened to a matrix from their second dimension on), MultiheadAttention's
+    ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are batch dimensions). Under a bfloat16
+    layer the point is stored in float32 and cast when used.
 
     A parameter that two modules share (a tied table) has to be constrained in both, alike, or in neither: the stored tensor is
     that parameter, and the other module would see it as it is stored.
@@ -141,6 +143,7 @@ def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList
 def register(module: M, name: str, constraint: Constraint) -> M:
     """Put a constraint on a parameter that :meth:`Layout.of` accepted; the parameter stays and becomes the stored tensor."""
     weight = getattr(module, name)
+    label = f"{type(module).__name__}.{name} of shape {tuple(weight.shape)}"
     given = weight.data
     weight.data = given.to(linalg.working_dtype(given.dtype))
     try:
@@ -149,8 +152,9 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     except BaseException:
         weight.data = given  # a weight that cannot be projected leaves the module as it was
         raise
-    parts = parametrized(module)[name]
+    parts = cast(WideStorage, parametrized(module)[name])
     parts.__class__ = WideStorage
+    parts.label = label
     mark_point(parts)
     weight.grad = None  # that was the plain weight's
     return module

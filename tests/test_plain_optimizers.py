@@ -1,0 +1,233 @@
+"""A point in an optimizer without manifolds: warned of once, by name, at its first step."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
+from manifold_tying.parametrizations import parametrized
+
+WARNING = "without its manifold"
+
+
+def layer() -> nn.Module:
+    return mt.stiefel(nn.Linear(4, 9))
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).pow(4).sum().backward()
+    optimizer.step()
+
+
+def silent(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(steps):
+            step(model, optimizer)
+
+
+def defect(model: Any) -> float:
+    return float(mt.linalg.defect(model.weight.detach()))
+
+
+MAKERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "parameters": (
+        lambda m: torch.optim.AdamW(m.parameters()),
+        r"torch.optim.*AdamW moved Linear.weight of shape \(9, 4\)",
+    ),
+    "named": (lambda m: torch.optim.Adam(m.named_parameters()), "Adam moved parametrizations.weight.original"),
+    "our groups": (lambda m: torch.optim.AdamW(param_groups(m)), "AdamW moved parametrizations.weight.original"),
+    "geoopt": (lambda m: geoopt.optim.RiemannianAdam(m.parameters()), "geoopt.*RiemannianAdam moved Linear.weight"),
+    "closure": (lambda m: WithClosure(m), "LBFGS moved Linear.weight"),
+    "fused": (lambda m: torch.optim.Adam(m.parameters(), fused=True), "Adam moved Linear.weight"),
+}
+
+
+class WithClosure:
+    """LBFGS, whose step takes the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        self.zero_grad = self.optimizer.zero_grad
+
+    def step(self) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.model(torch.ones(8, 4)).pow(4).sum()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_plain_optimizer_on_a_point_warns_once(name: str) -> None:
+    make, message = MAKERS[name]
+    model = layer()
+    optimizer = make(model)
+    with pytest.warns(UserWarning, match=message) as caught:
+        step(model, optimizer)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "RiemannianAdam(model.parameters())" in str(caught[0].message)
+    silent(model, optimizer, 3)
+    assert defect(model) > 1e-6  # and it was right to warn
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: RiemannianAdam(m.parameters()),
+        lambda m: RiemannianAdam(param_groups(m)),
+        lambda m: RiemannianSGD(m.parameters()),
+    ],
+)
+def test_our_optimizers_stay_on_the_manifold_without_a_warning(make: Callable[[nn.Module], Any]) -> None:
+    model = layer()
+    silent(model, make(model), 3)
+    assert defect(model) < 1e-6
+
+
+def test_geoopts_optimizers_keep_geoopts_own_parameters() -> None:
+    model = nn.Linear(4, 9)
+    model.weight = geoopt.ManifoldParameter(model.weight.detach().clone(), manifold=mt.Stiefel())
+    mt.stiefel(model)
+    silent(model, geoopt.optim.RiemannianAdam(model.parameters(), lr=0.01), 5)
+    assert defect(model) < 1e-6
+
+
+def test_frozen_points_are_no_reason_until_they_move() -> None:
+    model = nn.Sequential(layer(), nn.Linear(9, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    silent(model, optimizer, 2)
+    model[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=WARNING):
+        step(model, optimizer)
+    silent(model, optimizer)
+
+
+def test_a_group_added_later_and_a_constraint_put_on_later() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), layer())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    silent(model, optimizer, 2)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    with pytest.warns(UserWarning, match=r"SGD moved Linear.weight of shape \(9, 4\) without"):
+        step(model, optimizer)
+    mt.stiefel(model[0])
+    with pytest.warns(UserWarning, match=r"SGD moved Linear.weight of shape \(4, 4\) without"):
+        step(model, optimizer)
+    silent(model, optimizer)
+
+
+@pytest.mark.parametrize("remove", ["materialize", "torch"])
+def test_a_weight_that_is_free_again_is_no_reason(remove: str) -> None:
+    model = layer()
+    if remove == "torch":
+        parametrize.remove_parametrizations(model, "weight")
+    else:
+        mt.materialize(model)
+    silent(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "constrain", [mt.orthogonal, lambda m: mt.spd(m, "weight"), lambda m: mt.equivalence(m, block_size=2)]
+)
+def test_other_constraints_are_for_any_optimizer(constrain: Callable[[nn.Module], nn.Module]) -> None:
+    linear = nn.Linear(4, 4)
+    nn.init.eye_(linear.weight)
+    model = constrain(linear)
+    silent(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_are_points_too(copied: Callable[[Any], Any]) -> None:
+    point = copied(parametrized(mt.PIT(12, 4, memory="trainable"))["memory"])
+    optimizer = torch.optim.SGD(point.parameters(), lr=0.1)
+    point.original.grad = torch.ones_like(point.original)
+    with pytest.warns(UserWarning, match=r"SGD moved PIT.memory of shape \(12, 4\)"):
+        optimizer.step()
+
+
+def test_with_a_scheduler_and_inside_a_wrapper() -> None:
+    model = layer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    with pytest.warns(UserWarning, match=WARNING) as caught:
+        step(model, optimizer)
+    scheduler.step()
+    assert len(caught) == 1
+    model = layer()
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.warns(UserWarning, match=WARNING) as caught:
+        step(model, optimizer)
+    assert len(caught) == 1 and "torch.optim.adamw.AdamW moved" in str(caught[0].message)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that leaves the step to another one, as sharding ones do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_of_two_optimizers_around_each_other_the_inner_one_counts() -> None:
+    model = layer()
+    silent(model, Wrapper(RiemannianAdam(model.parameters())))
+    model = layer()
+    with pytest.warns(UserWarning, match="AdamW moved") as caught:
+        step(model, Wrapper(torch.optim.AdamW(model.parameters())))
+    assert len(caught) == 1
+
+
+def test_a_compiled_step_warns_and_takes_no_more_graphs() -> None:
+    graphs: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs[-1] += 1
+        return module.forward
+
+    for model in (nn.Linear(4, 9), layer()):
+        graphs.append(0)
+        torch._dynamo.reset()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+        compiled = torch.compile(lambda optimizer=optimizer: optimizer.step(), backend=backend)
+        for repeat in range(3):
+            model(torch.randn(8, 4)).pow(2).sum().backward()
+            if len(graphs) == 2 and repeat == 0:
+                with pytest.warns(UserWarning, match="AdamW moved Linear.weight"):
+                    compiled()
+            else:
+                compiled()
+    assert graphs[0] == graphs[1] > 0 and defect(model) > 1e-6
+
+
+def test_the_step_of_one_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from manifold_tying.parametrizations import _plain_optimizer
+
+    layer()  # so that the hook is there
+    model = nn.Linear(4, 9)
+    optimizer = torch.optim.AdamW(model.parameters())
+    looks: list[Any] = []
+    monkeypatch.setattr(_plain_optimizer, "_warn", lambda *args: looks.append(args))
+    steps: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *args: steps.append(args))
+    silent(model, optimizer, 5)
+    handle.remove()
+    assert len(looks) == 1 and len(steps) == 5
