@@ -16,12 +16,18 @@ from manifold_tying.linalg._basics import (
 from manifold_tying.linalg._once import once_differentiable
 
 
+# Matrices of up to this many entries are mapped in float64: there overhead, not arithmetic, takes the time.
+_SMALL = 64 * 64
+
+
 def cayley(A: Tensor) -> Tensor:
-    """C = (I - A)⁻¹(I + A), orthogonal for skew A (..., b, b)."""
-    dtype = working_dtype(A.dtype)
+    """C = (I - A)⁻¹(I + A), orthogonal for skew A (..., b, b).
+
+    Small or odd b are solved in float64: a skew A of odd size is singular, so the condition of I - A is ‖A‖.
+    """
     check_square(A)
     with full_precision(A.device):
-        W = A.to(dtype)
+        W = A.to(_solve_dtype(A))
         eye = identity_like(W)
         return _solve(eye - W, eye + W).to(A.dtype)
 
@@ -113,9 +119,16 @@ def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.
 def cayley_gradient(A: Tensor, grad_C: Tensor) -> Tensor:
     """Ā from C̄ for C = cayley(A), A skew, at least float32: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
     with full_precision(A.device):
-        eye = identity_like(A)
-        C = _solve(eye - A, eye + A)
-        return _solve((eye - A).mT, grad_C @ (eye + C).mT)
+        W = A.to(_solve_dtype(A))
+        eye = identity_like(W)
+        C = _solve(eye - W, eye + W)
+        return _solve((eye - W).mT, grad_C.to(W.dtype) @ (eye + C).mT).to(A.dtype)
+
+
+def _solve_dtype(A: Tensor) -> torch.dtype:
+    """The dtype to solve with I - A in."""
+    dtype, b = working_dtype(A.dtype), A.shape[-1]
+    return torch.float64 if b % 2 or b * b <= _SMALL else dtype
 
 
 def _solve(K: Tensor, B: Tensor) -> Tensor:
@@ -128,14 +141,17 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
 
     Square: X = B (I - A)⁻¹(I + A) with A = tril(Y, -1) - tril(Y, -1)ᵀ. Tall: X = (I - A)⁻¹(I + A) B with
     A = (Z Bᵀ - B Zᵀ + B K Bᵀ)/2, K the skew part of BᵀY and Z = Y - B BᵀY, which is the curve of the Cayley retraction
-    along the tangent part of Y. There A maps B a + Z b to B (K a - ZᵀZ b)/2 + Z a/2, so all but five products are p x p, and
-    X = B (2M - I) + Z M with M = (I + ZᵀZ/4 - K/2)⁻¹.
+    along the tangent part of Y. There A maps B a + Z b to B (K a - ZᵀZ b)/2 + Z a/2, so all but six products are p x p, and
+    X = (2B + Z) M - B with M = (I + ZᵀZ/4 - K/2)⁻¹. ZᵀZ squares the condition of Z, so the tall X is re-orthonormalized:
+    its columns are orthonormal to rounding for ‖Y‖₂ up to about 1e3 in float32. Small matrices are mapped in float64.
 
     ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Once differentiable
     with respect to Y; base is a constant.
     """
     if base.dtype.itemsize < 4:
         return cayley_at(base.float(), Y.float(), terms).to(base.dtype)
+    if base.dtype == torch.float32 and base.shape[-2] * base.shape[-1] <= _SMALL:
+        return cayley_at(base.double(), Y.double(), terms).to(base.dtype)
     with full_precision(base.device):
         if base.shape[-1] == base.shape[-2]:
             if terms is None:
@@ -181,21 +197,29 @@ class _TallCayley(torch.autograd.Function):
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
         S = base.mT @ Y
         Z = Y - base @ S
-        eye = identity_like(S)
-        M = _inverse(eye + gram(Z) / 4 - (S - S.mT) / 4)
-        ctx.save_for_backward(base, Z, M)
-        return base @ (2 * M - eye) + Z @ M
+        M = _inverse(identity_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
+        X = _polished(torch.add(Z, base, alpha=2) @ M - base)
+        ctx.save_for_backward(base, Z, M, X)
+        return X
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
-        # N is the gradient with respect to M⁻¹. BᵀZ = 0 saves a product: BᵀZ̄ = BᵀX̄ Mᵀ.
-        base, Z, M = ctx.saved_tensors
+        # N is the gradient with respect to M⁻¹. (2B + Z) M = X + B saves the product with Z, and BᵀZ̄ = BᵀX̄ Mᵀ.
+        base, Z, M, X = ctx.saved_tensors
         with full_precision(M.device):
             from_base = base.mT @ grad_X
-            N = -(M.mT @ (2 * from_base + Z.mT @ grad_X) @ M.mT)
+            N = -((X.mT @ grad_X + from_base) @ M.mT)
             grad_Z = grad_X @ M.mT + Z @ ((N + N.mT) / 4)
             return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
+
+
+def _polished(X: Tensor) -> Tensor:
+    """X (XᵀX)^(-1/2) by five terms of its series; ‖XᵀX - I‖₂ of 0.1 becomes 1e-6."""
+    E = gram(X)
+    E.diagonal(dim1=-2, dim2=-1).sub_(1)
+    E2 = E @ E
+    return X + X @ (0.375 * E2 - 0.5 * E + E2 @ (35 / 128 * E2 - 0.3125 * E))
 
 
 def _inverse(K: Tensor) -> Tensor:

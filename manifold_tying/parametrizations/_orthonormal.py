@@ -55,8 +55,8 @@ class CayleyFactor(Constraint):
     """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
 
     Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y, by
-    2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series, whose defect is about
-    ‖A‖^(2 terms + 2) for an even number: fine while A is small, and ``module.weight = module.weight`` makes it small again.
+    2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series. The truncated series leaves the
+    manifold as A grows, so its polar factor is taken, as the retraction of that name does.
     """
 
     base: Tensor
@@ -69,6 +69,8 @@ class CayleyFactor(Constraint):
 
     def forward(self, stored: Tensor) -> Tensor:
         X = linalg.cayley_at(self.base, stored, self.terms)
+        if self.terms is not None:
+            X = linalg.polar(X)[0]
         return self.layout.to_weight(X).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:

@@ -57,9 +57,9 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.
-        map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point, exact) or "cayley-neumann" (the
-            same by products alone, two terms: defect about ‖A‖⁶ for the skew matrix A). The first two choose their way by
-            the numbers, so at each access the host waits for a GPU; with the Cayley maps it does not.
+        map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point) or "cayley-neumann" (the same
+            with two terms of a Neumann series in place of the inverse, then the polar factor). All but "cayley" choose an
+            algorithm by the values, so at each access the host waits for a GPU. Prefer "cayley" where that matters.
 
     Raises:
         ValueError: an unknown map; ``name`` as for :func:`stiefel`.
