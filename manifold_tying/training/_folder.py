@@ -1,6 +1,7 @@
 """The folder of a run: made, or found with the checkpoint that the run goes on from."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._files import Damaged, write_whole, writing_to
 from manifold_tying.training._machine import machine
-from manifold_tying.training._record import METRICS
+from manifold_tying.training._record import METRICS, read_logs
 from manifold_tying.training._step import Run
 
 CONFIG, RESULT = "config.json", "result.json"
@@ -34,10 +35,15 @@ def open_folder(run: Run) -> int:
                 raise
             damaged[path] = str(error).removesuffix(advice(path))
 
+    ends = start == config.settings.steps
+    processes.on_first(lambda: read_logs(config.out, start))  # refuses before anything is changed
+
     def write() -> None:
         with writing_to(config.out):
-            if start < config.settings.steps:  # of a run that went further: nobody is to take it for this one's
-                (config.out / RESULT).unlink(missing_ok=True)
+            if (
+                not ends and (config.out / RESULT).exists()
+            ):  # of a run that went further: not to be taken for this one's
+                os.replace(config.out / RESULT, config.out / f"aside-{RESULT}")
             for path, what in damaged.items():
                 print(
                     f"{what}Set aside as {set_aside(path).name}; going on from {found.name if found else 'the start'}"

@@ -105,10 +105,10 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
             record.write_probes({"step": 0, "tokens": 0, "weights": looked_at})
     elif run.processes.first(lambda: _evaluates(run, start) and "val_loss" not in (record.last if record else {})):
         measured = _evaluated(run, terminated)
-        if record and measured is not None:
-            record.complete(measured)
         if measured is None:
             _stop(run, record, start, terminated, evaluated=False)
+        if record:
+            record.complete(measured)
     for step in range(start, settings.steps):
         done = step + 1
         metrics, seconds, stops = _step(run, step, peaks, clipped, skipped, terminated)

@@ -1,0 +1,54 @@
+"""JSON files that may be damaged or foreign: every way in which they cannot be read is one error."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+
+class NotJSON(ValueError):
+    """A text is not JSON.
+
+    Attributes:
+        reason: what is wrong, without the place.
+        line: where, counted from 1; None where it is not known.
+    """
+
+    def __init__(self, reason: str, line: int | None = None, place: str | None = None) -> None:
+        super().__init__(place or reason)
+        self.reason = reason
+        self.line = line
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value that a JSON text holds, or NotJSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise NotJSON(error.msg, error.lineno, str(error)) from None
+    except ValueError as error:  # not UTF-8, or an integer of thousands of digits
+        raise NotJSON(str(error)) from None
+    except RecursionError:
+        raise NotJSON("nested too deeply") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file; OSError for anything else, since reading a FIFO or a device may block for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        kind = "folder" if path.is_dir() else "FIFO, socket or device"
+        raise OSError(f"expected the regular file {path}, found a {kind}")
+    return path.read_bytes()
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in a file; ValueError that names the file and ends with the advice otherwise."""
+    try:
+        content = parsed(read_bytes(path).decode())
+    except (OSError, ValueError) as error:
+        reason = f"is not JSON ({error})" if isinstance(error, ValueError) else f"cannot be read ({error})"
+        raise ValueError(f"{path} {reason}; {advice}") from error
+    if not isinstance(content, dict):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{path}: expected a JSON object, got {kind}; {advice}")
+    return content
