@@ -1,6 +1,5 @@
 """The two tables of a saved model, read from safetensors alone: nothing of a checkpoint is executed or unpickled."""
 
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -143,7 +142,7 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
 
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     config = read_config(folder)
-    recorded_options(folder)  # refuses a damaged entry
+    entry = recorded_options(folder)
     where = weight_map(folder)
     family = f"Hugging Face {config.get('model_type', 'model')}"
     converted = [name.removesuffix(_MEMORY) for name in where if name.endswith(_OURS + _MEMORY)]
@@ -155,10 +154,16 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
         pit = _pit(tensors, folder, config.get("quantization_config") or {})
         kind = "PIT" if pit.bridge is None else "PIT with a bridge"
         return SavedTables(*pit.materialize(), f"{family}, {kind}"), pit
+    if entry is not None:
+        raise ValueError(
+            f"{folder} is a converted checkpoint by its config.json, but has no memory; it has {_some(where)}"
+        )
     embedding, head, tied = table_names(folder, where)
     if embedding is None:
         raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
     E = read_tensors(folder, where, [embedding])[embedding]
+    if E.ndim != 2:
+        raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
     if head is None and not tied:
         raise ValueError(
             f"{folder} is untied by its config.json and has no head; a shard may be missing: {_some(where)}"

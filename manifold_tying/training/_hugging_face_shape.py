@@ -30,4 +30,6 @@ def read_shape(folder: Path) -> Shape:
     interface = recorded_options(folder)
     weight_map(folder)
     config = read_transformers_config(folder).get_text_config()
+    if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
+        raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)
