@@ -287,7 +287,7 @@ def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
     mt.save(trained(model), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "notes.txt"
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "notes.txt"
     }  # fmt: skip
     assert torch.equal(logits(mt.load(tmp_path)), logits(model))
 

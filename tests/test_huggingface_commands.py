@@ -1,19 +1,39 @@
 """manifold-tying convert | export | inspect, on folders."""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_models import build, difference, logits
+import transformers
+from huggingface_models import _BODY, build, difference, logits
 from rich.console import Console
+from test_huggingface_kinds import _BERT, BIASED, ENCODER_DECODERS, MULTIMODAL, SPEECH, make
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
 from manifold_tying.training._inspect import InspectConfig, interface_numbers, run_inspect
 from manifold_tying.training.cli import main
+
+_DISTIL = {"vocab_size": 96, "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    **BIASED, **MULTIMODAL,
+    "WhisperForConditionalGeneration": ("WhisperConfig", SPEECH),
+    "DistilBertForMaskedLM": ("DistilBertConfig", _DISTIL),
+    "DebertaV2ForMaskedLM": ("DebertaV2Config", _BERT),
+    "ModernBertForMaskedLM": ("ModernBertConfig", {**_BERT, "cls_token_id": 1, "sep_token_id": 2}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", {**_BODY, "tie_word_embeddings": True}),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "LlamaForSequenceClassification": ("LlamaConfig", _BODY, "has no head"),
+    **{
+        kind: (*ENCODER_DECODERS[kind], "encoder-decoder")
+        for kind in ("BartForConditionalGeneration", "T5ForConditionalGeneration")
+    },
+}
 
 
 @pytest.fixture
@@ -117,3 +137,59 @@ def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path
     with pytest.raises(ValueError, match="no converted model"):
         run_export(ExportConfig(stock, tmp_path / "out"), console)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:gemma3:UserWarning")
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_part_of_the_class_that_was_saved_is_kept(kind: str, console: Console, tmp_path: Path) -> None:
+    before = make(kind, *CLASSES[kind])
+    before.save_pretrained(tmp_path / "stock")
+    run_convert(ConvertConfig(tmp_path / "stock", tmp_path / "converted", bridge=True), console)
+    run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
+    run_inspect(InspectConfig(tmp_path / "stock"), console)
+    assert type(mt.load(tmp_path / "converted")).__name__ == kind
+    exported, report = type(before).from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values()), report
+    state = exported.state_dict()
+    assert state.keys() == before.state_dict().keys()
+    for name, tensor in before.state_dict().items():  # the tables too: the bridge keeps them
+        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_one_table_for_both_sides_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, settings, reason = REFUSED[kind]
+    getattr(transformers, kind)(getattr(transformers, name)(**settings)).save_pretrained(tmp_path / "stock")
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", str(tmp_path / "stock"), str(tmp_path / "converted"), "--bridge"])
+    assert stopped.value.code == 2 and reason in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_converted_folder_says_how_to_read_it(stock: Path, console: Console, tmp_path: Path) -> None:
+    out = tmp_path / "converted"
+    mt.save(mt.convert(build()), out)
+    note = (out / "README.md").read_text()
+    assert "pip install 'manifold-tying[huggingface]'" in note and "manifold-tying export" in note
+    assert json.loads((out / "config.json").read_text())["requires"] == "manifold-tying[huggingface]"
+    mt.export(mt.load(out), out)  # over it: the folder is a stock checkpoint now
+    assert not (out / "README.md").exists() and "requires" not in json.loads((out / "config.json").read_text())
+
+
+def test_no_readme_of_a_user_is_lost(stock: Path, console: Console, tmp_path: Path) -> None:
+    (stock / "README.md").write_text("the model's card")
+    out = tmp_path / "converted"
+    for _ in range(2):
+        run_convert(ConvertConfig(stock, out), console)
+        assert (out / "README.md").read_text() == "the model's card"
+        assert "mt.load" in (out / "README-manifold-tying.md").read_text()
+    run_export(ExportConfig(out, tmp_path / "exported"), console)
+    assert (tmp_path / "exported" / "README.md").read_text() == "the model's card"
+    assert not (tmp_path / "exported" / "README-manifold-tying.md").exists()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "README.md").write_text("mine")
+    run_convert(ConvertConfig(stock, tmp_path / "own"), console)
+    assert (tmp_path / "own" / "README.md").read_text() == "mine"
+    assert (tmp_path / "own" / "README-manifold-tying.md").exists()

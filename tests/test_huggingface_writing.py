@@ -61,7 +61,7 @@ def test_files_that_are_not_the_checkpoint_stay(tmp_path: Path) -> None:
     for name, content in own.items():
         (tmp_path / name).write_bytes(content)
     mt.save(mt.convert(build()), tmp_path)
-    expected = {"config.json", "generation_config.json", "model.safetensors", *own}
+    expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", *own}
     assert {file.name for file in tmp_path.iterdir()} == expected
     assert {name: (tmp_path / name).read_bytes() for name in own} == own
 

@@ -1,7 +1,7 @@
 """The two tables of a saved model, read from safetensors alone: nothing of a checkpoint is executed or unpickled."""
 
-import json
-import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from manifold_tying.tying import PIT
+from manifold_tying.tying.huggingface._entry import check_options
+from manifold_tying.tying.huggingface._folder import (
+    WHOLE,
+    read_config,
+    read_json,
+    read_shapes,
+    read_tensors,
+    recorded_options,
+    weight_map,
+)
+from manifold_tying.tying.huggingface._names import table_names
 
-# The last two parts of a parameter's name, by Hugging Face's architectures: Llama, Qwen, Granite, Gemma, OPT and Phi;
-# GPT-2; GPT-NeoX; BLOOM and Falcon; Mamba.
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$")
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _OURS = "interface."
 _MEMORY = "parametrizations.memory.original"
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class SavedTables(NamedTuple):
@@ -32,10 +38,10 @@ def inspect_tables(path: str | Path) -> SavedTables:
 
     Args:
         path: a run of ``manifold-tying train`` (its newest checkpoint), one of its checkpoints, or a folder in Hugging
-            Face's form: config.json and model.safetensors, whole or sharded with an index, tied or untied.
+            Face's form with config.json. The weights may be one safetensors file or shards.
 
     Raises:
-        ValueError: a file is missing or damaged, or no table is found in it; says which and what to do.
+        ValueError: a file is missing or damaged, holds no table, or NaN or Inf in one; says which and what to do.
         ImportError: safetensors is not installed.
     """
     return saved_interface(path)[0]
@@ -50,144 +56,126 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
     if saved:
         folder = saved[-1]
     if (folder / "state.json").exists():
-        return _of_checkpoint(folder)
-    if (folder / "config.json").exists():
-        return _of_hugging_face(folder)
-    raise ValueError(f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or a saved model")
+        found = _of_checkpoint(folder)
+    elif (folder / "config.json").exists():
+        found = _of_hugging_face(folder)
+    else:
+        raise ValueError(
+            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or a saved model"
+        )
+    for name, table in zip(("E", "W_out"), found[0][:2], strict=True):
+        if table.ndim != 2 or not table.is_floating_point() or not torch.isfinite(table).all():
+            raise ValueError(
+                f"expected finite floating-point tables of two dimensions in {folder}, but {name} ({table.dtype}, shape "
+                f"{tuple(table.shape)}) is not or holds NaN or Inf: the weights are damaged, or the training diverged"
+            )
+    return found
 
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
-    state = _read_json(folder / "state.json")
-    if not (folder / _WHOLE).exists() and any(folder.glob("shard-*")):
-        raise ValueError(f"{folder} was saved in shards; make one file of it with manifold-tying export {folder} OUT")
-    where = dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
-    names = [name for name in where if name.startswith(_OURS)]
-    tensors = {name.removeprefix(_OURS): tensor for name, tensor in _read(folder, where, names).items()}
+    state = read_json(folder / "state.json")
+    config = state.get("config", {})
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'state.json'} is damaged: expected a JSON object as config, got {config!r:.80}")
+    sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
+    tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
     kind = f"checkpoint of step {state.get('step')}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
     if {"embedding", "head"} <= set(tensors):
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
     if _MEMORY in tensors:
-        pit = _pit(tensors, folder, state.get("config", {}))
-        return SavedTables(*pit.materialize(), f"{kind}, {state.get('config', {}).get('interface', 'pit')}"), pit
-    raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
+        pit = _pit(tensors, folder, config)
+        return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
+    raise ValueError(
+        f"{folder} holds no token interface that is known here; it has {_some(tensors) or 'no interface.*'}"
+    )
 
 
-def _pit(tensors: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> PIT:
+def _of_one_file(folder: Path) -> dict[str, Tensor]:
+    where = dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE)
+    names = [name for name in where if name.startswith(_OURS)]
+    return {name.removeprefix(_OURS): tensor for name, tensor in read_tensors(folder, where, names).items()}
+
+
+def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The interface of a checkpoint that several processes saved, each its own rows."""
+    import torch.distributed.checkpoint as dcp
+
+    files = state.get("files")
+    if not isinstance(files, dict) or (missing := [name for name in files if not (folder / name).is_file()]):
+        raise ValueError(f"{folder} lacks shards that its state.json names ({_some(missing if files else ())})")
+    read_shapes(sorted(folder.glob("shard-*.safetensors")))  # names the file that is damaged
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in metadata.items()
+        if name.startswith(_OURS)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    return {name.removeprefix(_OURS): tensor for name, tensor in tensors.items()}
+
+
+def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) -> PIT:
+    options = check_options({name: config[name] for name in ("diagonal", "bounds") if config.get(name) is not None})
+    if tensors[_MEMORY].ndim != 2:
+        raise ValueError(f"expected a memory (V, d) in {folder}, got a tensor of shape {tuple(tensors[_MEMORY].shape)}")
     V, d = tensors[_MEMORY].shape
     with torch.device("meta"):  # the tensors are there already
-        pit = PIT(V, d, diagonal=config.get("diagonal", "softplus"), bounds=config.get("bounds"))
-    if "bridge" in tensors:
-        pit.bridge = torch.nn.Parameter(tensors["bridge"])
+        pit = PIT(V, d, **options)
     try:
+        if "bridge" in tensors:
+            pit.bridge = torch.nn.Parameter(tensors["bridge"])
         pit.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{folder / _WHOLE} holds another kind of PIT than this version's: {error}") from error
+        raise ValueError(f"{folder} holds another kind of PIT than this version's: {error}") from error
     for module in pit.modules():  # buffers that say a dtype and are in no file
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(f"expected finite numbers in {folder}, got NaN or Inf in the interface's {', '.join(broken)}")
     return pit
 
 
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
-    config = _read_json(folder / "config.json")
-    where = _weight_map(folder)
-    text = config.get("text_config", {})
+    config = read_config(folder)
+    entry = recorded_options(folder)
+    where = weight_map(folder)
+    family = f"Hugging Face {config.get('model_type', 'model')}"
     converted = [name.removesuffix(_MEMORY) for name in where if name.endswith(_OURS + _MEMORY)]
     if converted:  # by this package; the two halves share one interface
         names = [name for name in where if name.startswith(converted[0])]
-        tensors = {name.removeprefix(converted[0]): tensor for name, tensor in _read(folder, where, names).items()}
-        pit = _pit(tensors, folder, config.get("quantization_config", {}))
+        tensors = {
+            name.removeprefix(converted[0]): tensor for name, tensor in read_tensors(folder, where, names).items()
+        }
+        pit = _pit(tensors, folder, config.get("quantization_config") or {})
         kind = "PIT" if pit.bridge is None else "PIT with a bridge"
-        return SavedTables(*pit.materialize(), f"Hugging Face {config.get('model_type', 'model')}, {kind}"), pit
-    vocabulary = config.get("vocab_size", text.get("vocab_size"))
-    embedding = _one(folder, where, _EMBEDDING, "embedding table", vocabulary)
+        return SavedTables(*pit.materialize(), f"{family}, {kind}"), pit
+    if entry is not None:
+        raise ValueError(
+            f"{folder} is a converted checkpoint by its config.json, but has no memory; it has {_some(where)}"
+        )
+    embedding, head, tied = table_names(folder, where)
     if embedding is None:
         raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
-    E = _read(folder, where, [embedding])[embedding]
-    kind = f"Hugging Face {config.get('model_type', 'model')}, {embedding}"
-    head = _one(folder, where, _HEAD, "head", None)
-    if head is not None:
-        table = _read(folder, where, [head])[head]
-        if table.shape != E.shape:
-            raise ValueError(f"expected {head} of shape {tuple(E.shape)} as {embedding}, got {tuple(table.shape)}")
-        tying = "tied" if torch.equal(E, table) else "untied"
-        return SavedTables(E, table.mT, f"{kind} and {head}, {tying}"), None
-    if not config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
+    E = read_tensors(folder, where, [embedding])[embedding]
+    if E.ndim != 2:
+        raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
+    if head is None and not tied:
         raise ValueError(
             f"{folder} is untied by its config.json and has no head; a shard may be missing: {_some(where)}"
         )
-    return SavedTables(E, E.mT, f"{kind}, tied"), None
+    if head is None:
+        return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
+    table = read_tensors(folder, where, [head])[head]
+    if table.shape != E.shape:
+        raise ValueError(f"expected {head} of shape {tuple(E.shape)} as {embedding}, got {tuple(table.shape)}")
+    tying = "tied" if torch.equal(E, table) else "untied"
+    return SavedTables(E, table.mT, f"{family}, {embedding} and {head}, {tying}"), None
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file of the folder holds each parameter."""
-    if (folder / _WHOLE).exists():
-        return dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
-    if not (folder / _INDEX).exists():
-        raise ValueError(f"{folder} has neither {_WHOLE} nor {_INDEX}; save the model with safe_serialization=True")
-    where = _read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(where, dict) or any(Path(str(file)).name != file for file in where.values()):
-        raise ValueError(f"{folder / _INDEX} is damaged: expected a weight_map of parameters to files of this folder")
-    return where
-
-
-def _one(folder: Path, where: dict[str, str], pattern: re.Pattern[str], what: str, rows: int | None) -> str | None:
-    """The parameter that matches; of several the one with enough rows, for a vision tower has embeddings too."""
-    found = [name for name in where if pattern.search(name)]
-    if len(found) > 1 and rows is not None:
-        found = [name for name in found if _shape(folder / where[name], name)[0] >= rows]
-    if len(found) > 1:
-        raise ValueError(
-            f"expected one {what} in {folder}, found {', '.join(found)}: which one reads the tokens is unclear"
-        )
-    return found[0] if found else None
-
-
-def _names(file: Path) -> list[str]:
-    with _open(file) as tensors:
-        return list(tensors.keys())
-
-
-def _shape(file: Path, name: str) -> list[int]:
-    with _open(file) as tensors:
-        return tensors.get_slice(name).get_shape()
-
-
-def _read(folder: Path, where: dict[str, str], names: list[str]) -> dict[str, Tensor]:
-    read = {}
-    for name in names:
-        with _open(folder / where[name]) as tensors:
-            if name not in tensors.keys():
-                raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
-            read[name] = tensors.get_tensor(name)
-    return read
-
-
-def _open(file: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            "reading a saved model needs safetensors; install the extra: pip install 'manifold-tying[train]' "
-            "(from a checkout: pip install '.[train]')"
-        ) from error
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _some(where: dict[str, str]) -> str:
-    return ", ".join(sorted(where)[:5]) + (f" and {len(where) - 5} more" if len(where) > 5 else "")
+def _some(names: Any) -> str:
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifold_tying.tying.huggingface._checkpoint import recorded_options
-from manifold_tying.tying.huggingface._register import import_transformers
+from manifold_tying.tying.huggingface._folder import read_transformers_config, recorded_options, weight_map
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,9 @@ class Shape:
 
 def read_shape(folder: Path) -> Shape:
     """From config.json; ValueError where the folder is no transformers checkpoint with safetensors."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {folder / 'config.json'}")
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"expected weights as safetensors, but there are none in {folder}; save the model again")
-    transformers = import_transformers()
-    try:
-        interface = recorded_options(folder)
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / 'config.json'} describes no model that transformers knows: {error}") from error
+    interface = recorded_options(folder)
+    weight_map(folder)
+    config = read_transformers_config(folder).get_text_config()
+    if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
+        raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)

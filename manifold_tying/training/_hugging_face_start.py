@@ -10,9 +10,9 @@ from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations import OnStiefel, mark_point, parametrized
 from manifold_tying.tying import Memory
 from manifold_tying.tying.huggingface import convert, halves, load, save
-from manifold_tying.tying.huggingface._checkpoint import recorded_options, write
+from manifold_tying.tying.huggingface._checkpoint import load_stock, write
+from manifold_tying.tying.huggingface._folder import recorded_options
 from manifold_tying.tying.huggingface._install import record
-from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import read_tables
 
 if TYPE_CHECKING:
@@ -32,10 +32,7 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
     if recorded_options(settings.init_from) is not None:
         return _go_on(load(settings.init_from, dtype=torch.float32), memory, settings.retraction)
-    transformers = import_transformers()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        settings.init_from, local_files_only=True, use_safetensors=True, dtype=torch.float32
-    )
+    model = load_stock(settings.init_from, dtype=torch.float32)
     read_tables(model)  # refuses what is untied, whatever the arm
     if interface == "untied":
         _untie(model)

@@ -13,9 +13,8 @@ from manifold_tying.training._inspect import interface_summary
 from manifold_tying.training._record import METRICS
 from manifold_tying.training._saving import export_model
 from manifold_tying.tying import convert, export, load, save
-from manifold_tying.tying.huggingface._checkpoint import read_config
-from manifold_tying.tying.huggingface._files import read_shapes
-from manifold_tying.tying.huggingface._register import import_transformers
+from manifold_tying.tying.huggingface._checkpoint import load_stock
+from manifold_tying.tying.huggingface._files import NOTE, README, is_note, note_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,11 +82,7 @@ def _read(path: Path) -> "PreTrainedModel":
         raise ValueError(
             f"{path} is a run of train or ablate; convert is for transformers checkpoints, and export for runs"
         )
-    if not (path / "config.json").is_file():
-        raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {path / 'config.json'}")
-    read_config(path)
-    read_shapes(sorted(map(str, path.glob("model*.safetensors"))))
-    return import_transformers().AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    return load_stock(path)
 
 
 def _check_out(model: Path, out: Path) -> None:
@@ -96,9 +91,17 @@ def _check_out(model: Path, out: Path) -> None:
 
 
 def _copy_rest(model: Path, out: Path) -> None:
-    """Tokenizer, chat templates, license: every file that is neither weights nor written by transformers."""
+    """Tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
+
+    A README that OUT has already is kept, and so is the note on a converted checkpoint, under its second name.
+    """
+    noted = is_note(out / README)
     for file in model.iterdir():
-        if file.is_file() and file.name not in _WRITTEN and not any(file.match(pattern) for pattern in _WEIGHTS):
+        if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
+            continue
+        if not is_note(file) and (file.name != README or noted or not (out / README).exists()):
             shutil.copy2(file, out / file.name)
+    if noted and not is_note(out / README):
+        (out / note_name(out)).write_text(NOTE, encoding="utf-8")
     if (model / _TEMPLATES).is_dir():
         shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)

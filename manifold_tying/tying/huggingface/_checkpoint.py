@@ -1,6 +1,5 @@
 """Converted models on disk: a transformers checkpoint with the interface in the place of the tables."""
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,16 @@ import torch
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._files import write as write
+from manifold_tying.tying.huggingface._folder import (
+    build_empty,
+    model_class,
+    read_config,
+    read_shapes,
+    recorded_options,
+    weight_map,
+)
 from manifold_tying.tying.huggingface._install import METHOD, halves, record
-from manifold_tying.tying.huggingface._register import import_transformers, register
+from manifold_tying.tying.huggingface._register import register
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
@@ -56,55 +63,69 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
     """
-    transformers = import_transformers()
     register()
-    config = Path(path, "config.json")
-    if not config.is_file():
-        raise ValueError(f"expected the folder of a converted model, but there is no {config}")
-    if recorded_options(Path(path)) is None:
+    folder = Path(path)
+    if recorded_options(folder) is None:
         raise ValueError(
-            f"{config} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and convert it"
+            f"{folder / 'config.json'} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and "
+            "convert it"
         )
-    written = (read_config(Path(path)).get("architectures") or [""])[0]
-    kind: Any = getattr(transformers, written, transformers.AutoModelForCausalLM)
-    model, report = kind.from_pretrained(path, local_files_only=True, output_loading_info=True, **options)
-    if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
-        raise ValueError(f"the parts of the checkpoint in {path} disagree: {wrong}")
-    return model
+    return _read(folder, **options)
 
 
-def recorded_options(folder: Path) -> dict[str, Any] | None:
-    """What config.json says of a converted checkpoint's interface; None where it says nothing, as of a stock one."""
-    entry = read_config(folder).get("quantization_config") or {}
-    return entry if entry.get("quant_method") == METHOD else None
+def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
+    """A stock checkpoint in the class that its config.json names; no tensor of it is left out or drawn at random.
+
+    Args:
+        folder: of the checkpoint.
+        options: as for :func:`load`.
+
+    Raises:
+        ValueError: a converted or quantized checkpoint, pickled weights, or one whose parts disagree.
+    """
+    if recorded_options(folder) is not None:
+        raise ValueError(f"{folder} is a converted checkpoint already; export it first to convert it in another way")
+    if entry := read_config(folder).get("quantization_config"):
+        raise ValueError(
+            f"expected a checkpoint in floating point, but {folder / 'config.json'} says that it is quantized "
+            f"({entry.get('quant_method')!r:.80}); convert the model that it was made from"
+        )
+    return _read(folder, **options)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint; ValueError that names it where it is no JSON object."""
-    file = folder / "config.json"
+def _read(folder: Path, **options: Any) -> "PreTrainedModel":
+    build_empty(folder)  # names config.json where transformers would fail in the middle of reading the weights
+    read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
+    # Mismatched shapes are in the report, too. Without the option the error advises to ignore them.
+    options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"expected JSON in {file}, but {error}; it is damaged, or not all of it was copied") from error
-    if not isinstance(config, dict):
+        model, report = model_class(folder).from_pretrained(folder, output_loading_info=True, **options)
+    except RuntimeError as error:
+        raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
+    if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
         raise ValueError(
-            f"expected a JSON object in {file}, got a {type(config).__name__}; it is no model's config.json"
+            f"the parts of the checkpoint in {folder} disagree, and no tensor may be left out or drawn at random: {wrong}. "
+            "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"
         )
-    return config
+    return model
 
 
 @torch.no_grad()
 def check_memory(interface: PIT) -> None:
-    """ValueError unless ZᵀZ is about I, tried on a few vectors, and L is finite."""
+    """ValueError unless every number is finite and ZᵀZ is about I, tried on a few vectors."""
     if any(tensor.is_meta for tensor in interface.parameters()):
         return  # offloaded: not in memory now
-    Z, L = interface.memory, interface.cholesky_factor
+    if broken := [name for name, tensor in interface.named_parameters() if not torch.isfinite(tensor).all()]:
+        raise ValueError(
+            f"expected finite numbers in the interface, got NaN or Inf in {', '.join(broken)}: the weights are damaged"
+        )
+    Z = interface.memory
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)
     error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
-    if not error <= LARGEST_DEFECT or not torch.isfinite(L).all():
+    if not error <= LARGEST_DEFECT:
         raise ValueError(
-            f"expected a memory with ZᵀZ = I and a finite Cholesky factor, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
+            f"expected a memory with ZᵀZ = I, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
             "damaged, or an optimizer that leaves the manifold has trained them (take manifold_tying.optim, with "
             "param_groups(model)). The nearest such memory: interface.memory = interface.memory"
         )

@@ -40,6 +40,7 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         )
     config = copy.deepcopy(model.config)
     del config.quantization_config
+    config.__dict__.pop("requires", None)
     config.tie_word_embeddings = False
     config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):

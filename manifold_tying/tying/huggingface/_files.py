@@ -9,12 +9,37 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from manifold_tying.tying.huggingface._folder import read_shapes
 from manifold_tying.tying.huggingface._install import halves
 from manifold_tying.tying.huggingface._modules import PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+README = "README.md"
+NOTES = (README, "README-manifold-tying.md")
+"""Names of the note on a converted checkpoint: the second where the folder has a README of its own."""
+NOTE = """\
+---
+library_name: manifold-tying
+---
+# A language model with Pseudo-Inverse Tying
+
+This checkpoint was written by manifold-tying. In place of the embedding table and
+the head it has one shared memory Z and a transform T. transformers alone cannot read it: it finds no table under the stock
+name. Do not pass `ignore_mismatched_sizes=True`. The model would then have random tables.
+
+Load it in Python:
+
+    pip install 'manifold-tying[huggingface]'
+
+    import manifold_tying as mt
+    model = mt.load("path/to/this/folder")
+
+Or write a stock checkpoint, with two dense tables, that any program reads:
+
+    manifold-tying export path/to/this/folder path/to/stock
+"""
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 
 
@@ -37,8 +62,10 @@ def write(model: "PreTrainedModel", path: Path) -> None:
                 f"expected {type(model).__name__}.save_pretrained to write model.safetensors, but it wrote "
                 f"{', '.join(sorted(file.name for file in beside.iterdir())) or 'nothing'}; {path} is as it was"
             )
-        if isinstance(model.get_input_embeddings(), PITEmbedding):
+        converted = isinstance(model.get_input_embeddings(), PITEmbedding)
+        if converted:
             check_files(model, list(map(str, weights)))
+            (beside / note_name(path)).write_text(NOTE, encoding="utf-8")
         written = {file.name for file in beside.iterdir()}
         for name in written:
             os.replace(beside / name, path / name)
@@ -46,10 +73,23 @@ def write(model: "PreTrainedModel", path: Path) -> None:
             for file in path.glob(pattern):
                 if file.name not in written:
                     file.unlink()
+        if not converted:
+            for name in filter(lambda name: is_note(path / name), NOTES):
+                (path / name).unlink()
     finally:
         shutil.rmtree(beside)
         if new and not any(path.iterdir()):
             path.rmdir()
+
+
+def is_note(file: Path) -> bool:
+    """Whether the file is the note that :func:`write` leaves, and no README of the user's."""
+    return file.is_file() and file.read_bytes() == NOTE.encode()
+
+
+def note_name(folder: Path) -> str:
+    """The name under which the note overwrites nothing but itself."""
+    return README if not os.path.lexists(folder / README) or is_note(folder / README) else NOTES[1]
 
 
 def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
@@ -60,6 +100,8 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
     """
     if not files:
         return
+    if len({os.path.dirname(file) for file in files}) > 1:
+        raise ValueError(f"expected the shards of one folder, but the index names {', '.join(files)}")
     found = read_shapes(files)
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -71,22 +113,6 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
             f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
             f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
         )
-
-
-def read_shapes(files: Sequence[str]) -> dict[str, list[int]]:
-    """Shapes of all tensors in safetensors files, by name; ValueError that names the file which is none, or not whole."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, list[int]] = {}
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
-        try:
-            with safe_open(file, "pt") as tensors:
-                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"cannot read {file}: {error}; it is damaged, or not all of it was copied") from error
-    return found
 
 
 def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:

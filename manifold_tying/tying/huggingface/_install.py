@@ -11,15 +11,12 @@ from torch.nn.utils import parametrize
 from manifold_tying.parametrizations import CholeskyFactor, OnStiefel
 from manifold_tying.parametrizations._register import parametrized
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._entry import FORMAT, METHOD, REQUIRES
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
 from manifold_tying.tying.huggingface._resize import resize_token_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-METHOD = "manifold-tying"
-"""The ``quant_method`` by which a checkpoint's config.json names this package to transformers."""
-FORMAT = 1
 
 
 def install(
@@ -91,6 +88,7 @@ def record(model: "PreTrainedModel") -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), f"{inside}.interface"}
     model.config.tie_word_embeddings = True
     model.config.quantization_config = entry
+    model.config.requires = REQUIRES
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:

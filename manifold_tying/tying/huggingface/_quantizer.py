@@ -16,8 +16,9 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._checkpoint import check_memory
+from manifold_tying.tying.huggingface._entry import METHOD, check_entry
 from manifold_tying.tying.huggingface._files import check_files
-from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
+from manifold_tying.tying.huggingface._install import halves, install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
@@ -73,10 +74,7 @@ class InterfaceLoader(HfQuantizer):
 
 def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torch.dtype) -> None:
     """The modules that a config.json entry asks for, on the meta device."""
-    if config.format != FORMAT:
-        raise ValueError(
-            f"expected a converted checkpoint of format {FORMAT}, got {config.format}; use a newer manifold-tying"
-        )
+    check_entry(config.to_dict())
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
             "config.json has an entry of manifold-tying beside tie_word_embeddings=false: one of them is wrong. A converted "
@@ -85,11 +83,14 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no head; load a converted checkpoint with AutoModelForCausalLM")
+    V, d = cast(Tensor, embedding.weight).shape
     options = dict(config.options)
     bridge, scale, padding_idx = options.pop("bridge"), options.pop("scale"), options.pop("padding_idx")
     rotated = options.pop("rotated", False)  # the first versions knew no rotation
+    if padding_idx is not None and padding_idx >= V:
+        raise ValueError(f"expected a padding_idx below {V} in quantization_config, got {padding_idx}")
     with torch.device("meta"):
-        interface = PIT(*cast(Tensor, embedding.weight).shape, **options)
+        interface = PIT(V, d, **options)
         if bridge:
             interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
     interface = interface.to(linalg.working_dtype(dtype))

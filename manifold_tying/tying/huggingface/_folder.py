@@ -1,0 +1,161 @@
+"""A checkpoint's folder in transformers' layout: config.json, and safetensors in one file or in shards with an index.
+
+Every command reads a folder through this module. It checks what a folder says before anything follows it, and it neither
+unpickles nor executes anything.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from manifold_tying.tying.huggingface._entry import METHOD, check_entry
+from manifold_tying.tying.huggingface._register import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError that names the file where it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {folder / 'config.json'}")
+    return read_json(folder / "config.json")
+
+
+def recorded_options(folder: Path) -> dict[str, Any] | None:
+    """config.json's entry for a converted checkpoint, validated; None for a checkpoint without one."""
+    entry = read_config(folder).get("quantization_config")
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{folder / 'config.json'} is damaged: expected a JSON object as quantization_config, got {entry!r:.80}"
+        )
+    if entry.get("quant_method") != METHOD:
+        return None
+    try:
+        return check_entry(entry)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor. An index that points outside the folder is refused."""
+    if (folder / WHOLE).exists():
+        with _open(folder / WHOLE) as tensors:
+            return dict.fromkeys(tensors.keys(), WHOLE)
+    if not (folder / INDEX).exists():
+        raise ValueError(
+            f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
+            "with transformers, if you trust them, and save the model again with safe_serialization=True"
+        )
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(map(_is_safetensors_here, where.values())):
+        raise ValueError(
+            f"{folder / INDEX} is damaged: expected a weight_map of parameters to safetensors files of this folder"
+        )
+    return where
+
+
+def _is_safetensors_here(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\\"} & {*name}
+
+
+def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Shapes of all tensors in safetensors files, by name."""
+    found: dict[str, list[int]] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+        with _open(file) as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return found
+
+
+def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -> dict[str, Tensor]:
+    """The named tensors, and no others."""
+    read = {}
+    for name in names:
+        with _open(folder / where[name]) as tensors:
+            if name not in tensors.keys():
+                raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
+            read[name] = tensors.get_tensor(name)
+    return read
+
+
+def _open(file: str | Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            "reading a saved model needs safetensors; install the extra: pip install 'manifold-tying[train]' "
+            "(from a checkout: pip install '.[train]')"
+        ) from error
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); it is missing, damaged or not fully copied") from error
+
+
+def model_class(folder: Path) -> Any:
+    """The class that config.json names under ``architectures``.
+
+    Of transformers, or one that the program has registered with AutoModelForCausalLM.
+    """
+    transformers = import_transformers()
+    file = folder / "config.json"
+    names = read_config(folder).get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(
+            f'expected {file} to name the model\'s class, as in "architectures": ["LlamaForCausalLM"], got {names!r:.80}'
+        )
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        registered = transformers.AutoModelForCausalLM._model_mapping.get(type(read_transformers_config(folder)), None)
+        kind = registered if getattr(registered, "__name__", None) == names[0] else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{file} names {names[0]!r} under architectures, which is no model class of transformers "
+            f"{transformers.__version__}. Correct the entry or install the version that has it; register a class of your own "
+            "with AutoModelForCausalLM.register"
+        )
+    return kind
+
+
+def read_transformers_config(folder: Path) -> Any:
+    """config.json as transformers' configuration object."""
+    read_config(folder)
+    try:
+        return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a configuration class raises whatever its damaged fields lead to
+        raise ValueError(f"{folder / 'config.json'} describes no model that transformers knows: {error}") from error
+
+
+def build_empty(folder: Path) -> "PreTrainedModel":
+    """The stock model that config.json describes, on the meta device."""
+    kind, config = model_class(folder), read_transformers_config(folder)
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except Exception as error:
+        raise ValueError(
+            f"{folder / 'config.json'} describes no {kind.__name__} that transformers can build: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,268 @@
+"""Damaged checkpoint folders: every command names what is wrong, exits with 2 and writes nothing."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_models import build
+from safetensors.torch import load_file, save_file
+
+import manifold_tying as mt
+from manifold_tying.training.cli import main
+
+Damage = Callable[[Path], object]
+WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.embed_tokens.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+MEMORY = "model.embed_tokens.interface.parametrizations.memory.original"
+FACTOR = "model.embed_tokens.interface.parametrizations.cholesky_factor.original"
+BRIDGE = "model.embed_tokens.interface.bridge"
+
+
+def config(**changes: Any) -> Damage:
+    """Entries of config.json, changed or, with ``...``, removed."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        content = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+
+    return damage
+
+
+def entry(**changes: Any) -> Damage:
+    """The same of its quantization_config."""
+
+    def damage(folder: Path) -> None:
+        options = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
+        config(quantization_config={name: value for name, value in options.items() if value is not ...})(folder)
+
+    return damage
+
+
+def text(name: str, content: str | bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def tensors(**changes: Any) -> Damage:
+    """Tensors of the file: a function of the old one, or ``...`` to remove it."""
+
+    def damage(folder: Path) -> None:
+        state = load_file(folder / WEIGHTS)
+        for name, change in changes.items():
+            old = state.pop(name, torch.zeros(2, 2))
+            if change is not ...:
+                state[name] = change(old).contiguous()
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
+def index(all: str = "", **content: Any) -> Damage:
+    """An index in the place of the one file, which lies outside the folder, too."""
+
+    def damage(folder: Path) -> None:
+        shutil.copy(folder / WEIGHTS, folder.parent / WEIGHTS)
+        names = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
+        where = {name: all.format(folder.parent) for name in names if all}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where, **content}))
+
+    return damage
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def folder_in_its_place(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return damage
+
+
+def cut(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-3])
+
+
+def spoiled(old: torch.Tensor) -> torch.Tensor:
+    new = old.clone()
+    new.view(-1)[0] = torch.nan
+    return new
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ANY: dict[str, tuple[Damage, str]] = {  # of a stock checkpoint and of a converted one
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "config is a folder": (folder_in_its_place("config.json"), "config.json"),
+    "config is empty": (text("config.json", ""), "config.json cannot be read"),
+    "config is a list": (text("config.json", "[]"), "expected a JSON object"),
+    "config is null": (text("config.json", "null"), "expected a JSON object"),
+    "config is a number": (text("config.json", "1e400"), "expected a JSON object"),
+    "config is binary": (text("config.json", b"\xff\xfe\x00"), "config.json cannot be read"),
+    "config has a BOM": (text("config.json", b"\xef\xbb\xbf{}"), "config.json cannot be read"),
+    "config is deep": (text("config.json", DEEP), "config.json cannot be read"),
+    "entry is a list": (config(quantization_config=[1]), "expected a JSON object as quantization_config"),
+    "entry is text": (config(quantization_config="x"), "expected a JSON object as quantization_config"),
+    "architectures missing": (config(architectures=...), "to name the model's class"),
+    "architectures null": (config(architectures=None), "to name the model's class"),
+    "architectures empty": (config(architectures=[]), "to name the model's class"),
+    "architectures text": (config(architectures="LlamaForCausalLM"), "to name the model's class"),
+    "architectures number": (config(architectures=[3]), "to name the model's class"),
+    "architectures function": (config(architectures=["pipeline"]), "no model class of transformers"),
+    "architectures other class": (config(architectures=["LlamaConfig"]), "no model class of transformers"),
+    "architectures unknown": (config(architectures=["NoSuchForCausalLM"]), "no model class of transformers"),
+    "architectures of no head": (config(architectures=["LlamaModel"]), ""),
+    "model type unknown": (config(model_type="no such"), "describes no model that transformers knows"),
+    "model type list": (config(model_type=["llama"]), "describes no model that transformers knows"),
+    "sizes are text": (config(hidden_size="wide"), "config.json"),
+    "sizes are negative": (config(hidden_size=-16), "config.json"),
+    "sizes do not divide": (config(num_attention_heads=0), "config.json"),
+    "another width": (config(hidden_size=32), ""),
+    "another vocabulary": (config(vocab_size=40), ""),
+    "more layers": (config(num_hidden_layers=3), ""),
+    "fewer layers": (config(num_hidden_layers=1), "model.layers.1"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "expected weights as safetensors"),
+    "weights are a folder": (folder_in_its_place(WEIGHTS), WEIGHTS),
+    "weights are empty": (text(WEIGHTS, b""), f"{WEIGHTS} cannot be read"),
+    "weights are text": (text(WEIGHTS, "version https://git-lfs.github.com/spec/v1"), f"{WEIGHTS} cannot be read"),
+    "weights are cut": (cut, f"{WEIGHTS} cannot be read"),
+    "weights are pickled": (pickled, "Load pickled weights (.bin) with transformers"),
+    "norm is missing": (tensors(**{"model.norm.weight": ...}), "model.norm.weight"),
+    "layer is missing": (tensors(**{UP: ...}), UP),
+    "layer is too much": (tensors(**{"model.layers.7.extra": torch.clone}), "model.layers.7.extra"),
+    "layer has another shape": (tensors(**{UP: lambda old: old[:-1]}), UP),
+    "layer is a vector": (tensors(**{UP: lambda old: old.flatten()}), UP),
+    "index leads up": (index(all="../model.safetensors"), "safetensors files of this folder"),
+    "index is absolute": (index(all="{}/model.safetensors"), "safetensors files of this folder"),
+    "index names a parent": (index(all=".."), "safetensors files of this folder"),
+    "index names a pickle": (index(all="pytorch_model.bin"), "safetensors files of this folder"),
+    "index is empty": (index(), "safetensors files of this folder"),
+    "index has a list": (index(weight_map=[1]), "safetensors files of this folder"),
+    "index has numbers": (index(weight_map={EMBEDDING: 1}), "safetensors files of this folder"),
+    "index names a lost shard": (index(all="model-00002-of-00002.safetensors"), "model-00002-of-00002"),
+}  # fmt: skip
+STOCK: dict[str, tuple[Damage, str]] = {
+    "embedding is missing": (tensors(**{EMBEDDING: ...}), EMBEDDING),
+    "embedding has NaN": (tensors(**{EMBEDDING: spoiled}), "NaN"),
+    "embedding has another shape": (tensors(**{EMBEDDING: lambda old: old[:-1]}), EMBEDDING),
+    "quantized": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "it is quantized"),
+    "quantized without a method": (config(quantization_config={"bits": 4}), "it is quantized"),
+}
+CONVERTED: dict[str, tuple[Damage, str]] = {
+    "entry is missing": (config(quantization_config=...), ""),
+    "unknown option": (entry(colour="red"), "unknown option 'colour'"),
+    "format missing": (entry(format=...), "of format 1"),
+    "format is later": (entry(format=2), "newer manifold-tying"),
+    "format is text": (entry(format="1"), "of format 1"),
+    "format is a list": (entry(format=[1]), "of format 1"),
+    "format is true": (entry(format=True), "of format 1"),
+    **{
+        f"{name} missing": (entry(**{name: ...}), f"lacks {name}")
+        for name in ("memory", "retraction", "diagonal", "bounds", "bridge", "scale", "padding_idx")
+    },
+    **{
+        f"{name} is {value!r}": (entry(**{name: value}), f"as {name} in quantization_config, got")
+        for name, values in {
+            "memory": ("thawed", None, ["frozen"], 1), "retraction": ("svd", [], None), "diagonal": ("relu", {}),
+            "bounds": ("wide", [1], [2, 1], [0, 1], [1, float("nan")], [-1, 1], 3, {}), "bridge": (1, "no", None, []),
+            "scale": (float("nan"), float("inf"), "1", None, [1.0], 0, True), "padding_idx": (-1, 1.5, "0", [0], True),
+            "rotated": (None, "yes", 0),
+        }.items()
+        for value in values
+    },
+    "padding_idx is too large": (entry(padding_idx=96), "padding_idx below 96"),
+    "tie flag": (config(tie_word_embeddings=False), "tie_word_embeddings"),
+    "bridge is NaN": (tensors(**{BRIDGE: spoiled}), "bridge"),
+    "factor is NaN": (tensors(**{FACTOR: spoiled}), "cholesky_factor"),
+    "memory is NaN": (tensors(**{MEMORY: spoiled}), "memory"),
+    "memory is Inf": (tensors(**{MEMORY: lambda old: old / 0}), "memory"),
+    "memory is no point": (tensors(**{MEMORY: lambda old: 2 * old}), "ZᵀZ"),
+    "memory has another shape": (tensors(**{MEMORY: lambda old: old[:-1]}), "disagree"),
+    "memory is a vector": (tensors(**{MEMORY: torch.flatten}), "disagree"),
+    "memory is missing": (tensors(**{MEMORY: ...}), "disagree"),
+    "factor is missing": (tensors(**{FACTOR: ...}), "disagree"),
+    "bridge is missing": (tensors(**{BRIDGE: ...}), "disagree"),
+    "a table beside it": (tensors(**{"lm_head.weight": lambda _: torch.ones(96, 16)}), "disagree"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("intact")
+    build().save_pretrained(root / "stock")
+    mt.save(mt.convert(build(), bridge=True), root / "converted")
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    capsys.readouterr()
+    try:
+        main([*map(str, words)])
+    except SystemExit as stopped:
+        return int(stopped.code or 0), " ".join(capsys.readouterr().err.split())
+    return 0, ""
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_intact_folders_pass(command: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control: what the other tests refuse, they refuse for the damage."""
+    source = folders / ("stock" if command == "convert" else "converted")
+    assert said(capsys, command, source, tmp_path / "out") == (0, "")
+    assert said(capsys, "inspect", tmp_path / "out") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [("stock", name) for name in (*ANY, *STOCK)] + [("converted", name) for name in (*ANY, *CONVERTED)],
+)
+def test_damaged_folders_are_refused(
+    kind: str, damage: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(folders / kind, tmp_path / "damaged")
+    hurt, phrase = (ANY | (STOCK if kind == "stock" else CONVERTED))[damage]
+    hurt(source)
+    before = contents(tmp_path)
+    status, error = said(capsys, "convert" if kind == "stock" else "export", source, tmp_path / "out")
+    assert status == 2 and "error: " in error and phrase in error and "Traceback" not in error
+    assert "ignore_mismatched_sizes" not in error  # the advice that leads to random tables
+    said(capsys, "inspect", source)  # an error or, where the tables are intact, a table; no exception
+    assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("stock", "embedding has NaN"), ("stock", "index leads up"), ("stock", "weights are cut"),
+        ("stock", "config is deep"), ("stock", "weights are pickled"), ("converted", "bridge is NaN"),
+        ("converted", "memory is NaN"), ("converted", "factor is NaN"), ("converted", "entry is a list"),
+        ("converted", "diagonal is 'relu'"), ("converted", "memory is a vector"), ("converted", "index is absolute"),
+        ("converted", "memory is missing"), ("converted", "factor is missing"), ("stock", "embedding is missing"),
+    ],
+)  # fmt: skip
+def test_inspect_refuses_damaged_tables(
+    kind: str, damage: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(folders / kind, tmp_path / "damaged")
+    (ANY | STOCK | CONVERTED)[damage][0](source)
+    status, error = said(capsys, "inspect", source)
+    assert status == 2 and error.startswith("error: ") and str(source) in error
+
+
+def test_a_bridge_with_nan_is_not_saved(folders: Path, tmp_path: Path) -> None:
+    model: Any = mt.load(folders / "converted")
+    with torch.no_grad():
+        model.get_input_embeddings().interface.bridge[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf in bridge"):
+        mt.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
