@@ -4,10 +4,11 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -95,14 +96,51 @@ def test_an_adapter_brings_a_plain_model_to_the_finetuned_one(pretrained: Any, o
         assert torch.equal(a.out_order, b.out_order) and torch.equal(a.in_order, b.in_order)
 
 
-def test_an_adapter_fits_a_model_loaded_in_low_precision(pretrained: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("trained_in", [torch.float32, torch.float16])
+def test_an_adapter_fits_a_model_loaded_in_low_precision(
+    pretrained: Any, dtype: torch.dtype, trained_in: torch.dtype, tmp_path: Path
+) -> None:
+    if (trained_in, dtype) == (torch.float16, torch.bfloat16):
+        dtype = torch.float32  # bfloat16 cannot tell what rounding to float16 did first
+    ids = torch.randint(61, (2, 9))
+    model = finetuned(copy.deepcopy(pretrained).to(trained_in), block_size=8, terms=None)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    low = load_adapter(copy.deepcopy(pretrained).to(dtype), path)
+    found = logits(low, ids).float()
+    expected = logits(model, ids).float()
+    assert (found - expected).norm() < 0.3 * (expected - logits(pretrained, ids)).norm()
+    other = copy.deepcopy(pretrained).to(dtype)
+    with torch.no_grad():
+        other.blocks[1].mlp.down.weight[0, 0] *= 1.01  # more than bfloat16 rounds off
+    with pytest.raises(ValueError, match="not the weight that the adapter was learned for"):
+        load_adapter(other, path)
+
+
+def test_adapters_of_wrapped_models_are_those_of_the_model(pretrained: Any, tmp_path: Path) -> None:
+    """DistributedDataParallel and torch.compile put names of their own before a layer's, on the whole model or on a part."""
     ids = torch.randint(61, (2, 9))
     model = finetuned(pretrained, block_size=8, terms=None)
-    path = save_adapter(model, tmp_path / "adapter.safetensors")
-    low = load_adapter(copy.deepcopy(pretrained).bfloat16(), path)
-    found = logits(low, ids).float()
     expected = logits(model, ids)
-    assert (found - expected).norm() < 0.3 * (expected - logits(pretrained, ids)).norm()
+    plain = save_adapter(model, tmp_path / "plain.safetensors")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+    compiled = cast(nn.Module, torch.compile(parallel))
+    inside = copy.deepcopy(model)
+    inside.blocks[1] = cast(nn.Module, torch.compile(inside.blocks[1]))
+    for wrapped in (parallel, nn.DataParallel(model), compiled, inside):
+        path = save_adapter(wrapped, tmp_path / "wrapped.safetensors")
+        assert set(load_file(path)) == set(load_file(plain))
+        assert torch.equal(logits(load_adapter(copy.deepcopy(pretrained), path), ids), expected)
+    target = copy.deepcopy(pretrained)
+    target.blocks[1] = cast(nn.Module, torch.compile(target.blocks[1]))
+    around = cast(nn.Module, torch.compile(nn.DataParallel(target)))
+    assert load_adapter(around, plain) is around
+    for (_, a, stored), (_, b, expected_vector) in zip(equivalences(target), equivalences(model), strict=True):
+        assert torch.equal(stored, expected_vector) and torch.equal(a.in_order, b.in_order)
 
 
 def test_adapters_of_other_models_are_refused_and_change_nothing(pretrained: Any, tmp_path: Path) -> None:
@@ -136,8 +174,48 @@ DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "nan": lambda tensors, _: tensors["skew"].fill_(torch.nan),
     "other rows": lambda _, described: described.update(rows=[1, 8, 1]),
     "no terms": lambda _, described: described.pop("terms"),
+    "column of order": lambda tensors, _: tensors.update(in_order=tensors["in_order"][:, None]),
+    "complex": lambda tensors, _: tensors.update(skew=tensors["skew"].to(torch.complex64)),
+    "whole numbers": lambda tensors, _: tensors.update(skew=tensors["skew"].long()),
     "no skew": lambda tensors, _: tensors.pop("skew"),
 }
+
+
+WRONG: dict[str, list[Any]] = {
+    "terms": [0, -3, 10**9, 2.5, True, "2", [2], {}],
+    "seed": [None, -1, 2**63, 1.5, "1", [1], True],
+    "rows": [None, 3, "16", [], [16, 8], [16, 8, 16, 1], [16.0, 8, 16], ["16", 8, 16], [16, 0, 16], [16, 8, -8], [16, 8, True]],
+    "columns": [None, [], [24, 8, 25], [24, 25, 24], [-24, 8, 24], [2**70, 8, 24]],
+    "shape": [None, 5, "16", [16], [16.5, 24], [2**70, 24]],
+    "base": [None, 1, ""],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: Any, key: str, tmp_path: Path) -> None:
+    path = save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "adapter.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    model = copy.deepcopy(pretrained)
+    for value in WRONG[key]:
+        described = json.loads(metadata["equivalences"])
+        changed = described[list(described)[-1]]  # the others are intact, and must not be put on
+        changed |= {name: value for name in changed if name.removesuffix("_float16") == key}
+        save_file(tensors, path, metadata | {"equivalences": json.dumps(described)})
+        with pytest.raises(ValueError, match="damaged|not the weight"):
+            load_adapter(model, path)
+        assert set(model.state_dict()) == set(pretrained.state_dict()), value
+
+
+@pytest.mark.parametrize("described", ["[" * 100_000, "[]", "null", "3", "{", '{"a": 3}', '{"": {}}'])
+def test_descriptions_of_another_form_are_refused(pretrained: Any, described: str, tmp_path: Path) -> None:
+    path = save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "adapter.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, metadata | {"equivalences": described})
+    with pytest.raises(ValueError, match="damaged|does not have"):
+        load_adapter(pretrained, path)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 Scheme = Literal["block", "full"]
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
+_MOST_TERMS = 64  # each costs a product of blocks; the exact map is one solve
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,23 @@ def check_options(
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
         raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
-    if terms is not None:
-        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+    check_terms(terms)
     if seed is not None:
-        linalg.check_whole("seed", seed, 0)
-        if seed >= 2**63:
-            raise ValueError(f"expected a seed below 2**63, got {seed}")
+        check_seed(seed)
     if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
         raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
+
+
+def check_terms(terms: Any) -> None:
+    """ValueError unless it is None or a number of terms from 1 to 64."""
+    if terms is not None:
+        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+        if terms > _MOST_TERMS:
+            raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
+
+
+def check_seed(seed: Any) -> None:
+    """ValueError unless it is a whole number that fits into int64."""
+    linalg.check_whole("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"expected a seed below 2**63, got {seed}")
