@@ -184,7 +184,19 @@ DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 WRONG: dict[str, list[Any]] = {
     "terms": [0, -3, 10**9, 2.5, True, "2", [2], {}],
     "seed": [None, -1, 2**63, 1.5, "1", [1], True],
-    "rows": [None, 3, "16", [], [16, 8], [16, 8, 16, 1], [16.0, 8, 16], ["16", 8, 16], [16, 0, 16], [16, 8, -8], [16, 8, True]],
+    "rows": [
+        None,
+        3,
+        "16",
+        [],
+        [16, 8],
+        [16, 8, 16, 1],
+        [16.0, 8, 16],
+        ["16", 8, 16],
+        [16, 0, 16],
+        [16, 8, -8],
+        [16, 8, True],
+    ],
     "columns": [None, [], [24, 8, 25], [24, 25, 24], [-24, 8, 24], [2**70, 8, 24]],
     "shape": [None, 5, "16", [16], [16.5, 24], [2**70, 24]],
     "base": [None, 1, ""],
@@ -233,6 +245,38 @@ def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, damage
     with pytest.raises(ValueError, match="damaged"):
         load_adapter(model, path)
     assert set(model.state_dict()) == set(pretrained.state_dict())
+
+
+def turned(model: Any, terms: int | None, entry: float) -> Any:
+    """A copy with an equivalence whose skew vectors have that size."""
+    model = copy.deepcopy(model)
+    equivalence_(model, block_size=8, terms=terms, seed=5, verbose=False)
+    with torch.no_grad():
+        for _, _, stored in equivalences(model):
+            stored.fill_(entry)
+    return model
+
+
+def spread(plain: Any, before: Any) -> float:
+    """The largest relative change of a singular value of one layer."""
+    values = [torch.linalg.svdvals(model.blocks[0].mlp.down.weight.detach().double()) for model in (plain, before)]
+    return float((values[0] / values[1] - 1).abs().max())
+
+
+def test_rotations_that_drifted_are_told_of_wherever_they_are_kept(pretrained: Any, tmp_path: Path) -> None:
+    message = "so R and P are orthogonal to .* only"
+    drifted = turned(pretrained, 2, 0.2)  # ‖A‖ is about 1
+    with pytest.warns(UserWarning, match=message):
+        path = save_adapter(drifted, tmp_path / "adapter.safetensors")
+    with pytest.warns(UserWarning, match=message):
+        loaded = load_adapter(copy.deepcopy(pretrained), path)
+    for model in (drifted, loaded):
+        with pytest.warns(UserWarning, match=message):
+            assert spread(materialize(model), pretrained) > 0.1  # what the warning is about
+    # No warning, which would be an error here: the exact map at any size, and two terms while they are small.
+    for terms, entry, most in ((None, 0.2, 1e-5), (None, 3.0, 1e-5), (2, 0.02, 1e-4)):
+        path = save_adapter(turned(pretrained, terms, entry), tmp_path / "adapter.safetensors")
+        assert spread(materialize(load_adapter(copy.deepcopy(pretrained), path)), pretrained) < most
 
 
 def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_path: Path) -> None:

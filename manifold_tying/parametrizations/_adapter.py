@@ -90,7 +90,9 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
     if len({change.weight for change in changes}) != len(changes):
-        raise ValueError(f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied")
+        raise ValueError(
+            f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
+        )
     check_norm([change.make() for change in changes])
     return model
 

@@ -26,7 +26,9 @@ class Primitive:
         linalg.check_whole("a block's size", self.block, 1)
         linalg.check_whole("the dimensions that rotate", self.covered, 0)
         if max(self.block, self.covered) > self.n:
-            raise ValueError(f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.covered}")
+            raise ValueError(
+                f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.covered}"
+            )
 
     @property
     def count(self) -> int:
