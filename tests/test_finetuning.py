@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import manifold_tying as mt
 from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
 from manifold_tying.models import Llama, LlamaConfig
 from manifold_tying.parametrizations import equivalences
@@ -21,7 +22,8 @@ from manifold_tying.tying import TransposeTying
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block_size": 8, "terms": None},
     "full": {"scheme": "full", "fraction": 0.5, "terms": None},
-    "orthogonal finetuning": {"block_size": 8, "out_share": 0.0, "terms": None},
+    "orthogonal finetuning": {"block_size": 8, "sides": "in", "terms": None},
+    "all parameters on one side": {"block_size": 4, "out_share": 0.0, "terms": None},
 }
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
@@ -67,11 +69,40 @@ def test_a_finetuned_model_becomes_a_plain_one_with_the_same_logits(pretrained: 
     torch.testing.assert_close(logits(plain, ids), expected, rtol=0, atol=1e-5)
 
 
+def test_one_side_rotates_in_the_blocks_asked_for(pretrained: Any) -> None:
+    """Orthogonal finetuning with blocks of b has n(b - 1)/2 parameters a layer; a share keeps the sum of both sides."""
+    layer = pretrained.blocks[0].mlp.down  # 24 inputs, 16 outputs
+    m, n = layer.weight.shape
+    found = {}
+    for sides in ("in", "out", "both"):
+        one = mt.equivalence(copy.deepcopy(layer), block_size=8, sides=sides)
+        ((_, part, stored),) = equivalences(one)
+        found[sides] = (
+            stored.numel(),
+            part.sizes.R.covered,
+            part.sizes.P.covered,
+            part.sizes.R.block,
+            part.sizes.P.block,
+        )
+    assert found == {
+        "in": (n * 7 // 2, 0, n, 1, 8),
+        "out": (m * 7 // 2, m, 0, 8, 1),
+        "both": ((m + n) * 7 // 2, m, n, 8, 8),
+    }
+    with pytest.raises(ValueError, match="unknown sides 'left'; choose one of both, in, out"):
+        mt.equivalence(copy.deepcopy(layer), sides=cast(Any, "left"))
+    with pytest.raises(ValueError, match="leave it out with sides='in'"):
+        equivalence_(pretrained, sides="in", out_share=0.0, verbose=False)
+    single = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match="nothing to rotate"):
+        mt.equivalence(single, sides="out")
+
+
 def test_one_sided_finetuning_keeps_the_angles_between_neurons(pretrained: Any) -> None:
     def gram(weight: torch.Tensor) -> torch.Tensor:
         return weight @ weight.mT  # rows are neurons
 
-    model = materialize(finetuned(pretrained, block_size=8, out_share=0.0, terms=None))
+    model = materialize(finetuned(pretrained, block_size=8, sides="in", terms=None))
     both = materialize(finetuned(pretrained, block_size=8, terms=None))
     before = gram(pretrained.blocks[0].mlp.down.weight)
     torch.testing.assert_close(gram(model.blocks[0].mlp.down.weight), before, rtol=1e-4, atol=1e-6)
@@ -289,3 +320,15 @@ def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_pat
     with pytest.raises(ValueError, match=r"make .*missing first"):
         save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "missing" / "a.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_matrices_of_a_lora_are_left(pretrained: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["query", "up"])
+    model = peft.inject_adapter_in_model(config, pretrained)
+    lora = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lora_" in name}
+    for exclude in (None, (), "*.down"):
+        taken, left = equivalence_(copy.deepcopy(model), exclude=exclude, block_size=4, verbose=False)
+        assert lora and lora <= set(left) and any(name.endswith("query.base_layer") for name in taken)
+    taken, _ = equivalence_(copy.deepcopy(model), "*.lora_A.*", block_size=4, verbose=False)
+    assert set(taken) == {name for name in lora if ".lora_A." in name}

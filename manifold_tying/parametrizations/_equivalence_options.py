@@ -12,6 +12,7 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 
 Scheme = Literal["block", "full"]
+Sides = Literal["both", "in", "out"]
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
 _MOST_TERMS = 64  # each costs a product of blocks; the exact map is one solve
@@ -26,7 +27,14 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, m: int, n: int, scheme: Scheme, block_size: int, fraction: float | None, out_share: float | None
+        cls,
+        m: int,
+        n: int,
+        scheme: Scheme,
+        block_size: int,
+        fraction: float | None,
+        out_share: float | None,
+        sides: Sides = "both",
     ) -> "Sizes":
         wanted = (
             (block_size, block_size) if fraction is None else (max(1, round(fraction * m)), max(1, round(fraction * n)))
@@ -38,6 +46,8 @@ class Sizes:
                 min(size, _block_for(scheme, size, share * total))
                 for share, size in ((out_share, m), (1 - out_share, n))
             ]
+        still = {"both": (), "in": (0,), "out": (1,)}[sides]
+        blocks = [1 if i in still else b for i, b in enumerate(blocks)]
         return cls(
             *(
                 Primitive(size, b, 0 if b < 2 else size if scheme == "block" else b)
@@ -84,9 +94,10 @@ def check_options(
     init: Init,
     seed: int | None,
     out_share: float | None,
+    sides: Sides = "both",
 ) -> None:
     """ValueError unless the options of :func:`equivalence` are what it takes."""
-    for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init)):
+    for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
     linalg.check_whole("block_size", block_size, 2)
@@ -99,6 +110,8 @@ def check_options(
         check_seed(seed)
     if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
         raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
+    if out_share is not None and sides != "both":
+        raise ValueError(f"out_share splits the parameters of both sides; leave it out with sides={sides!r}")
 
 
 def check_terms(terms: Any) -> None:
