@@ -55,7 +55,9 @@ class MergeSchedule:
         linalg.check_whole("relax_steps", relax_steps, 0)
         linalg.check_whole("relax_until", relax_until, 0)
         if not 0 < relaxed < math.inf:
-            raise ValueError(f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}")
+            raise ValueError(
+                f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}"
+            )
         self.model = model
         self.optimizer = optimizer
         self.every = every

@@ -265,8 +265,23 @@ def test_merge_drift_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path) -> None:
     out = tmp_path / "clip.json"
-    small = ["--steps", "6", "--every", "3", "--seeds", "1", "--hidden-size", "16", "--block-size", "8", "--norms", "0.1"]
-    import_module("benchmarks.merge_clip").main([*small, "--batch-size", "2", "--sequence-length", "8", "--out", str(out)])
+    small = [
+        "--steps",
+        "6",
+        "--every",
+        "3",
+        "--seeds",
+        "1",
+        "--hidden-size",
+        "16",
+        "--block-size",
+        "8",
+        "--norms",
+        "0.1",
+    ]
+    import_module("benchmarks.merge_clip").main(
+        [*small, "--batch-size", "2", "--sequence-length", "8", "--out", str(out)]
+    )
     losses = {row["clipping"]: row["losses"][0] for row in json.loads(out.read_text())["rows"]}
     assert list(losses) == ["constant", "ten times the norm", "ramp"] and len(set(losses.values())) == 3
 

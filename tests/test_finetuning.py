@@ -4,14 +4,16 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import manifold_tying as mt
 from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
 from manifold_tying.models import Llama, LlamaConfig
 from manifold_tying.parametrizations import equivalences
@@ -20,7 +22,8 @@ from manifold_tying.tying import TransposeTying
 OPTIONS: dict[str, dict[str, Any]] = {
     "block": {"block_size": 8, "terms": None},
     "full": {"scheme": "full", "fraction": 0.5, "terms": None},
-    "orthogonal finetuning": {"block_size": 8, "out_share": 0.0, "terms": None},
+    "orthogonal finetuning": {"block_size": 8, "sides": "in", "terms": None},
+    "all parameters on one side": {"block_size": 4, "out_share": 0.0, "terms": None},
 }
 every_option = pytest.mark.parametrize("option", OPTIONS)
 
@@ -66,11 +69,40 @@ def test_a_finetuned_model_becomes_a_plain_one_with_the_same_logits(pretrained: 
     torch.testing.assert_close(logits(plain, ids), expected, rtol=0, atol=1e-5)
 
 
+def test_one_side_rotates_in_the_blocks_asked_for(pretrained: Any) -> None:
+    """Orthogonal finetuning with blocks of b has n(b - 1)/2 parameters a layer; a share keeps the sum of both sides."""
+    layer = pretrained.blocks[0].mlp.down  # 24 inputs, 16 outputs
+    m, n = layer.weight.shape
+    found = {}
+    for sides in ("in", "out", "both"):
+        one = mt.equivalence(copy.deepcopy(layer), block_size=8, sides=sides)
+        ((_, part, stored),) = equivalences(one)
+        found[sides] = (
+            stored.numel(),
+            part.sizes.R.covered,
+            part.sizes.P.covered,
+            part.sizes.R.block,
+            part.sizes.P.block,
+        )
+    assert found == {
+        "in": (n * 7 // 2, 0, n, 1, 8),
+        "out": (m * 7 // 2, m, 0, 8, 1),
+        "both": ((m + n) * 7 // 2, m, n, 8, 8),
+    }
+    with pytest.raises(ValueError, match="unknown sides 'left'; choose one of both, in, out"):
+        mt.equivalence(copy.deepcopy(layer), sides=cast(Any, "left"))
+    with pytest.raises(ValueError, match="leave it out with sides='in'"):
+        equivalence_(pretrained, sides="in", out_share=0.0, verbose=False)
+    single = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match="nothing to rotate"):
+        mt.equivalence(single, sides="out")
+
+
 def test_one_sided_finetuning_keeps_the_angles_between_neurons(pretrained: Any) -> None:
     def gram(weight: torch.Tensor) -> torch.Tensor:
         return weight @ weight.mT  # rows are neurons
 
-    model = materialize(finetuned(pretrained, block_size=8, out_share=0.0, terms=None))
+    model = materialize(finetuned(pretrained, block_size=8, sides="in", terms=None))
     both = materialize(finetuned(pretrained, block_size=8, terms=None))
     before = gram(pretrained.blocks[0].mlp.down.weight)
     torch.testing.assert_close(gram(model.blocks[0].mlp.down.weight), before, rtol=1e-4, atol=1e-6)
@@ -95,14 +127,51 @@ def test_an_adapter_brings_a_plain_model_to_the_finetuned_one(pretrained: Any, o
         assert torch.equal(a.out_order, b.out_order) and torch.equal(a.in_order, b.in_order)
 
 
-def test_an_adapter_fits_a_model_loaded_in_low_precision(pretrained: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("trained_in", [torch.float32, torch.float16])
+def test_an_adapter_fits_a_model_loaded_in_low_precision(
+    pretrained: Any, dtype: torch.dtype, trained_in: torch.dtype, tmp_path: Path
+) -> None:
+    if (trained_in, dtype) == (torch.float16, torch.bfloat16):
+        dtype = torch.float32  # bfloat16 cannot tell what rounding to float16 did first
+    ids = torch.randint(61, (2, 9))
+    model = finetuned(copy.deepcopy(pretrained).to(trained_in), block_size=8, terms=None)
+    path = save_adapter(model, tmp_path / "adapter.safetensors")
+    low = load_adapter(copy.deepcopy(pretrained).to(dtype), path)
+    found = logits(low, ids).float()
+    expected = logits(model, ids).float()
+    assert (found - expected).norm() < 0.3 * (expected - logits(pretrained, ids)).norm()
+    other = copy.deepcopy(pretrained).to(dtype)
+    with torch.no_grad():
+        other.blocks[1].mlp.down.weight[0, 0] *= 1.01  # more than bfloat16 rounds off
+    with pytest.raises(ValueError, match="not the weight that the adapter was learned for"):
+        load_adapter(other, path)
+
+
+def test_adapters_of_wrapped_models_are_those_of_the_model(pretrained: Any, tmp_path: Path) -> None:
+    """DistributedDataParallel and torch.compile put names of their own before a layer's, on the whole model or on a part."""
     ids = torch.randint(61, (2, 9))
     model = finetuned(pretrained, block_size=8, terms=None)
-    path = save_adapter(model, tmp_path / "adapter.safetensors")
-    low = load_adapter(copy.deepcopy(pretrained).bfloat16(), path)
-    found = logits(low, ids).float()
     expected = logits(model, ids)
-    assert (found - expected).norm() < 0.3 * (expected - logits(pretrained, ids)).norm()
+    plain = save_adapter(model, tmp_path / "plain.safetensors")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+    compiled = cast(nn.Module, torch.compile(parallel))
+    inside = copy.deepcopy(model)
+    inside.blocks[1] = cast(nn.Module, torch.compile(inside.blocks[1]))
+    for wrapped in (parallel, nn.DataParallel(model), compiled, inside):
+        path = save_adapter(wrapped, tmp_path / "wrapped.safetensors")
+        assert set(load_file(path)) == set(load_file(plain))
+        assert torch.equal(logits(load_adapter(copy.deepcopy(pretrained), path), ids), expected)
+    target = copy.deepcopy(pretrained)
+    target.blocks[1] = cast(nn.Module, torch.compile(target.blocks[1]))
+    around = cast(nn.Module, torch.compile(nn.DataParallel(target)))
+    assert load_adapter(around, plain) is around
+    for (_, a, stored), (_, b, expected_vector) in zip(equivalences(target), equivalences(model), strict=True):
+        assert torch.equal(stored, expected_vector) and torch.equal(a.in_order, b.in_order)
 
 
 def test_adapters_of_other_models_are_refused_and_change_nothing(pretrained: Any, tmp_path: Path) -> None:
@@ -136,8 +205,60 @@ DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "nan": lambda tensors, _: tensors["skew"].fill_(torch.nan),
     "other rows": lambda _, described: described.update(rows=[1, 8, 1]),
     "no terms": lambda _, described: described.pop("terms"),
+    "column of order": lambda tensors, _: tensors.update(in_order=tensors["in_order"][:, None]),
+    "complex": lambda tensors, _: tensors.update(skew=tensors["skew"].to(torch.complex64)),
+    "whole numbers": lambda tensors, _: tensors.update(skew=tensors["skew"].long()),
     "no skew": lambda tensors, _: tensors.pop("skew"),
 }
+
+
+WRONG: dict[str, list[Any]] = {
+    "terms": [0, -3, 10**9, 2.5, True, "2", [2], {}],
+    "seed": [None, -1, 2**63, 1.5, "1", [1], True],
+    "rows": [
+        None,
+        3,
+        "16",
+        [],
+        [16, 8],
+        [16, 8, 16, 1],
+        [16.0, 8, 16],
+        ["16", 8, 16],
+        [16, 0, 16],
+        [16, 8, -8],
+        [16, 8, True],
+    ],
+    "columns": [None, [], [24, 8, 25], [24, 25, 24], [-24, 8, 24], [2**70, 8, 24]],
+    "shape": [None, 5, "16", [16], [16.5, 24], [2**70, 24]],
+    "base": [None, 1, ""],
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: Any, key: str, tmp_path: Path) -> None:
+    path = save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "adapter.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    model = copy.deepcopy(pretrained)
+    for value in WRONG[key]:
+        described = json.loads(metadata["equivalences"])
+        changed = described[list(described)[-1]]  # the others are intact, and must not be put on
+        changed |= {name: value for name in changed if name.removesuffix("_float16") == key}
+        save_file(tensors, path, metadata | {"equivalences": json.dumps(described)})
+        with pytest.raises(ValueError, match="damaged|not the weight"):
+            load_adapter(model, path)
+        assert set(model.state_dict()) == set(pretrained.state_dict()), value
+
+
+@pytest.mark.parametrize("described", ["[" * 100_000, "[]", "null", "3", "{", '{"a": 3}', '{"": {}}'])
+def test_descriptions_of_another_form_are_refused(pretrained: Any, described: str, tmp_path: Path) -> None:
+    path = save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "adapter.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, metadata | {"equivalences": described})
+    with pytest.raises(ValueError, match="damaged|does not have"):
+        load_adapter(pretrained, path)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -157,6 +278,38 @@ def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, damage
     assert set(model.state_dict()) == set(pretrained.state_dict())
 
 
+def turned(model: Any, terms: int | None, entry: float) -> Any:
+    """A copy with an equivalence whose skew vectors have that size."""
+    model = copy.deepcopy(model)
+    equivalence_(model, block_size=8, terms=terms, seed=5, verbose=False)
+    with torch.no_grad():
+        for _, _, stored in equivalences(model):
+            stored.fill_(entry)
+    return model
+
+
+def spread(plain: Any, before: Any) -> float:
+    """The largest relative change of a singular value of one layer."""
+    values = [torch.linalg.svdvals(model.blocks[0].mlp.down.weight.detach().double()) for model in (plain, before)]
+    return float((values[0] / values[1] - 1).abs().max())
+
+
+def test_rotations_that_drifted_are_told_of_wherever_they_are_kept(pretrained: Any, tmp_path: Path) -> None:
+    message = "so R and P are orthogonal to .* only"
+    drifted = turned(pretrained, 2, 0.2)  # ‖A‖ is about 1
+    with pytest.warns(UserWarning, match=message):
+        path = save_adapter(drifted, tmp_path / "adapter.safetensors")
+    with pytest.warns(UserWarning, match=message):
+        loaded = load_adapter(copy.deepcopy(pretrained), path)
+    for model in (drifted, loaded):
+        with pytest.warns(UserWarning, match=message):
+            assert spread(materialize(model), pretrained) > 0.1  # what the warning is about
+    # No warning, which would be an error here: the exact map at any size, and two terms while they are small.
+    for terms, entry, most in ((None, 0.2, 1e-5), (None, 3.0, 1e-5), (2, 0.02, 1e-4)):
+        path = save_adapter(turned(pretrained, terms, entry), tmp_path / "adapter.safetensors")
+        assert spread(materialize(load_adapter(copy.deepcopy(pretrained), path)), pretrained) < most
+
+
 def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no equivalence to save"):
         save_adapter(pretrained, tmp_path / "a.safetensors")
@@ -167,3 +320,15 @@ def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_pat
     with pytest.raises(ValueError, match=r"make .*missing first"):
         save_adapter(finetuned(pretrained, block_size=8, terms=None), tmp_path / "missing" / "a.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_matrices_of_a_lora_are_left(pretrained: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["query", "up"])
+    model = peft.inject_adapter_in_model(config, pretrained)
+    lora = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "lora_" in name}
+    for exclude in (None, (), "*.down"):
+        taken, left = equivalence_(copy.deepcopy(model), exclude=exclude, block_size=4, verbose=False)
+        assert lora and lora <= set(left) and any(name.endswith("query.base_layer") for name in taken)
+    taken, _ = equivalence_(copy.deepcopy(model), "*.lora_A.*", block_size=4, verbose=False)
+    assert set(taken) == {name for name in lora if ".lora_A." in name}

@@ -10,27 +10,30 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.parametrizations._equivalence import equivalences
+from manifold_tying.parametrizations._equivalence import Equivalence, equivalences
 from manifold_tying.parametrizations._equivalence_layer import register_equivalence
-from manifold_tying.parametrizations._equivalence_options import Sizes
+from manifold_tying.parametrizations._equivalence_options import Sizes, check_seed, check_terms
+from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
 from manifold_tying.parametrizations._primitive import Primitive
 
 M = TypeVar("M", bound=nn.Module)
 _FORMAT = "manifold-tying equivalence adapter 1"
 _PARTS = ("skew", "out_order", "in_order")
+_DIGESTS = ("base", "base_float16")
 
 
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Write the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
 
     W0 is not in the file, only a digest of it: :func:`load_adapter` puts the rotations on the model that finetuning
-    started from. For that, nothing may have been merged.
+    started from. For that, nothing may have been merged. Names are those of the model itself, where it is compiled or
+    wrapped for data parallelism. Warns where R and P were not orthogonal to 1e-3 any more.
 
     Raises:
         ValueError: the model has no equivalence, one was merged, or there is no such folder; nothing is written.
     """
-    found = equivalences(model)
+    found = [(_plain_name(name), part, stored) for name, part, stored in equivalences(_unwrapped(model))]
     if not found:
         raise ValueError(
             "the model has no equivalence to save; call equivalence or equivalence_ on it before finetuning"
@@ -39,17 +42,17 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the whole model"
         )
+    check_norm(found)
     tensors: dict[str, Tensor] = {}
     described = {}
-    for full_name, part, stored in found:
-        name = full_name.removeprefix("_orig_mod.")  # of a compiled model
+    for name, part, stored in found:
         values = (stored, part.out_order, part.in_order)
         tensors |= {
             f"{name}.{key}": value.detach().cpu().contiguous() for key, value in zip(_PARTS, values, strict=True)
         }
         described[name] = {
             "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
-            "base": _digest(part.base), "shape": list(part.layout.shape),
+            "shape": list(part.layout.shape), **dict(zip(_DIGESTS, _digests(part.base), strict=True)),
         }  # fmt: skip
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
     final = Path(path)
@@ -68,7 +71,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
     """Put the rotations of :func:`save_adapter` on the model that they were learned for, in place; returns it.
 
     Weights that are plain get their equivalence, with the weight as W0; those that have the same one already get the
-    values. :func:`materialize` then makes a plain model of it.
+    values. :func:`materialize` then makes a plain model of it. Warns where R and P are not orthogonal to 1e-3.
 
     Raises:
         ValueError: the file is no adapter, is damaged, or is one of another model; nothing is changed.
@@ -83,11 +86,14 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
     try:
         described: dict[str, Any] = json.loads(metadata["equivalences"])
-        changes = [_Change.planned(model, name, values, tensors) for name, values in described.items()]
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        changes = [_Change.planned(_unwrapped(model), name, values, tensors) for name, values in described.items()]
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
-    for change in changes:
-        change.make()
+    if len({change.weight for change in changes}) != len(changes):
+        raise ValueError(
+            f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
+        )
+    check_norm([change.make() for change in changes])
     return model
 
 
@@ -95,6 +101,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
 class _Change:
     """One weight's part of an adapter, checked against the model."""
 
+    path: str
     owner: nn.Module
     name: str
     layout: Layout | None
@@ -107,11 +114,15 @@ class _Change:
     @classmethod
     def planned(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "_Change":
         prefix, _, name = path.rpartition(".")
+        owner = {_plain_name(own): module for own, module in model.named_modules()}.get(prefix)
+        if owner is None:
+            raise ValueError(f"the adapter is for {path!r}, which this model does not have")
         try:
-            owner = model.get_submodule(prefix)
-        except AttributeError as error:
-            raise ValueError(f"the adapter is for {path!r}, which this model does not have") from error
-        sizes = Sizes(Primitive(*described["rows"]), Primitive(*described["columns"]))
+            sizes = Sizes(Primitive(*described["rows"]), Primitive(*described["columns"]))
+            check_terms(described["terms"])
+            check_seed(described["seed"])
+        except ValueError as error:
+            raise ValueError(f"the adapter's description of {path} is damaged: {error}; take another copy") from error
         there = {own: part for own, part, _ in equivalences(owner) if own == name}.get(name)
         if there is None:
             layout, base = Layout.of(owner, name), getattr(owner, name)
@@ -119,7 +130,8 @@ class _Change:
             layout, base = None, there.base
             if (there.sizes, there.terms, int(there.merges)) != (sizes, described["terms"], 0):
                 raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
-        if base.shape != torch.Size(described["shape"]) or _digest(base) != described["base"]:
+        known = {described["base"], described.get("base_float16", described["base"])}
+        if list(base.shape) != described["shape"] or known.isdisjoint(_digests(base)):
             raise ValueError(
                 f"{path} is not the weight that the adapter was learned for; load it on the model that finetuning started "
                 "from"
@@ -127,16 +139,24 @@ class _Change:
         skew, *orders = (tensors[f"{path}.{key}"] for key in _PARTS)
         matrix = Layout(base.shape, flatten=isinstance(owner, CONVOLUTIONS)).matrix_shape
         whole = (sizes.R.n, sizes.P.n) == matrix[-2:] and skew.shape == (*matrix[:-2], sizes.parameters)
-        orders_fit = all(
-            order.dtype == torch.int64 and len(order) == side.covered == len(order.unique()) and _within(order, side.n)
+        orders_fit = whole and all(
+            order.dtype == torch.int64
+            and order.shape == (side.covered,)
+            and len(order.unique()) == side.covered
+            and _within(order, side.n)
             for order, side in zip(orders, (sizes.R, sizes.P), strict=True)
         )
-        if not (whole and orders_fit and skew.isfinite().all()):
+        if not (whole and orders_fit and skew.is_floating_point() and skew.isfinite().all()):
             raise ValueError(f"the adapter's numbers for {path} are damaged; take another copy of the file")
-        return cls(owner, name, layout, sizes, described["terms"], described["seed"], (skew, *orders))
+        return cls(path, owner, name, layout, sizes, described["terms"], described["seed"], (skew, *orders))
+
+    @property
+    def weight(self) -> int:
+        """Which tensor of the model this changes."""
+        return id(self.owner if self.layout is None else self.owner._parameters[self.name])
 
     @torch.no_grad()
-    def make(self) -> None:
+    def make(self) -> tuple[str, Equivalence, Tensor]:
         if self.layout is not None:
             register_equivalence(self.owner, self.name, self.layout, self.sizes, self.terms, self.seed)
         (part, stored) = next((part, stored) for own, part, stored in equivalences(self.owner) if own == self.name)
@@ -144,6 +164,7 @@ class _Change:
         stored.copy_(skew)
         part.rearrange(part.base, *orders)
         part.seed.fill_(self.seed)
+        return self.path, part, stored.detach()
 
 
 def _numbers(side: Primitive) -> list[int]:
@@ -154,10 +175,29 @@ def _within(order: Tensor, n: int) -> bool:
     return not len(order) or bool(0 <= order.min() and order.max() < n)
 
 
-def _digest(base: Tensor) -> str:
-    """Of the values rounded to bfloat16, so that a model loaded in it and one loaded in float32 agree."""
-    rounded = base.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+def _digests(base: Tensor) -> tuple[str, str]:
+    """Of the values rounded to bfloat16, and to float16 and then bfloat16: models loaded in any of the three dtypes agree."""
+    values = base.detach().cpu()
+    return _digest(values), _digest(values.half())
+
+
+def _digest(values: Tensor) -> str:
+    rounded = values.bfloat16().contiguous().view(torch.uint8)
     return hashlib.blake2b(rounded.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile and data parallelism."""
+    if "_orig_mod" in model._modules:
+        return _unwrapped(model.get_submodule("_orig_mod"))
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return _unwrapped(model.module)
+    return model
+
+
+def _plain_name(path: str) -> str:
+    """The name without the parts that torch.compile adds."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _safetensors() -> Any:

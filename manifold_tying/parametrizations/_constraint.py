@@ -1,7 +1,7 @@
 """What every constraint of ours is, and how its stored tensor stays float32 and knows its manifold."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -27,6 +27,10 @@ class Constraint(nn.Module, ABC):
     def following(self) -> list[Tensor]:
         """The tensors that have the layer's dtype and follow it through .half() and .bfloat16()."""
         return [self.like]
+
+    @staticmethod
+    def watch_all(found: Sequence[tuple[str, Any, Tensor]]) -> None:
+        """Warn of the worst of (full name, constraint, stored tensor) where its map has left the manifold."""
 
     @abstractmethod
     def forward(self, stored: Tensor) -> Tensor: ...

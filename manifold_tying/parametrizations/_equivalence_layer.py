@@ -6,7 +6,14 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations._equivalence import Equivalence
-from manifold_tying.parametrizations._equivalence_options import Init, Scheme, Sizes, check_options, initial_matrix
+from manifold_tying.parametrizations._equivalence_options import (
+    Init,
+    Scheme,
+    Sides,
+    Sizes,
+    check_options,
+    initial_matrix,
+)
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._primitive import drawn_seed
 from manifold_tying.parametrizations._register import register
@@ -25,6 +32,7 @@ def equivalence(
     init: Init = "keep",
     seed: int | None = None,
     out_share: float | None = None,
+    sides: Sides = "both",
 ) -> M:
     """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
 
@@ -48,7 +56,10 @@ def equivalence(
             Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
         seed: of the orders and of a random init; drawn from torch's generator when None.
         out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
-            same block size (or fraction) on both sides. (POET, figure 5.)
+            same block size (or fraction) on both sides. (POET, figure 5.) The number of parameters stays, so a side that
+            takes the other's share gets larger blocks.
+        sides: which sides rotate, in blocks of ``block_size``: "both", "in" (P alone, the inputs: orthogonal finetuning) or
+            "out" (R alone).
 
     Raises:
         ValueError: an option out of its range; blocks so small that nothing rotates; ``name`` as for :func:`stiefel`.
@@ -57,15 +68,15 @@ def equivalence(
     >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
     True
     """
-    check_options(scheme, block_size, fraction, terms, init, seed, out_share)
+    check_options(scheme, block_size, fraction, terms, init, seed, out_share, sides)
     layout = Layout.of(module, name)
     weight = getattr(module, name)
     rows, columns = layout.matrix_shape[-2:]
-    sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share)
+    sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share, sides)
     if not sizes.parameters:
         raise ValueError(
             f"a matrix of {rows} x {columns} with blocks of {sizes.R.block} and {sizes.P.block} has nothing to rotate; "
-            "choose a larger block_size, fraction or share"
+            "choose a larger block_size, fraction or share, or other sides"
         )
     if seed is None:
         seed = drawn_seed()

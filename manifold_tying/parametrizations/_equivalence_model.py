@@ -15,7 +15,15 @@ from manifold_tying.parametrizations._primitive import drawn_seed, mixed_seed
 
 TOKEN_LAYERS = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
 """Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
-_TOKEN_PATTERNS = tuple(p for name in TOKEN_LAYERS for p in (name, f"*.{name}", f"{name}.*", f"*.{name}.*"))
+LORA_LAYERS = ("lora_A", "lora_B", "lora_a", "lora_b")
+"""Names of a LoRA's own matrices in peft and torchtune, left alone unless ``include`` names them."""
+
+
+def _patterns(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(p for name in names for p in (name, f"*.{name}", f"{name}.*", f"*.{name}.*"))
+
+
+_TOKEN_PATTERNS, _LORA_PATTERNS = _patterns(TOKEN_LAYERS), _patterns(LORA_LAYERS)
 
 
 def equivalence_(
@@ -30,7 +38,8 @@ def equivalence_(
 
     Each layer draws its blocks, and a random init, from the seed and its full name, so that layers differ and every process
     and every resumed run agrees. Linear layers whose weight is constrained already, or is also another module's (a tied
-    head), are left, and those in which nothing would rotate (one output, with only R learned).
+    head), are left, and those in which nothing would rotate (one output, with only R learned). So are the two matrices of a
+    LoRA, whose product is the update: include="*.lora_A.*" takes them all the same.
 
     Args:
         model: changed in place.
@@ -60,9 +69,8 @@ def equivalence_(
             there = ", ".join(repr(name) for name in linears) or "none"
             raise ValueError(f"pattern {pattern!r} matches no linear layer; there are: {there}")
     excluded = _TOKEN_PATTERNS if exclude is None else given
-    asked_for = [
-        p for p in include if exclude is None and any(part.strip("*") in TOKEN_LAYERS for part in p.split("."))
-    ]
+    asked_for = _naming(include, TOKEN_LAYERS) if exclude is None else []
+    lora_asked_for = _naming(include, LORA_LAYERS)
     seed = options.pop("seed", None)
     _check(seed, options)
     taken = [
@@ -70,6 +78,7 @@ def equivalence_(
         for name, module in linears.items()
         if _matches(name, include)
         and (not _matches(name, excluded) or _matches(name, asked_for))
+        and (not _matches(name, _LORA_PATTERNS) or _matches(name, lora_asked_for))
         and not parametrize.is_parametrized(module, "weight")
         and _owners(model, module.weight) == 1
         and _rotates(name, module, options)
@@ -99,6 +108,11 @@ def _owners(model: nn.Module, weight: Tensor) -> int:
     return sum(tensor is weight for module in model.modules() for tensor in module._parameters.values())
 
 
+def _naming(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The patterns in which one of the names is a part of its own."""
+    return [p for p in patterns if any(part.strip("*") in names for part in p.split("."))]
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -119,5 +133,5 @@ def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
         rows, columns = Layout.of(module, "weight").shape
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share")}
+    sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share", "sides")}
     return Sizes.of(rows, columns, **sizes).parameters > 0

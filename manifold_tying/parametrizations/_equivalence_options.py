@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 
 Scheme = Literal["block", "full"]
+Sides = Literal["both", "in", "out"]
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
+_MOST_TERMS = 64  # each costs a product of blocks; the exact map is one solve
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,14 @@ class Sizes:
 
     @classmethod
     def of(
-        cls, m: int, n: int, scheme: Scheme, block_size: int, fraction: float | None, out_share: float | None
+        cls,
+        m: int,
+        n: int,
+        scheme: Scheme,
+        block_size: int,
+        fraction: float | None,
+        out_share: float | None,
+        sides: Sides = "both",
     ) -> "Sizes":
         wanted = (
             (block_size, block_size) if fraction is None else (max(1, round(fraction * m)), max(1, round(fraction * n)))
@@ -37,6 +46,8 @@ class Sizes:
                 min(size, _block_for(scheme, size, share * total))
                 for share, size in ((out_share, m), (1 - out_share, n))
             ]
+        still = {"both": (), "in": (0,), "out": (1,)}[sides]
+        blocks = [1 if i in still else b for i, b in enumerate(blocks)]
         return cls(
             *(
                 Primitive(size, b, 0 if b < 2 else size if scheme == "block" else b)
@@ -83,9 +94,10 @@ def check_options(
     init: Init,
     seed: int | None,
     out_share: float | None,
+    sides: Sides = "both",
 ) -> None:
     """ValueError unless the options of :func:`equivalence` are what it takes."""
-    for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init)):
+    for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
     linalg.check_whole("block_size", block_size, 2)
@@ -93,11 +105,25 @@ def check_options(
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
         raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
-    if terms is not None:
-        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+    check_terms(terms)
     if seed is not None:
-        linalg.check_whole("seed", seed, 0)
-        if seed >= 2**63:
-            raise ValueError(f"expected a seed below 2**63, got {seed}")
+        check_seed(seed)
     if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
         raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
+    if out_share is not None and sides != "both":
+        raise ValueError(f"out_share splits the parameters of both sides; leave it out with sides={sides!r}")
+
+
+def check_terms(terms: Any) -> None:
+    """ValueError unless it is None or a number of terms from 1 to 64."""
+    if terms is not None:
+        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+        if terms > _MOST_TERMS:
+            raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
+
+
+def check_seed(seed: Any) -> None:
+    """ValueError unless it is a whole number that fits into int64."""
+    linalg.check_whole("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"expected a seed below 2**63, got {seed}")

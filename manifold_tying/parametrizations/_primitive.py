@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifold_tying import linalg
+
 
 @dataclass(frozen=True)
 class Primitive:
@@ -18,6 +20,15 @@ class Primitive:
     n: int
     block: int
     covered: int
+
+    def __post_init__(self) -> None:
+        linalg.check_whole("the dimensions of a side", self.n, 1)
+        linalg.check_whole("a block's size", self.block, 1)
+        linalg.check_whole("the dimensions that rotate", self.covered, 0)
+        if max(self.block, self.covered) > self.n:
+            raise ValueError(
+                f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.covered}"
+            )
 
     @property
     def count(self) -> int:

@@ -88,7 +88,10 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
 
 
 def materialize(module: M) -> M:
-    """Drop every constraint of ours on ``module`` and below, leaving plain weights with the same values; returns it."""
+    """Drop every constraint of ours on ``module`` and below, leaving plain weights with the same values; returns it.
+
+    Warns where an equivalence's R and P were not orthogonal to 1e-3 any more.
+    """
     linalg.reshard(module)
     found = list(constraints(module))
     for path, owner, name in found:
@@ -99,6 +102,13 @@ def materialize(module: M) -> M:
             raise ValueError(
                 f"{path} is distributed over processes; gather the model's state into one that is not, first"
             )
+    watched = [
+        (path, part, parametrized(owner)[name].original)
+        for path, owner, name in found
+        for part in parametrized(owner)[name]
+    ]
+    for kind in {type(part) for _, part, _ in watched}:
+        cast(type[Constraint], kind).watch_all([one for one in watched if type(one[1]) is kind])
     with torch.inference_mode(False), torch.no_grad():
         for _, owner, name in found:
             value = getattr(owner, name)
