@@ -59,7 +59,8 @@ class RiemannianAdam(RiemannianOptimizer):
             point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
         maximize: ascend.
         foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
-        nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step.
+        nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step. "ignore" raises for points only: ordinary
+            parameters become NaN, as in torch.optim. It saves one pass over their gradients, for loops that check them before.
     """
 
     _first_moment = "exp_avg"
@@ -187,7 +188,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _update_in_place(self, group: Group, batch: list[Tensor], projects: bool) -> None:
         alone, total = len(batch) == 1, linalg.row_total(batch[0])
-        points, gradients = local_parts(batch), [g.contiguous() for g in local_gradients(batch)]
+        points, gradients = local_parts(batch), [g.contiguous() for g in self._point_gradients(batch)]
         X, G = (points[0], gradients[0]) if alone else (torch.stack(points), torch.stack(gradients))
         states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
         exp_avgs = local_parts(state["exp_avg"] for state in states)

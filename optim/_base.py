@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
-from manifold_tying.optim._finite import FiniteCheck, NonFinite
+from manifold_tying.optim._finite import FiniteCheck, NonFinite, bounded
 
 Group = dict[str, Any]
 
@@ -115,8 +115,8 @@ class RiemannianOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.
 
-        ValueError that names the parameter, before anything is changed, where a gradient holds NaN or Inf, unless
-        ``nonfinite="skip"``: then nothing is changed at all.
+        ValueError that names the parameter, before anything is changed, where a gradient holds NaN or Inf. With
+        ``nonfinite="skip"`` nothing is changed at all; with "ignore" only the gradients of points are looked at.
         """
         loss = None
         if closure is not None:
@@ -145,9 +145,11 @@ class RiemannianOptimizer(Optimizer):
 
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [linalg.local(p.grad) for p in params if p.grad is not None]
+        ahead = self._runs_ahead(params)
+        if self._finite.nonfinite == "ignore":
+            params = [p for p in params if p in self._manifolds]
         names = [self._names[p] for p in params]
-        return self._finite.passes(names, gradients, self._runs_ahead(params), linalg.process_total(params))
+        return self._finite.passes(names, local_gradients(params), ahead, linalg.process_total(params))
 
     def _manifold_step(self, group: Group, params: list[Tensor]) -> None:
         every = group["retract_every"]
@@ -164,10 +166,14 @@ class RiemannianOptimizer(Optimizer):
         for batch in batches.values():
             self._update_batch(group, self._manifolds[batch[0]], batch, projects)
 
+    def _point_gradients(self, batch: list[Tensor]) -> list[Tensor]:
+        gradients = local_gradients(batch)
+        return [bounded(*pair) for pair in zip(gradients, batch, strict=True)] if self._finite.large else gradients
+
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
         """One update of points of the same shape on the same manifold, distributed alike, as one stack."""
         total = linalg.row_total(batch[0])
-        points, gradients = stack(local_parts(batch)), stack(local_gradients(batch))
+        points, gradients = stack(local_parts(batch)), stack(self._point_gradients(batch))
         states = [self.state[p] for p in batch]
         for state in states:
             state["step"] += 1

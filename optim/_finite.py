@@ -7,7 +7,8 @@ from torch import Tensor
 
 from manifold_tying import linalg
 
-NonFinite = Literal["raise", "skip"]
+NonFinite = Literal["raise", "skip", "ignore"]
+_LARGE = 1e18  # below it no sum of float32 squares overflows
 
 
 class FiniteCheck:
@@ -20,6 +21,8 @@ class FiniteCheck:
     def __init__(self, nonfinite: NonFinite) -> None:
         self.nonfinite = nonfinite
         self.found_inf: Tensor | None = None
+        self.large = False
+        """Whether this step's gradients may be too large for their squares."""
         self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
     def passes(
@@ -30,14 +33,14 @@ class FiniteCheck:
         ``total`` sums over the processes that gradients lie on, so that all of them decide alike.
         """
         self._read()
-        self.found_inf = None
+        self.found_inf, self.large = None, False
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.is_sparse:
                 raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
         if not gradients:
             return True
-        gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no entries there is no largest
         if deferred:
+            gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no entries there is no largest
             bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), total)
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
@@ -45,21 +48,35 @@ class FiniteCheck:
             if event is not None:
                 event.record()
             return True
-        # One number to look at: a sum of norms is finite unless an entry is not, or a square overflowed.
-        if not _agreed(~torch.nn.utils.get_total_norm(gradients).isfinite(), total):
+        # The host looks at one number, which costs one fast pass over the gradients: the sum of their norms.
+        device = gradients[0].device
+        size = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients)]).sum()
+        self.large = bool(_agreed(~(size < _LARGE), total))
+        if not self.large:
             return True
-        bad = _agreed(~torch.stack([torch.isfinite(g).all() for g in gradients]), total)
+        bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), total)
         bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
-        if bad_names and self.nonfinite == "raise":
+        if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
         return not bad_names
 
     def _read(self) -> None:
         while self._unread and (self._unread[0][2] is None or self._unread[0][2].query()):
             bad, names, _ = self._unread.pop(0)
-            if self.nonfinite == "raise" and bad.any():
+            if self.nonfinite != "skip" and bad.any():
                 bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
                 raise ValueError(_message("at an earlier step the", bad_names))
+
+
+def bounded(gradient: Tensor, p: Tensor) -> Tensor:
+    """A point's gradient, scaled down to where no sum of squares of its projection overflows.
+
+    The first and second moments see the scaled one, as if it had been clipped. ``gradient`` is this process's part.
+    """
+    largest = torch.finfo(gradient.dtype).max
+    limit = 0.5 * (largest / p.numel()) ** 0.5  # entries up to it have squares that sum to a quarter of the largest number
+    mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
+    return gradient * (limit / largest / linalg.process_total([p])(mine / largest)).clamp(max=1)
 
 
 def _agreed(bad: Tensor, total: linalg.Total) -> Tensor:

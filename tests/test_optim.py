@@ -503,6 +503,51 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind: Any, bad: float, wh
             assert not torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
 
 
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_ignore_refuses_bad_gradients_of_points_alone(kind: Any) -> None:
+    def bad(where: int) -> Gradients:
+        def gradient(step: int, i: int, p: Tensor) -> Tensor:
+            return torch.full_like(p, float("nan")) if i == where else seeded(step, i, p)
+
+        return gradient
+
+    optimizer, params = named(kind, nonfinite="ignore")
+    drive(optimizer, params, 2, seeded)
+    before = snapshot(optimizer, params)
+    with pytest.raises(ValueError, match="parameter second.weight holds NaN or Inf"):
+        drive(optimizer, params, 1, bad(2))
+    assert same(snapshot(optimizer, params), before)
+    drive(optimizer, params, 1, bad(0))  # as torch.optim, which does not look either
+    assert params[0].isnan().all() and params[1].isfinite().all() and not torch.equal(params[1], before[1])
+
+
+HUGE: dict[str, Callable[[list[Any]], Any]] = {
+    "element": lambda params: RiemannianAdam(params, lr=0.01),
+    "row": lambda params: RiemannianAdam(params, lr=0.01, second_moment="row"),
+    "matrix": lambda params: RiemannianAdam(params, lr=0.01, second_moment="matrix"),
+    "qr": lambda params: RiemannianAdam(params, lr=0.01, second_moment="row"),
+}
+
+
+@pytest.mark.parametrize("size", [1e17, 1e19, 1e25, 1e37])
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_finite_gradient_moves_a_point_as_a_small_one_of_its_direction(name: str, size: float) -> None:
+    """Adam's first step does not depend on the gradient's size, and its moments have to survive it."""
+    results = []
+    for scale in (size, 1.0):
+        torch.manual_seed(3)
+        params = [point(12, 4, "qr" if name == "qr" else "polar"), point(12, 4), point(700, 3)]
+        optimizer = HUGE[name](params)
+        drive(optimizer, params, 1, lambda step, i, p, scale=scale: scale * seeded(step, i, p))
+        results.append([p.detach().clone() for p in params])
+        drive(optimizer, params, 3, seeded, start=1)
+        for p in params:
+            assert all(optimizer.state[p][key].isfinite().all() for key in ("exp_avg", "exp_avg_sq"))
+            assert defect(p.detach()) <= 1e-6 and p.isfinite().all()
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 def test_huge_gradients_are_not_taken_for_nan(kind: Any, nonfinite: Any) -> None:

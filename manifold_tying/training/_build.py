@@ -81,6 +81,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         second_moment=settings.second_moment,
         retract_every=settings.retract_every,
         fused=True if torch.device(settings.device).type == "cuda" else None,
+        nonfinite="ignore",  # the loop has looked at all norms before it steps
     )
 
 
