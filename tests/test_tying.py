@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from manifold_tying import PIT, TokenInterface, TransposeTying, Untied, materialize
-from manifold_tying.linalg import defect
+from manifold_tying.linalg import defect, polar
 from manifold_tying.optim import RiemannianAdam, param_groups
 
 V, D = 40, 8
@@ -285,6 +286,26 @@ def test_bridge_is_the_tied_model_exactly() -> None:
     torch.testing.assert_close(pit.loss(hidden, ids), tied.loss(hidden, ids), **close)
     torch.testing.assert_close(pit.transform, torch.eye(D), rtol=0, atol=1e-6)
     assert pit.bridge is not None and pit.bridge.requires_grad and "bridge=True" in repr(pit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"memory": "trainable", "transform": "head"}, {"bridge": True}], ids=str)
+def test_from_embedding_takes_one_polar_factor_and_no_random_numbers(dtype: torch.dtype, options: Any) -> None:
+    weight = table(2000, 32).to(dtype)
+    with FlopCounterMode(display=False) as one:
+        U = polar(weight.double())[0]
+    before = torch.get_rng_state()
+    with FlopCounterMode(display=False) as taken:
+        pit = PIT.from_embedding(weight, **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert taken.get_total_flops() < 1.1 * one.get_total_flops()
+    torch.testing.assert_close(pit.memory.detach(), U.to(dtype), rtol=0, atol=0)
+    assert defect(pit.memory.detach()) < (1e-7 if dtype == torch.float32 else 1e-14)
+    # the counter and the generator do see a random interface
+    with FlopCounterMode(display=False) as random:
+        PIT(2000, 32)
+    assert random.get_total_flops() > 0.5 * one.get_total_flops()
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import check_finite, identity_like, symmetric, working_dtype
+from manifold_tying.linalg._basics import check_finite, full_precision, identity_like, symmetric, working_dtype
 
 # Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]
@@ -39,8 +39,9 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     W = G.to(working_dtype(G.dtype))
     if W.numel() == 0:
         return G.clone()
-    P = _by_products(W, _MOST_POLYNOMIALS[W.dtype])
-    return (_inverse_sqrt_eigh(W) if P is None else P).to(G.dtype)
+    with full_precision(G.device):
+        P = _by_products(W, _MOST_POLYNOMIALS[W.dtype])
+        return (_inverse_sqrt_eigh(W) if P is None else P).to(G.dtype)
 
 
 def _by_products(G: Tensor, polynomials: int) -> Tensor | None:

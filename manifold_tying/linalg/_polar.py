@@ -24,7 +24,7 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
 
     By products alone where Y has more than 64 columns and singular values within about 0.4 to 1.4 times a common scale, as
     the stored tensor of a parametrization has. Else from a float64 eigendecomposition of the p x p Gram matrix, through
-    a float64 SVD where Y is too ill-conditioned for that (about 50 in float32).
+    a float64 SVD where Y is too ill-conditioned for that (about 50).
     Where Y is rank-deficient, H is unique, U one of many. The gradient is closed form, once differentiable; it divides by
     h_i + h_j only, so equal singular values are harmless. Raises ValueError for a wide, non-floating, NaN or infinite Y.
     (PIT, equation 7.)

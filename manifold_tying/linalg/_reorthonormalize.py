@@ -17,7 +17,8 @@ def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
     """
     if torch.is_grad_enabled() and Y.requires_grad:
         return polar(Y)[0]
-    return reorthonormalize_(Y.to(working_dtype(Y.dtype), copy=True), total).to(Y.dtype)
+    copy = Y.to(working_dtype(Y.dtype), copy=True, memory_format=torch.contiguous_format)
+    return reorthonormalize_(copy, total).to(Y.dtype)
 
 
 def reorthonormalize_(

@@ -42,14 +42,16 @@ class SPD(geoopt.Manifold):
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """L exp(L⁻¹U L⁻ᵀ) Lᵀ, the geodesic."""
-        L = torch.linalg.cholesky(x)
-        return linalg.symmetric(L @ torch.linalg.matrix_exp(whiten(L, u)) @ L.mT)
+        with linalg.full_precision(x.device):
+            L = torch.linalg.cholesky(x)
+            return linalg.symmetric(L @ torch.linalg.matrix_exp(whiten(L, u)) @ L.mT)
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         """L log(L⁻¹Y L⁻ᵀ) Lᵀ, the inverse of :meth:`expmap`."""
-        L = torch.linalg.cholesky(x)
-        eigenvalues, V = torch.linalg.eigh(whiten(L, y))
-        return linalg.symmetric(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
+        with linalg.full_precision(x.device):
+            L = torch.linalg.cholesky(x)
+            eigenvalues, V = torch.linalg.eigh(whiten(L, y))
+            return linalg.symmetric(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
@@ -59,8 +61,9 @@ class SPD(geoopt.Manifold):
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
-        L_y = torch.linalg.cholesky(y)
-        return linalg.symmetric(L_y @ whiten(torch.linalg.cholesky(x), v) @ L_y.mT)
+        with linalg.full_precision(x.device):
+            L_y = torch.linalg.cholesky(y)
+            return linalg.symmetric(L_y @ whiten(torch.linalg.cholesky(x), v) @ L_y.mT)
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr X⁻¹U X⁻¹V, shape (...)."""

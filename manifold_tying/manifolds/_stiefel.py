@@ -144,7 +144,8 @@ class Stiefel(geoopt.Manifold):
         return ok, reason
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        G = linalg.row_total(x)(linalg.gram(linalg.local(x)))
+        with linalg.full_precision(x.device):
+            G = linalg.row_total(x)(linalg.gram(linalg.local(x)))
         if G.numel() == 0:  # no matrices on this process
             return True, None
         error = (G - linalg.identity_like(G)).abs().max().item()
@@ -153,7 +154,8 @@ class Stiefel(geoopt.Manifold):
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        XtU = linalg.row_total(x)(linalg.local(x).mT @ linalg.local(u))
+        with linalg.full_precision(x.device):
+            XtU = linalg.row_total(x)(linalg.local(x).mT @ linalg.local(u))
         if XtU.numel() == 0:
             return True, None
         error = 2 * linalg.symmetric(XtU).abs().max().item()

@@ -123,11 +123,13 @@ class PIT(TokenInterface):
         clamp = CholeskyFactor(diagonal, bounds).bounds
         if clamp is not None:
             check_bounds(L.diagonal(), clamp)
-        pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal)
-        factor = cast(CholeskyFactor, parametrized(pit)["cholesky_factor"][0])
-        factor.bounds = clamp  # here 1 need not lie between them
-        pit = pit.to(weight.device, linalg.working_dtype(weight.dtype))
-        pit.memory = U.to(pit.memory.dtype)
+        with torch.device("meta"):  # a random memory would be drawn and projected in vain
+            pit = cls(*weight.shape, memory=memory, retraction=retraction, diagonal=diagonal)
+        stored = parametrized(pit)
+        cast(CholeskyFactor, stored["cholesky_factor"][0]).bounds = clamp  # here 1 need not lie between them
+        pit = pit.to(linalg.working_dtype(weight.dtype)).to_empty(device=weight.device)
+        with torch.no_grad():
+            stored["memory"].original.copy_(U)  # orthonormal already; assigning pit.memory would project again
         if bridge:
             pit.bridge = nn.Parameter(H.to(pit.memory.dtype))
         pit.cholesky_factor = L.to(pit.memory.dtype)
