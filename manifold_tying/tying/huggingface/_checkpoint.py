@@ -11,7 +11,7 @@ from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._files import write as write
 from manifold_tying.tying.huggingface._install import METHOD, halves, record
-from manifold_tying.tying.huggingface._register import import_transformers, register
+from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
         ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
     """
     transformers = import_transformers()
-    register()
     config = Path(path, "config.json")
     if not config.is_file():
         raise ValueError(f"expected the folder of a converted model, but there is no {config}")
