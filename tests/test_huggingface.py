@@ -240,9 +240,12 @@ def test_importing_us_does_not_import_transformers_and_still_registers(tmp_path:
         "assert not any(name.split('.')[0] in ('transformers', 'peft', 'safetensors') for name in sys.modules)\n"
         "from transformers import AutoModelForCausalLM\n"
         f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).get_input_embeddings()).__name__)\n"
+        "from transformers.quantizers import auto\n"
+        "assert auto.__loader__ is auto.__spec__.loader, 'the import hook left its own loader behind'\n"
+        "print(type(auto.__loader__).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "PITEmbedding"
+    assert done.stdout.split() == ["PITEmbedding", "SourceFileLoader"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from manifold_tying.tying.huggingface._folder import (
     weight_map,
 )
 from manifold_tying.tying.huggingface._install import METHOD, halves, record
-from manifold_tying.tying.huggingface._register import register
+from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
     """
-    register()
+    import_transformers()
     folder = Path(path)
     if recorded_options(folder) is None:
         raise ValueError(
