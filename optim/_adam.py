@@ -114,6 +114,15 @@ class RiemannianAdam(RiemannianOptimizer):
         else:
             state["exp_avg_sq"] = torch.zeros_like(manifold.component_inner(p, p))
 
+    def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
+        """Shape of each tensor that the state of a parameter of this group has after its first step, over all processes."""
+        second = p.shape
+        if isinstance(self._manifolds.get(p), Stiefel) and group["second_moment"] != "element":
+            second = p[..., :1].shape if group["second_moment"] == "row" else p[..., :1, :1].shape
+        elif p in self._manifolds and not isinstance(self._manifolds[p], Stiefel):
+            second = self._manifolds[p].component_inner(p, p).shape
+        return {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": second}
+
     def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         for p in params:
             state = self.state[p]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from manifold_tying import linalg
-from manifold_tying.optim import MergeSchedule
+from manifold_tying._json import parsed, read_bytes
+from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.training._files import Damaged, digest
 from manifold_tying.training._identity import CORPUS, differing, other_text
 from manifold_tying.training._probes import Probes
@@ -62,7 +62,7 @@ def set_aside(path: Path) -> Path:
 def load_checkpoint(
     path: Path,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: RiemannianAdam | None,
     config: Mapping[str, Any],
     *,
     schedule: MergeSchedule | None = None,
@@ -76,6 +76,10 @@ def load_checkpoint(
     configuration or trained on another text.
     """
     state = processes.together(lambda: _checked_state(path, config, processes))
+    if optimizer is not None:
+        processes.together(lambda: _check_groups(path, state, optimizer))
+    if schedule is not None:
+        processes.together(lambda: _check_schedule(path, state, schedule))
     tensors = processes.together(lambda: _read(path, model, optimizer, probes))
     model.load_state_dict({name: tensors[name] for name in model.state_dict()})
     if optimizer is not None:
@@ -94,9 +98,9 @@ def load_checkpoint(
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint, checked against its own digest."""
     try:
-        text = (path / STATE).read_text()
-        state = json.loads(text)
-    except (FileNotFoundError, ValueError) as error:
+        text = read_bytes(path / STATE).decode()
+        state = parsed(text)
+    except (OSError, ValueError) as error:
         raise _damaged(path, f"{STATE} cannot be read ({error})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -106,6 +110,9 @@ def read_state(path: Path) -> dict[str, Any]:
     unchanged = json.dumps(state, indent=1) == text  # spelled as it was written, so that not one bit is another
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise _damaged(path, f"{STATE} was changed")
+    for name, kind in {"step": int, "config": dict, "files": dict}.items():
+        if type(state.get(name)) is not kind:
+            raise _damaged(path, f"{STATE}: expected {name!r} to be {kind.__name__}, found {state.get(name)!r}")
     return state
 
 
@@ -138,7 +145,7 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
     return state
 
 
-def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, probes: Probes | None) -> dict[str, Tensor]:
+def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes: Probes | None) -> dict[str, Tensor]:
     """Every tensor of the checkpoint that is wanted, this process's part of it."""
     shapes = read_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
@@ -155,10 +162,50 @@ def _read(path: Path, model: nn.Module, optimizer: Optimizer | None, probes: Pro
             raise ValueError(f"checkpoint {path} does not fit the probes: it lacks {', '.join(missing[:5])}")
     if optimizer is not None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_state(path, shapes, optimizer)
         for name in [name for name in shapes if name.startswith("optimizer.")]:
             tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
     read_tensors(path, tensors)
     return tensors
+
+
+def _check_groups(path: Path, state: Mapping[str, Any], optimizer: RiemannianAdam) -> None:
+    """ValueError unless the saved groups have as many parameters as the optimizer's."""
+    saved = state.get("param_groups")
+    found = [len(group["params"]) for group in saved] if isinstance(saved, list) else saved
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if found != expected:
+        raise ValueError(
+            f"checkpoint {path} does not fit the optimizer: expected groups of {expected} parameters, found {found}"
+        )
+
+
+def _check_schedule(path: Path, state: Mapping[str, Any], schedule: MergeSchedule) -> None:
+    """ValueError unless the saved schedule is one."""
+    saved = state.get("schedule")
+    kinds = {name: type(value) for name, value in schedule.state_dict().items()}
+    if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
+        raise ValueError(f"checkpoint {path}: expected 'schedule' to be a schedule of merges, found {saved!r}")
+
+
+def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:
+    """ValueError unless every state has the shape and dtype that torch's kernels expect: they write past its end otherwise."""
+    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    expected = {
+        f"optimizer.{i}.{key}": (shape, torch.float32 if key == "step" else p.dtype)
+        for i, (group, p) in enumerate(parameters)
+        for key, shape in optimizer.state_shapes(group, p).items()
+    }
+    found = {name: of for name, of in shapes.items() if name.startswith("optimizer.")}
+    trained = {name.rpartition(".")[0] for name in found}  # a parameter without gradients has no state
+    expected = {name: of for name, of in expected.items() if name.rpartition(".")[0] in trained}
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        listed = ", ".join(f"{name} is {_kind(found.get(name))}, not {_kind(expected.get(name))}" for name in wrong[:3])
+        raise ValueError(f"checkpoint {path} does not fit the optimizer: {listed}. Resume from another checkpoint")
+
+
+def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "missing" if of is None else f"{tuple(of[0])} in {str(of[1]).removeprefix('torch.')}"
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
