@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_models import build, difference, logits
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -340,6 +341,12 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     refused(r"is not a tokenizer.json", empty)
     (empty / "config.json").write_text('{"model_type": "no such"}')
     refused("describes no model that transformers knows", empty)
+    for lost in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        partial = shutil.copytree(source, tmp_path / lost)
+        tensors = load_file(partial / "model.safetensors")
+        del tensors[lost]
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        refused(f"drawn at random.*{lost}", partial)
     untied = tmp_path / "untied"
     build(**TINY, tie_word_embeddings=False).save_pretrained(untied)
     (untied / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())

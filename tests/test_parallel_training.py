@@ -84,9 +84,21 @@ def test_export_writes_one_file_of_what_one_process_has(folder: Path, tmp_path: 
         assert (exported[key] - tensor).abs().max() < 1e-4 * tensor.abs().max()
     sharded = load_model(folder / "fsdp 2").state_dict()
     assert all(torch.equal(sharded[key], tensor) for key, tensor in exported.items())
-    with pytest.raises(ValueError, match="manifold-tying export"):
-        mt.diagnostics.inspect_tables(folder / "fsdp 2")
-    assert mt.diagnostics.inspect_tables(tmp_path / "out").E.shape == (299, 16)
+    tables, whole = mt.diagnostics.inspect_tables(folder / "fsdp 2"), mt.diagnostics.inspect_tables(tmp_path / "out")
+    assert tables.E.shape == (299, 16) and tables.description == whole.description
+    assert torch.equal(tables.E, whole.E) and torch.equal(tables.W_out, whole.W_out)
+
+
+def test_inspect_names_a_shard_that_is_lost_or_damaged(folder: Path, tmp_path: Path) -> None:
+    lost, damaged = (shutil.copytree(folder / "fsdp 2", tmp_path / name) for name in ("lost", "damaged"))
+    (shard,) = lost.glob("checkpoints/step-00000012/shard-00002-*")
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"lacks shards .*{shard.name}"):
+        mt.diagnostics.inspect_tables(lost)
+    (shard,) = damaged.glob("checkpoints/step-00000012/shard-00002-*")
+    shard.write_bytes(shard.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=f"{shard.name} cannot be read"):
+        mt.diagnostics.inspect_tables(damaged)
 
 
 def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
