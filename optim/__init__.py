@@ -1,6 +1,20 @@
 """Optimizers for parameters on manifolds, with torch.optim's interface."""
 
+from typing import TYPE_CHECKING, Any
+
 from manifold_tying.optim._adam import RiemannianAdam as RiemannianAdam
 from manifold_tying.optim._groups import param_groups as param_groups
 from manifold_tying.optim._merge import MergeSchedule as MergeSchedule
 from manifold_tying.optim._sgd import RiemannianSGD as RiemannianSGD
+
+if TYPE_CHECKING:
+    from manifold_tying.optim._callback import MergeCallback as MergeCallback
+
+
+def __getattr__(name: str) -> Any:
+    """MergeCallback imports transformers, which nothing else here needs."""
+    if name != "MergeCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from manifold_tying.optim._callback import MergeCallback
+
+    return MergeCallback

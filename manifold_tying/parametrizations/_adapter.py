@@ -15,6 +15,7 @@ from manifold_tying.parametrizations._equivalence_layer import register_equivale
 from manifold_tying.parametrizations._equivalence_options import Sizes, check_seed, check_terms
 from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
+from manifold_tying.parametrizations._plain_weights import keep_plain_weights
 from manifold_tying.parametrizations._primitive import Primitive
 
 M = TypeVar("M", bound=nn.Module)
@@ -94,6 +95,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
             f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
         )
     check_norm([change.make() for change in changes])
+    keep_plain_weights(_unwrapped(model))
     return model
 
 

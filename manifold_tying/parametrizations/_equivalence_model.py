@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from manifold_tying.parametrizations._equivalence_layer import equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes, check_options
 from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._plain_weights import keep_plain_weights
 from manifold_tying.parametrizations._primitive import drawn_seed, mixed_seed
 
 TOKEN_LAYERS = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
@@ -40,6 +41,9 @@ def equivalence_(
     and every resumed run agrees. Linear layers whose weight is constrained already, or is also another module's (a tied
     head), are left, and those in which nothing would rotate (one output, with only R learned). So are the two matrices of a
     LoRA, whose product is the update: include="*.lora_A.*" takes them all the same.
+
+    The state dict of a transformers model holds the plain weights, too, so that what ``save_pretrained`` and the Trainer
+    write loads into a stock model.
 
     Args:
         model: changed in place.
@@ -88,6 +92,7 @@ def equivalence_(
         seed = drawn_seed()
     for name in taken:
         equivalence(linears[name], seed=mixed_seed(seed, name), **options)
+    keep_plain_weights(model)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
         print(f"left as they are: {', '.join(left) or 'none'}")

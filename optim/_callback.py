@@ -1,0 +1,48 @@
+"""POET's merges in the Trainer of transformers."""
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from manifold_tying.optim._merge import MergeSchedule
+from manifold_tying.parametrizations import keep_plain_weights
+
+
+class MergeCallback(TrainerCallback):
+    """Runs a :class:`MergeSchedule` in the Trainer: merges, and the clipping norm after them.
+
+        mt.equivalence_(model, block_size=64)
+        Trainer(model, args, train_dataset=data, callbacks=[MergeCallback(every=400)]).train()
+
+    The clock is the Trainer's own step, so training resumed from one of its checkpoints merges when it would have.
+
+    Args:
+        every: optimizer steps between merges.
+        options: of :class:`MergeSchedule`.
+    """
+
+    def __init__(self, every: int = 400, **options: Any) -> None:
+        self.every = every
+        self.options = options
+        self.schedule: MergeSchedule | None = None
+        self.norm = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        model: nn.Module = parts["model"]
+        optimizer = getattr(parts["optimizer"], "optimizer", parts["optimizer"])  # accelerate wraps it
+        self.schedule = MergeSchedule(model, optimizer, self.every, **self.options)
+        self.schedule.load_state_dict({"steps": state.global_step})
+        self.norm = args.max_grad_norm
+        keep_plain_weights(model)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if self.schedule is not None:
+            args.max_grad_norm = self.schedule.clip(self.norm)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        args.max_grad_norm = self.norm
