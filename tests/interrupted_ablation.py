@@ -1,6 +1,7 @@
-"""What tests/test_interrupted.py interrupts: ``python interrupted_ablation.py NUMBER ARGUMENT...`` is ``manifold-tying ARGUMENT...``.
+"""What tests/test_interrupted.py interrupts: ``python interrupted_ablation.py NUMBER ARGUMENT...``.
 
-In its NUMBER-th evaluation, from 1, it prints "evaluating" and waits for a line of standard input.
+Runs ``manifold-tying ARGUMENT...``. In its NUMBER-th evaluation, from 1, it prints "evaluating" and waits for a line of its
+standard input.
 """
 
 import sys

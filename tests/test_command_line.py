@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,33 @@ def test_help(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> No
         main([command, "--help"])
     shown = capsys.readouterr().out
     assert stopped.value.code == 0 and re.search(said, shown) and "_recipe.py" not in shown
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "tyro"])
+def test_without_the_extra_it_is_named(package: str, process_environment: dict[str, str]) -> None:
+    without = f"import sys; sys.modules[{package!r}] = None; "
+    program = without + "sys.argv = ['manifold-tying', '--help']; from manifold_tying.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and package in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "install the extra: pip install 'manifold-tying[train]'" in done.stderr
+
+
+def test_without_the_extra_the_import_names_it(process_environment: dict[str, str]) -> None:
+    program = (
+        "import sys; sys.modules['tokenizers'] = None\n"
+        "import manifold_tying\n"
+        "try:\n"
+        "    import manifold_tying.training\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error.name, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=True
+    )
+    assert done.stdout.startswith("tokenizers ") and "pip install 'manifold-tying[train]'" in done.stdout
 
 
 def test_the_terminal_compares_what_the_page_compares(

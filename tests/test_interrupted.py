@@ -56,7 +56,9 @@ def test_a_signal_in_an_evaluation_ends_the_ablation(
         started.kill()
         started.wait()
     assert started.returncode == status and "Traceback" not in errors
-    assert f"{number.name}: saved step {step} of 2, whose evaluation the resumed run makes up for" in " ".join(rest.split())
+    assert f"{number.name}: saved step {step} of 2, whose evaluation the resumed run makes up for" in " ".join(
+        rest.split()
+    )
     assert [path.name for path in checkpoints(out / "transpose-0")] == [f"step-0000000{step}"]
     assert not (out / "transpose-0/result.json").exists() and not (out / "untied-0").exists()
     shared: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_size": 2, "sequence_length": 16, "val_tokens": 256}

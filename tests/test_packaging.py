@@ -55,3 +55,7 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
         "print(mt.linalg.defect(layer.weight).item() < 1e-6, mt.__file__)\n"
     )
     assert run(python, "-c", program, cwd=tmp_path).startswith(f"True {environment}")
+    command = [str(environment / "bin" / "manifold-tying"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "pip install 'manifold-tying[train]'" in done.stderr
+    assert "Traceback" not in done.stderr

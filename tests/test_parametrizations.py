@@ -1,8 +1,10 @@
 """Constraints on layers: every kind of constraint times every kind of layer, and what users do with such layers."""
 
 import copy
+import io
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
-from manifold_tying import linalg, materialize, orthogonal, spd, stiefel
+from manifold_tying import equivalence, linalg, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import param_groups
 from manifold_tying.parametrizations import constraints
@@ -686,3 +688,23 @@ def test_a_point_whose_constraint_was_removed_is_none() -> None:
     module = stiefel(nn.Linear(4, 6))
     parametrize.remove_parametrizations(module, "weight")
     assert not any("manifold" in group for group in param_groups(module))
+
+
+@pytest.mark.parametrize("dump", [lambda model: torch.save(model, io.BytesIO()), pickle.dumps], ids=["save", "pickle"])
+@pytest.mark.parametrize("put_on", [stiefel, orthogonal, equivalence], ids=lambda put_on: put_on.__name__)
+def test_a_pickled_model_says_what_works_instead(put_on: Any, dump: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(put_on(nn.Linear(6, 6)), nn.Linear(6, 2))
+    with pytest.raises(RuntimeError, match=r"cannot be pickled.*model\.state_dict\(\).*materialize"):
+        dump(model)
+    # What it names works: a plain copy, and a state for a model that was constrained in the same way.
+    x = torch.randn(3, 6)
+    file = io.BytesIO()
+    torch.save(materialize(copy.deepcopy(model)), file)
+    torch.save(model.state_dict(), state := io.BytesIO())
+    file.seek(0)
+    state.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), model(x))
+    twin = nn.Sequential(put_on(nn.Linear(6, 6)), nn.Linear(6, 2))
+    twin.load_state_dict(torch.load(state))
+    torch.testing.assert_close(twin(x), model(x))
+    pickle.dumps(materialize(model))  # and so does the model itself, once it is plain

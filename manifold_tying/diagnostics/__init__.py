@@ -30,6 +30,7 @@ from manifold_tying.diagnostics._rotation import update_counts as update_counts
 from manifold_tying.diagnostics._rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics._spectrum import SpectralSummary as SpectralSummary
 from manifold_tying.diagnostics._spectrum import condition as condition
+from manifold_tying.diagnostics._spectrum import condition_from_factor as condition_from_factor
 from manifold_tying.diagnostics._spectrum import eigenvalues as eigenvalues
 from manifold_tying.diagnostics._spectrum import hyperspherical_energy as hyperspherical_energy
 from manifold_tying.diagnostics._spectrum import singular_values as singular_values

@@ -57,9 +57,20 @@ def eigenvalues(T: Tensor) -> Tensor:
 
 
 def condition(T: Tensor) -> float:
-    """Largest over smallest eigenvalue of a symmetric positive definite T (d, d), in float64."""
+    """Largest over smallest eigenvalue of a symmetric positive definite T (d, d), in float64.
+
+    A T that was rounded to float32 has no digits left past 1e7; infinite where its smallest eigenvalue is not positive. Of
+    PIT's transform use :func:`condition_from_factor`.
+    """
     spectrum = eigenvalues(T)
-    return (spectrum[-1] / spectrum[0]).item()
+    return (spectrum[-1] / spectrum[0].clamp_min(0)).item()
+
+
+def condition_from_factor(L: Tensor) -> float:
+    """The condition number of T = L Lᵀ from its factor L (d, d): cond(L)², in float64, accurate where T's own is lost."""
+    linalg.check_square(L)
+    sigma = singular_values(L)
+    return (sigma[0] / sigma[-1]).square().item()
 
 
 def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:

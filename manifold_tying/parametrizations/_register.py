@@ -1,7 +1,7 @@
 """The functions that put a constraint on a layer, and the one that takes them all off."""
 
 from collections.abc import Iterator
-from typing import TypeVar, cast, get_args
+from typing import NoReturn, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +150,14 @@ def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList
     return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
 
 
+def _refuse_pickle(module: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"a {type(module).__name__} under a constraint cannot be pickled, and neither can a model that contains it. Save "
+        "model.state_dict() and load it into a model that was built and constrained in the same way, or save plain weights: "
+        "torch.save(manifold_tying.materialize(copy.deepcopy(model)), path)"
+    )
+
+
 def register(module: M, name: str, constraint: Constraint) -> M:
     """Put a constraint on a parameter that :meth:`Layout.of` accepted; the parameter stays and becomes the stored tensor."""
     weight = getattr(module, name)
@@ -162,6 +170,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     except BaseException:
         weight.data = given  # a weight that cannot be projected leaves the module as it was
         raise
+    type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # of the class that torch just made for it
     parts = cast(WideStorage, parametrized(module)[name])
     parts.__class__ = WideStorage
     parts.label = label

@@ -1,9 +1,12 @@
 """Training runs and ablations. Needs the packages of the extra ``train``."""
 
-from manifold_tying.training._ablation import AblateConfig as AblateConfig
-from manifold_tying.training._ablation import ablate as ablate
-from manifold_tying.training._checkpoint import checkpoints as checkpoints
-from manifold_tying.training._config import Settings as Settings
-from manifold_tying.training._config import TrainConfig as TrainConfig
-from manifold_tying.training._loop import train as train
-from manifold_tying.training._open import load_model as load_model
+from manifold_tying.training._extra import needs_extra as _needs_extra
+
+with _needs_extra():
+    from manifold_tying.training._ablation import AblateConfig as AblateConfig
+    from manifold_tying.training._ablation import ablate as ablate
+    from manifold_tying.training._checkpoint import checkpoints as checkpoints
+    from manifold_tying.training._config import Settings as Settings
+    from manifold_tying.training._config import TrainConfig as TrainConfig
+    from manifold_tying.training._loop import train as train
+    from manifold_tying.training._open import load_model as load_model

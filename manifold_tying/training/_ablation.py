@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from manifold_tying.training._arms import ARMS, BODIES, parse_arm
+from manifold_tying.training._arms import ARMS, BODIES, parse_arm, run_folder
 from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import POET_SETTINGS, Settings, TrainConfig
 from manifold_tying.training._files import write_whole, writing_to
@@ -20,7 +20,7 @@ from manifold_tying.training._lock import locked
 from manifold_tying.training._loop import Observer, train
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._recipe import resolve, used_rates
+from manifold_tying.training._recipe import resolve, used_rates, used_settings
 from manifold_tying.training._record import finite
 from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._step import Diverged
@@ -55,11 +55,30 @@ class AblateConfig:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected a list of different arms from {', '.join(ARMS + BODIES)}, got {self.arms!r}")
         arms = {name: parse_arm(name, self.settings) for name in names}
-        return [
-            (name, resolve(TrainConfig(out=self.out / f"{name}-{seed}", interface=interface, seed=seed, settings=own)))
+        runs = [
+            (
+                name,
+                resolve(
+                    TrainConfig(out=run_folder(self.out, name, seed), interface=interface, seed=seed, settings=own)
+                ),
+            )
             for seed in range(self.seeds)
             for name, (interface, own) in arms.items()
         ]
+        _check_different(dict(runs[: len(arms)]))
+        return runs
+
+
+def _check_different(arms: Mapping[str, TrainConfig]) -> None:
+    """ValueError where two arms would train the same model twice."""
+    first: dict[str, str] = {}
+    for name, run in arms.items():
+        other = first.setdefault(json.dumps(used_settings(run)), name)
+        if other != name:
+            raise ValueError(
+                f"expected arms that differ, but {other!r} and {name!r} have the same settings once the recipe's values are "
+                "filled in. Leave one out, or change a setting that it uses"
+            )
 
 
 def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """Arms as the command line names them: an interface or a body, and the settings that it changes."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 from manifold_tying.training._config import Body, Interface, Settings
@@ -12,6 +14,24 @@ ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
 # All arms start from one checkpoint; two numbers would need a comma, which separates arms.
 NOT_OF_AN_ARM = {"init_from", "betas"}
+
+
+SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,119}")  # folder names on every system, of a bearable length
+
+
+def run_folder(out: Path, arm: str, seed: int) -> Path:
+    """The folder of an arm's run, always directly below ``out``.
+
+    An arm may name a path (``untied+data=text:../x.txt``); its folder is then called after a hash of the arm. A folder that an
+    earlier version made below ``out`` under the name itself is still used.
+    """
+    if SAFE.fullmatch(arm):
+        return out / f"{arm}-{seed}"
+    earlier = out / f"{arm}-{seed}"
+    if ".." not in earlier.parts[len(out.parts) :] and earlier.is_relative_to(out) and earlier.is_dir():
+        return earlier
+    slug = re.sub(r"[^A-Za-z0-9._+=-]+", "-", arm)[:60].strip("-.")
+    return out / f"{slug}-{hashlib.sha256(arm.encode()).hexdigest()[:8]}-{seed}"
 
 
 def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:

@@ -45,13 +45,13 @@ def describe_interface(model: Model) -> dict[str, float | None]:
         return {
             "defect": diagnostics.defect(interface.memory).item() if isinstance(interface, PIT) else None,
             "delta_ti": diagnostics.delta_ti(*interface.materialize()),
-            "cond_transform": _condition(interface.transform) if isinstance(interface, PIT) else None,
+            "cond_transform": _condition(interface.cholesky_factor) if isinstance(interface, PIT) else None,
         }
 
 
-def _condition(transform: Tensor) -> float:
-    """NaN of a model that has diverged, whose row is to be written."""
-    return diagnostics.condition(transform) if transform.isfinite().all() else float("nan")
+def _condition(factor: Tensor) -> float:
+    """cond(T); NaN of a model that has diverged, whose row is to be written."""
+    return diagnostics.condition_from_factor(factor) if factor.isfinite().all() else float("nan")
 
 
 def autocast(device: torch.device) -> torch.autocast:

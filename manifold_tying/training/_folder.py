@@ -10,6 +10,7 @@ from manifold_tying.training._checkpoint import advice, checkpoints, find_checkp
 from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._files import Damaged, write_whole, writing_to
+from manifold_tying.training._identity import ARM
 from manifold_tying.training._machine import machine
 from manifold_tying.training._record import METRICS, read_logs
 from manifold_tying.training._step import Run
@@ -50,7 +51,7 @@ def open_folder(run: Run) -> int:
                 )
             if found is not None:
                 set_newer_aside(found)
-            write_whole(config.out / CONFIG, json.dumps(run.identity, indent=1).encode())
+            write_whole(config.out / CONFIG, json.dumps({ARM: run.arm, **run.identity}, indent=1).encode())
             origin = {"command": called_as("train") or train_command(config), "machine": machine(_device(config))}
             write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manifold_tying.models import Llama
+from manifold_tying.training._causality import check_causal
 from manifold_tying.training._hugging_face_start import start_model, write_model
 from manifold_tying.tying.huggingface import PITEmbedding
 
@@ -99,7 +100,9 @@ def build_hugging_face_model(interface: "Interface", settings: "Settings", seed:
     """The model of a run with ``init_from``; the seed is that of the low-rank updates."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return HuggingFaceModel(start_model(settings, interface), settings.lora_rank).to(settings.device)
+        model = start_model(settings, interface).eval()
+        check_causal(model, settings.vocab_size, settings.init_from)
+        return HuggingFaceModel(model, settings.lora_rank).to(settings.device)
 
 
 def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:

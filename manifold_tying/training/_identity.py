@@ -6,6 +6,7 @@ from typing import Any
 from manifold_tying.training.data import TokenData
 from manifold_tying.training.data._tokens import sha256
 
+ARM = "arm"  # in config.json alone: the same run may be called otherwise
 CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
 BEGINNING = 1_000_000  # training tokens that are looked at: all of a small corpus, and little of one that fills a disk
 
@@ -33,7 +34,7 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
     it, and what is not known is no difference.
     """
-    names = sorted(k for k in {*there, *here} - {CORPUS} if there.get(k) != here.get(k))
+    names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
     texts = there.get(CORPUS), here.get(CORPUS)
     return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
 

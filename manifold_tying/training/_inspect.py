@@ -8,11 +8,15 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._bases import table_blocks
 from manifold_tying.diagnostics._inspect import saved_interface
+from manifold_tying.training._interface_health import health_warnings
+
+WARNING = "warning"
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,12 @@ def run_inspect(config: InspectConfig, console: Console) -> None:
 
 def interface_summary(path: Path) -> Table:
     """The table that inspect prints."""
-    table = Table(title=str(path), show_header=False)
-    for label, value, note in interface_numbers(path):
-        table.add_row(label, value, note)
+    numbers = interface_numbers(path)
+    table = Table(title=Text(str(path)), show_header=False, caption_justify="left")
+    for label, value, note in numbers:
+        if label != WARNING:
+            table.add_row(label, value, note)
+    table.caption = Text("\n".join(f"Warning: {note}." for label, _, note in numbers if label == WARNING))
     return table
 
 
@@ -45,10 +52,15 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
         ("cond(E)", f"{_condition(E):.3g}", "largest over smallest singular value"),
     ]
     if pit is not None:
-        numbers.append(("cond(T)", f"{diagnostics.condition(pit.transform):.3g}", ""))
+        condition = diagnostics.condition_from_factor(pit.cholesky_factor)
+        numbers.append(("cond(T)", f"{condition:.3g}", ""))
         numbers.append(("defect", f"{diagnostics.defect(pit.memory.detach()).item():.1e}", "‖ZᵀZ - I‖ / √d"))
     consistency = diagnostics.interface_consistency(E, W_out)
-    return numbers + [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
+    numbers += [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
+    if pit is not None:
+        measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti}
+        numbers += [(WARNING, "", text) for text in health_warnings(measured, bridge=pit.bridge is not None).values()]
+    return numbers
 
 
 def _condition(table: Tensor) -> float:

@@ -24,7 +24,7 @@ from manifold_tying.training._record import Record
 from manifold_tying.training._row import write_row
 from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._signals import Termination, termination
-from manifold_tying.training._step import Diverged, Run, gradients, read, why
+from manifold_tying.training._step import Diverged, Run, check_interface, gradients, read, why
 from manifold_tying.training._writer import CheckpointWriter
 
 MOST_SKIPPED = 10  # steps in a row, with on_nan="skip"
@@ -98,6 +98,7 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
     # Remembered in the group, so that a resumed run finds the peak and not the rate of the step it stopped at.
     peaks = [float(group.setdefault("peak_lr", group["lr"])) for group in run.optimizer.param_groups]
     clipped = clipped_parameters(run.model)
+    warned: set[str] = set()
     skipped = run.processes.first(lambda: record.skipped if record else 0)
     if start == 0:
         looked_at = run.probes.measure()["weights"]
@@ -109,6 +110,7 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
             _stop(run, record, start, terminated, evaluated=False)
         if record:
             record.complete(measured)
+        check_interface(run, start, measured, warned)
     for step in range(start, settings.steps):
         done = step + 1
         metrics, seconds, stops = _step(run, step, peaks, clipped, skipped, terminated)
@@ -122,6 +124,8 @@ def _steps(run: Run, record: Record | None, start: int, observer: Observer | Non
             record.write(metrics, seconds)
             if observer is not None:
                 observer(metrics | {"tokens_per_second": settings.tokens_per_step / seconds})
+        if measured:
+            check_interface(run, done, measured, warned)
         stops = stops or measured is None or (run.processes.size == 1 and terminated.requested)
         ends, every = done == settings.steps, settings.checkpoint_every
         if ends or stops or (every and done % every == 0):

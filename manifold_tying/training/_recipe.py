@@ -1,9 +1,10 @@
 """Learning rates of each interface and body, and how they carry over from one size to another (docs/learning-rates.md)."""
 
 import dataclasses
+from typing import Any
 
 from manifold_tying.models import preset
-from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._config import POET_SETTINGS, Interface, Settings, TrainConfig
 from manifold_tying.training._continued_recipe import interface_maps, resolve_continued, schedule_lengths
 
 # Adam moves every entry of the memory by about its learning rate, and the entries are about 1/√V: this is the share of an
@@ -16,6 +17,8 @@ BODY_WIDTH = 128
 TABLE_STD = 0.06
 # POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
+OF_PIT = ("transform_lr", "diagonal", "log_det_penalty", "diagonal_penalty", "init_transform", "bridge")
+OF_A_TRAINABLE_MEMORY = ("memory_lr", "retraction", "retract_every", "second_moment")
 MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
 
@@ -63,6 +66,15 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
             EQUIVALENCE_FRACTION / settings.fraction if full else EQUIVALENCE_BLOCK / block_size
         )
     return filled
+
+
+def used_settings(config: TrainConfig) -> dict[str, Any]:
+    """What identifies a resolved run, without the settings that its interface and its body do not use."""
+    pit, settings = config.interface.startswith("pit"), config.settings
+    unused = ("table_std",) if pit else OF_PIT
+    unused += () if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY
+    unused += () if settings.poet else POET_SETTINGS
+    return {name: value for name, value in config.as_json().items() if name not in unused}
 
 
 def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bool | None]:

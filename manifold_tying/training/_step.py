@@ -1,6 +1,8 @@
 """One step's gradients over all processes, and what to do where they are not finite."""
 
 import math
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._evaluation import Batch, autocast
 from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._interface_health import health_warnings, is_lost
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import LossOf, Processes, without_sync
 from manifold_tying.training._saving import stage_checkpoint
@@ -24,7 +27,7 @@ from manifold_tying.tying import PIT
 
 
 class Diverged(ValueError):
-    """Loss or gradient became NaN or Inf, on all processes alike."""
+    """Loss or gradient became NaN or Inf, or the token interface lost W_out E = I, on all processes alike."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,25 @@ def why(run: Run, step: int, loss: float, skipped: int) -> str:
     saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
     kept = f"; {saved[-1]} is kept, and --resume goes on from it" if saved else ""
     return f"{text}{kept}. Lower the learning rate, or leave single steps out with --on-nan skip"
+
+
+def check_interface(run: Run, step: int, measured: Mapping[str, Any], warned: set[str]) -> None:
+    """Warn once of each quantity of the interface that is out of bounds, and raise Diverged where it is lost."""
+    bridge = isinstance(run.model.interface, PIT) and run.model.interface.bridge is not None
+    name = f"step {step} of {run.arm}, seed {run.config.seed}"
+    if run.processes.any(is_lost(measured, bridge=bridge)):
+        run.writer.wait()
+        saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
+        raise Diverged(
+            f"{name}: the token interface is lost. ΔTI = ‖W_out E - I‖ is {measured['delta_ti']:.2g} and cond(T) is "
+            f"{measured['cond_transform']:.2g}; from ΔTI = 1 on W_out need not undo E at all. Lower the learning rate of T "
+            f"(--transform-lr, here {run.config.settings.transform_lr:g}) and choose another --out"
+            + (f"; {saved[-1]} is kept" if saved else "")
+        )
+    for quantity, text in health_warnings(measured, bridge=bridge).items():
+        if quantity not in warned and run.processes.writes:
+            warnings.warn(f"{name}: {text}", RuntimeWarning, stacklevel=2)
+        warned.add(quantity)
 
 
 def _penalty(config: TrainConfig, model: Model) -> Tensor | float:

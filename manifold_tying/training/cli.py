@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-try:
-    import tyro
-    from rich.console import Console
-except ModuleNotFoundError as error:  # pragma: no cover - needs an environment without the extra
-    sys.exit(
-        f"{error}: the command line needs more packages; install the extra: pip install 'manifold-tying[train]' "
-        "(from a checkout: pip install '.[train]')"
-    )
+import tyro
+from rich.console import Console
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training._arguments import parsed
@@ -44,6 +38,11 @@ class ReportConfig:
     """Folder for report.html and the figures; None is DIR itself where there is one, and ./report for several."""
 
 
+def _console(*, stderr: bool = False) -> Console:
+    """For text with names that users chose, which are never markup: "[/x]" would be an error, "[final]" would vanish."""
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
 def run_train(config: TrainConfig, console: Console) -> None:
     with process_group(config.settings):
         processes = Processes.of(config.settings)
@@ -51,7 +50,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
         load_data_together(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))
-    console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}")
+    console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}", soft_wrap=True)
 
 
 def run_ablate(config: AblateConfig, console: Console) -> None:
@@ -104,12 +103,14 @@ def main(arguments: list[str] | None = None) -> None:
     runs = dict(commands.values())
     try:
         config = parsed({name: kind for name, (kind, _) in commands.items()}, arguments)
-        runs[type(config)](config, Console(soft_wrap=False))
+        runs[type(config)](config, _console())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        Console(stderr=True).print(f"error: {error}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"error: {error}", style="bold red", highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
         sys.exit(2)
 
 

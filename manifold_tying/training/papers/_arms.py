@@ -8,6 +8,7 @@ from typing import Any
 
 from manifold_tying.models import preset
 from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
+from manifold_tying.training._arms import run_folder
 from manifold_tying.training._config import Settings
 from manifold_tying.training._progress import Started
 from manifold_tying.training.papers._table import Table, agreement, nats
@@ -42,7 +43,8 @@ class Trained:
 
     def runs(self, arm: Arm) -> list[Path]:
         """The folders of an arm's finished runs, in the order of their seeds."""
-        return [self.folder / f"{arm.spec}-{seed}" for seed in sorted(self.values(arm, "val_loss"))]
+        seeds = sorted(self.values(arm, "val_loss"))
+        return [run_folder(self.folder, arm.spec, seed) for seed in seeds] if arm.spec else []
 
     def failures(self) -> list[str]:
         """A note for every run that stopped before its end."""

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
+from manifold_tying.training._arms import run_folder
 from manifold_tying.training._config import POET_SETTINGS
-from manifold_tying.training._identity import CORPUS
+from manifold_tying.training._identity import ARM, CORPUS
 from manifold_tying.training.report._checked import AGAIN, check_number, json_of, kind_of, object_of, text_under
 from manifold_tying.training.report._course import course_of
 from manifold_tying.training.report._experiment import Experiment, Quantity, Row, Source, arm_names
@@ -22,9 +24,9 @@ def load_experiment(folder: str | Path) -> Experiment:
     """What ``manifold-tying ablate --out`` or ``train --out`` left in a folder; ValueError if it is not whole."""
     folder = Path(folder)
     if any((folder / name).exists() for name in ABLATION):
-        return _ablation(folder)
+        return _with_evaluated_tokens(_ablation(folder))
     if any((folder / name).exists() for name in RUN):
-        return _single_run(folder)
+        return _with_evaluated_tokens(_single_run(folder))
     raise ValueError(
         f"{folder} is neither an ablation ({', '.join(ABLATION)}) nor a run ({', '.join(RUN)}): "
         "give the --out of manifold-tying ablate or train"
@@ -49,7 +51,7 @@ def _ablation(out: Path) -> Experiment:
     return Experiment(
         rows=rows,
         failures=failures(summary),
-        runs=[course_of(out / f"{row['arm']}-{row['seed']}", row["arm"], row["seed"]) for row in rows],
+        runs=[course_of(run_folder(out, row["arm"], row["seed"]), row["arm"], row["seed"]) for row in rows],
         sources=[Source(name=_name(out), command=command, machine=machine)],
         settings=settings,
         arms={arm: object_of(of_arm, f"{where}, arm {arm!r}") for arm, of_arm in arms.items()},
@@ -61,7 +63,7 @@ def _single_run(out: Path) -> Experiment:
         raise ValueError(f"{out} holds a run that has not finished: result.json is missing; go on with train --resume")
     (row,) = checked_rows([json_of(out / "result.json")], where=str(out / "result.json"))
     config = object_of(json_of(out / "config.json"), str(out / "config.json"))
-    unused = (CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
+    unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
     command, machine = "", {}
     if (out / "run.json").exists():  # the first versions wrote none
         described = object_of(json_of(out / "run.json"), str(out / "run.json"))
@@ -74,6 +76,21 @@ def _single_run(out: Path) -> Experiment:
         settings={key: value for key, value in config.items() if value is not None and key not in unused},
         arms={row["arm"]: {}},
     )
+
+
+def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
+    """``val_tokens`` as the number that was evaluated; the setting is a request, which a small corpus cannot meet."""
+    evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
+    if not evaluated:  # the first versions did not record it
+        return experiment
+    usual = next(iter(evaluated.values()))  # of arms that are not finished, too
+    of_arms = {arm: evaluated.get(arm, own.get("val_tokens", usual)) for arm, own in experiment.arms.items()}
+    if set(of_arms.values()) == {usual}:
+        arms = {arm: {k: v for k, v in own.items() if k != "val_tokens"} for arm, own in experiment.arms.items()}
+        return replace(experiment, settings={**experiment.settings, "val_tokens": usual}, arms=arms)
+    settings = {k: v for k, v in experiment.settings.items() if k != "val_tokens"}
+    arms = {arm: {**own, "val_tokens": of_arms[arm]} for arm, own in experiment.arms.items()}
+    return replace(experiment, settings=settings, arms=arms)
 
 
 def _name(folder: Path) -> str:

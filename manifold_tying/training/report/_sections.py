@@ -7,6 +7,7 @@ from typing import Any
 from manifold_tying.training.report._comparison import APART, differences
 from manifold_tying.training.report._experiment import Experiment, Row, arm_names
 from manifold_tying.training.report._findings import findings_by_group
+from manifold_tying.training.report._health import health
 from manifold_tying.training.report._markup import (
     definitions,
     number_attribute,
@@ -33,7 +34,7 @@ def findings_section(experiment: Experiment, groups: Sequence[Sequence[str]]) ->
     if apart:
         listed = "\n".join(f"<li>{escape(sentence)}</li>" for sentence in apart)
         warning = f'<div class="warning">\n<p><strong>{APART}</strong></p>\n<ul>\n{listed}\n</ul>\n</div>\n'
-    sentences = [*findings_by_group(experiment.rows, groups), *experiment.failures]
+    sentences = [*findings_by_group(experiment.rows, groups), *health(experiment), *experiment.failures]
     paragraphs = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return warning + section("findings", "Findings", paragraphs.replace(" ± ", "&nbsp;±&nbsp;"))
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from manifold_tying.training.report._comparison import APART, comparable, differences
 from manifold_tying.training.report._experiment import Experiment
 from manifold_tying.training.report._findings import findings_by_group
+from manifold_tying.training.report._health import health
 from manifold_tying.training.report._reading import checked_rows
 from manifold_tying.training.report._results import Cell, Results, results
 
@@ -33,7 +34,7 @@ def shown(experiment: Experiment) -> Iterator[Table | Text]:
     if apart := differences(experiment):
         yield Text("\n- ".join([APART, *apart]), style="bold")
     yield summary_table(experiment.rows, groups)
-    for sentence in (*findings_by_group(experiment.rows, groups), *experiment.failures):
+    for sentence in (*findings_by_group(experiment.rows, groups), *health(experiment), *experiment.failures):
         yield Text(sentence)
 
 

@@ -1,0 +1,144 @@
+"""Arms and paths as users name them: no folder outside --out, no markup, no arm that is trained twice."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import TINY, config, text
+
+from manifold_tying.training import AblateConfig, Settings, ablate, train
+from manifold_tying.training._ablation import commands
+from manifold_tying.training.cli import main
+from manifold_tying.training.report import load_experiment, load_experiments
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+def command(name: str, out: str, corpus: Path) -> list[str]:
+    shared = [name, "--preset", TINY, "--data", f"text:{corpus}", "--steps", "1", "--batch-size", "2", "--out", out]
+    return [*shared, "--sequence-length", "16", "--val-tokens", "32"]
+
+
+def test_no_arm_leaves_the_folder_and_none_shares_one(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path, corpus)
+    here = tmp_path / "a/b/c"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for name in ("x3.txt", "x4.txt"):
+        (tmp_path / name).write_text(corpus.read_text())
+    arms = ["untied", "untied+data=text:../../../x3.txt", "untied+data=text:../../../x4.txt"]
+    main([*command("ablate", "inner", corpus), "--arms", ",".join(arms), "--seeds", "1"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x3.txt", "x4.txt"]
+    assert [path.name for path in here.iterdir()] == ["inner"] and [path.name for path in here.parent.iterdir()] == [
+        "c"
+    ]
+    runs = [path.parent for path in sorted(here.glob("inner/*/metrics.jsonl"))]
+    assert len(runs) == 3 and here / "inner/untied-0" in runs
+    assert sorted(json.loads((run / "config.json").read_text())["arm"] for run in runs) == sorted(arms)
+    assert [row["arm"] for row in json.loads((here / "inner/summary.json").read_text())] == arms
+    assert len(load_experiment(here / "inner").runs) == 3 and (here / "inner/report.html").exists()
+
+
+def test_folders_of_plain_arms_are_called_after_them(tmp_path: Path, corpus: Path) -> None:
+    arms = ["transpose", "pit-trainable+lr=0.002+second_moment=row", "poet-block"]
+    experiment = AblateConfig(out=tmp_path, arms=",".join(arms), seeds=1, settings=config(tmp_path, corpus).settings)
+    assert [run.out.name for _, run in experiment.runs()] == [f"{arm}-0" for arm in arms]
+
+
+def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path) -> None:
+    settings = config(tmp_path, corpus, steps=1).settings
+    other = corpus.with_name("other.txt")
+    other.write_text(corpus.read_text())
+    arm = f"untied+data=text:{other}"
+    experiment = AblateConfig(out=tmp_path / "out", arms=arm, seeds=1, settings=settings)
+    ((_, run),) = experiment.runs()
+    assert run.out.parent == tmp_path / "out" and re.fullmatch(
+        r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name
+    )
+    assert f"--out {run.out} " in commands(experiment)[0]
+    (row,) = ablate(experiment)
+    # An earlier version made folders in folders of the name, where it holds slashes.
+    earlier = tmp_path / "out" / f"{arm}-0"
+    earlier.parent.mkdir(parents=True)
+    run.out.rename(earlier)
+    trained: list[str] = []
+
+    def started(name: str, index: int, count: int) -> Any:
+        trained.append(name)
+
+    assert ablate(experiment, started=started) == [row] and not trained and not run.out.exists()
+    assert len(load_experiment(tmp_path / "out").runs[0].metrics) == 1
+
+
+@pytest.mark.parametrize("name", ["m[/x]", "m[final]:x:"])
+def test_names_are_not_markup(
+    name: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path, corpus)
+    monkeypatch.chdir(tmp_path)
+    main(command("train", name, corpus))
+    assert f"written to {name}\n" in capsys.readouterr().out and (tmp_path / name / "result.json").exists()
+    main(["inspect", name])
+    main(["report", name])
+    said = capsys.readouterr().out
+    assert said.count(name) == 2 and f"report: {name}/report.html" in said
+    if name == "m[/x]":
+        main([*command("ablate", f"{name} too", corpus), "--arms", "untied", "--seeds", "1"])
+        assert f"report: {name} too/report.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("preset", "arms", "twice"),
+    [
+        ("mini", "transpose,pit-trainable,pit-trainable+lr=0.002", ("pit-trainable", "pit-trainable+lr=0.002")),
+        ("nano", "untied,transpose,transpose+lr=8e-3", ("transpose", "transpose+lr=8e-3")),
+        ("nano", "untied,adamw", ("untied", "adamw")),
+        ("nano", "transpose+transform_lr=0.1,transpose", ("transpose+transform_lr=0.1", "transpose")),
+        ("nano", "pit-frozen,pit-frozen+second_moment=row", ("pit-frozen", "pit-frozen+second_moment=row")),
+        ("nano", "adamw,adamw+block_size=16", ("adamw", "adamw+block_size=16")),
+        ("nano", "untied,untied+timeout=60", ("untied", "untied+timeout=60")),
+    ],
+)
+def test_arms_that_resolve_alike_are_refused(preset: str, arms: str, twice: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{twice[0]!r} and {twice[1]!r} have the same settings")):
+        AblateConfig(out=tmp_path / "out", arms=arms, settings=Settings(preset=preset))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("preset", "arms"),
+    [
+        ("mini", "transpose,pit-trainable,pit-trainable+lr=0.001"),
+        ("nano", "transpose,pit-trainable,pit-trainable+lr=0.002,pit-trainable+second_moment=row"),
+        ("nano", "untied,untied+compile=true,poet-block,poet-block+block_size=16,poet-full"),
+    ],
+)
+def test_arms_that_differ_are_not_refused(preset: str, arms: str, tmp_path: Path) -> None:
+    experiment = AblateConfig(out=tmp_path / "out", arms=arms, settings=Settings(preset=preset))
+    assert len(experiment.runs()) == 3 * len(arms.split(","))
+
+
+def test_the_report_counts_the_tokens_that_were_evaluated(tmp_path: Path, corpus: Path) -> None:
+    """A small corpus holds out fewer tokens than were asked for; two wishes that it cannot meet are the same."""
+    folders = [tmp_path / name for name in ("million", "two-million", "few")]
+    for folder, wanted in zip(folders, (10**6, 2 * 10**6, 64), strict=True):
+        train(config(folder, corpus, "untied", steps=1, batch_size=64, val_tokens=wanted))
+    million, two, few = (json.loads((folder / "result.json").read_text())["evaluated_tokens"] for folder in folders)
+    assert million == two and few == 64 < million < 10**6
+    assert load_experiment(folders[0]).settings["val_tokens"] == million
+    alike, apart = load_experiments(folders[:2]), load_experiments(folders[1:])
+    assert alike.settings["val_tokens"] == million
+    main(["report", *map(str, folders[:2]), "--out", str(tmp_path / "alike")])
+    page = (tmp_path / "alike/report.html").read_text()
+    assert "cannot be compared" not in page and f"<dd>{million}</dd>" in page and "<dd>1000000</dd>" not in page
+    assert {own["val_tokens"] for own in apart.arms.values()} == {million, 64}
+    main(["report", *map(str, folders[1:]), "--out", str(tmp_path / "apart")])
+    page = (tmp_path / "apart/report.html").read_text()
+    assert f"validation tokens: {million} (two-million/untied); 64 (few/untied)" in page

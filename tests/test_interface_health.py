@@ -1,0 +1,123 @@
+"""What is said and done where a PIT interface loses W_out E = I: in the run, in the report, by inspect."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_report import write_experiment
+from training_runs import TINY, config, lines, text
+
+import manifold_tying as mt
+from manifold_tying import diagnostics
+from manifold_tying.training import AblateConfig, ablate, train
+from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training.cli import main
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("decades", [1, 3, 6, 9])
+def test_the_condition_comes_from_the_factor(decades: int) -> None:
+    rng = np.random.default_rng(decades)
+    U, _ = np.linalg.qr(rng.normal(size=(12, 12)))
+    # T = U D Uᵀ with cond 10^decades; its factor from a QR of D^(1/2) Uᵀ, which squares nothing
+    R = np.linalg.qr(np.diag(10.0 ** np.linspace(0, -decades / 2, 12)) @ U.T)[1]
+    L = torch.from_numpy((np.sign(np.diag(R))[:, None] * R).T.copy())
+    assert diagnostics.condition_from_factor(L) == pytest.approx(10.0**decades, rel=1e-5)
+    rounded = (L @ L.mT).float()
+    assert diagnostics.condition(rounded) > 0  # where T itself was rounded, nothing is left, but it is not negative
+    pit = mt.PIT(20, 12)
+    pit.cholesky_factor = L.float()
+    assert diagnostics.condition_from_factor(pit.cholesky_factor) == pytest.approx(10.0**decades, rel=2e-2)
+
+
+def test_a_factor_that_is_no_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="square"):
+        diagnostics.condition_from_factor(torch.ones(3, 4))
+
+
+def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tmp_path, corpus)
+    command = [
+        "train",
+        "--preset",
+        TINY,
+        "--data",
+        f"text:{corpus}",
+        "--steps",
+        "12",
+        "--batch-size",
+        "5",
+        "--lr",
+        "0.004",
+    ]
+    command += ["--sequence-length", "16", "--val-tokens", "128", "--eval-every", "4", "--checkpoint-every", "2"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--transform-lr", "1.0", "--out", str(tmp_path / "out")])
+    said = " ".join(capsys.readouterr().err.split())
+    assert stopped.value.code == 2 and "step 4 of pit-trainable, seed 0: the token interface is lost" in said
+    assert "--transform-lr, here 1)" in said and "step-00000002 is kept" in said
+    assert [path.name for path in checkpoints(tmp_path / "out")] == ["step-00000002"]
+    assert not (tmp_path / "out/result.json").exists()
+    seen = lines(tmp_path / "out")
+    assert len(seen) == 4 and seen[-1]["delta_ti"] > 1 and seen[-1]["cond_transform"] > 1e6
+
+
+def test_the_other_arms_of_an_ablation_are_trained(tmp_path: Path, corpus: Path) -> None:
+    settings = config(tmp_path, corpus).settings
+    arms = "pit-frozen+transform_lr=1.0,pit-frozen,transpose"
+    lost, *rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings))
+    assert "the token interface is lost" in lost["failed"] and all(row["val_loss"] > 0 for row in rows)
+
+
+def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    with pytest.warns(RuntimeWarning) as warned:
+        train(config(out, corpus, "pit-frozen", transform_lr=0.3))
+    said = [str(one.message) for one in warned]
+    assert len(said) == 2
+    assert "step 4 of pit-frozen, seed 0: cond(T) is" in said[0] and "above 1000" in said[0]
+    assert "ΔTI = ‖W_out E - I‖ is" in said[1] and "above 0.01" in said[1]
+    for command in ("report", "inspect"):
+        main([command, str(out)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Warning: cond(T) is" in shown and "above 1000: W_out E = I loses digits" in shown
+    page = (out / "report.html").read_text()
+    assert "pit-frozen, seed 0, at its worst evaluation: cond(T) is" in page and "above 0.01" in page
+
+
+def test_a_healthy_run_is_not_warned_of(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(tmp_path / "run", corpus))  # a warning would be an error
+    for command in ("report", "inspect"):
+        main([command, str(tmp_path / "run")])
+    assert "Warning" not in capsys.readouterr().out and "worst" not in (tmp_path / "run/report.html").read_text()
+
+
+def test_the_report_reads_conditions_of_older_versions(tmp_path: Path) -> None:
+    """They took them from T, rounded to float32, and could be negative."""
+    write_experiment(tmp_path, arms=("transpose", "pit-frozen"), seeds=[0])
+    path = tmp_path / "pit-frozen-0/metrics.jsonl"
+    entries = lines(path.parent)
+    entries[-1] |= {"cond_transform": -1.3e10, "delta_ti": 1e10}
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    main(["report", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "pit-frozen, seed 0, at its worst evaluation: cond(T) is 1.3e+10" in page
+    assert "transpose, seed 0, at its worst" not in page
+
+
+def test_the_bar_shows_what_is_lost(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(tmp_path, corpus)
+    shared: list[Any] = ["--preset", TINY, "--data", f"text:{corpus}", "--steps", "1", "--sequence-length", "16"]
+    main(["train", *shared, "--out", str(tmp_path / "out")])
+    assert "ΔTI " in capsys.readouterr().out
