@@ -205,12 +205,21 @@ class RiemannianOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a loaded state as well: one of torch's own optimizer, which knows fewer options, or of another device."""
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
         for group in self.param_groups:
             for option, default in self.defaults.items():
                 group.setdefault(option, default)
-        for p in self._manifolds:
-            if "step" in self.state.get(p, {}):
-                self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
+            for p in group["params"]:
+                if "step" in self.state.get(p, {}):
+                    self.state[p]["step"] = self._step_count(p, self.state[p]["step"], group)
+
+    def _step_count(self, p: Tensor, step: Tensor | float, group: Group) -> Tensor:
+        """A loaded step count as a tensor where this optimizer has it; older torch and geoopt save a plain number."""
+        if p in self._manifolds:
+            return torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        if isinstance(step, Tensor):
+            return step
+        return torch.tensor(float(step), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -266,6 +275,9 @@ def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) 
 def check_range(group: Group, **minimum: float) -> None:
     """ValueError unless every named option of the group is a number >= its minimum."""
     for name, low in minimum.items():
+        if isinstance(group[name], Tensor) and group[name].numel() != 1:
+            shape = tuple(group[name].shape)
+            raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
     linalg.check_whole("retract_every", group["retract_every"], 1)

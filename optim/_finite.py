@@ -74,7 +74,9 @@ def bounded(gradient: Tensor, p: Tensor) -> Tensor:
     The first and second moments see the scaled one, as if it had been clipped. ``gradient`` is this process's part.
     """
     largest = torch.finfo(gradient.dtype).max
-    limit = 0.5 * (largest / p.numel()) ** 0.5  # entries up to it have squares that sum to a quarter of the largest number
+    limit = (
+        0.5 * (largest / p.numel()) ** 0.5
+    )  # entries up to it have squares that sum to a quarter of the largest number
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
     return gradient * (limit / largest / linalg.process_total([p])(mine / largest)).clamp(max=1)
 

@@ -514,7 +514,7 @@ def test_ignore_refuses_bad_gradients_of_points_alone(kind: Any) -> None:
     optimizer, params = named(kind, nonfinite="ignore")
     drive(optimizer, params, 2, seeded)
     before = snapshot(optimizer, params)
-    with pytest.raises(ValueError, match="parameter second.weight holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"parameter second\.weight holds NaN or Inf"):
         drive(optimizer, params, 1, bad(2))
     assert same(snapshot(optimizer, params), before)
     drive(optimizer, params, 1, bad(0))  # as torch.optim, which does not look either
@@ -590,7 +590,11 @@ BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         for options, message in (
             ({"retract_every": 0}, "retract_every"),
             ({"retract_every": 1.5}, "retract_every"),
-            ({"nonfinite": "ignore"}, "raise, skip"),
+            ({"nonfinite": "never"}, "raise, skip, ignore"),
+            (
+                {"lr": torch.tensor([0.1, 0.2])},
+                r"lr to be a number or a one-element tensor, got a tensor of shape \(2,\)",
+            ),
         )
     ],
 ]
@@ -658,6 +662,59 @@ def test_a_state_of_torchs_adamw_is_is_continued() -> None:
         step(theirs, before, seed)
         step(ours, after, seed)
     assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+OLD_STATES: dict[str, Callable[[list[Any]], Any]] = {
+    "ours": lambda params: RiemannianAdam(params, lr=0.01),
+    "ours, fused": lambda params: RiemannianAdam(params, lr=0.01, fused=True),
+    "geoopt": lambda params: geoopt.optim.RiemannianAdam(params, lr=0.01),
+    "torch": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize("name", OLD_STATES)
+def test_a_state_with_plain_numbers_as_steps_is_continued(name: str, number: Any) -> None:
+    """As older torch wrote them, and as geoopt does."""
+    params = [nn.Parameter(torch.randn(3)), nn.Parameter(point(8, 3).detach().clone())]
+    if name.startswith("ours"):
+        as_point(params[1])
+    before = OLD_STATES[name](params)
+    drive(before, params, 2, seeded)
+    with torch.no_grad():
+        params[1].copy_(mt.linalg.polar(params[1])[0])
+    saved = copy.deepcopy(before.state_dict())
+    results = []
+    for convert in (number, lambda step: torch.as_tensor(step, dtype=torch.float32)):
+        for state in saved["state"].values():
+            state["step"] = convert(state["step"])
+        copied = [nn.Parameter(p.detach().clone()) for p in params]
+        after = RiemannianAdam([{"params": [copied[0], as_point(copied[1])]}])
+        after.load_state_dict(copy.deepcopy(saved))
+        drive(after, copied, 2, seeded, start=2)
+        assert all(after.state[p]["step"] == 4 for p in copied) and defect(copied[1].detach()) <= 1e-6
+        results.append(snapshot(after, copied))
+    assert same(*results)
+
+
+def as_point(p: Any) -> Any:
+    p.manifold = mt.Stiefel()
+    return p
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("copied", ["load", "pickle", "deepcopy"])
+def test_a_restored_optimizer_has_the_options_that_it_had(kind: Any, copied: str) -> None:
+    optimizer, params = named(kind)
+    drive(optimizer, params, 1, seeded)
+    options = set(optimizer.param_groups[0])
+    if copied == "load":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        optimizer = copy.deepcopy(optimizer) if copied == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    assert set(optimizer.param_groups[0]) == options
+    optimizer.add_param_group({"params": [("later", nn.Parameter(torch.randn(2)))]})
+    assert set(optimizer.param_groups[1]) == options - {"steps_taken"}
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
