@@ -1,5 +1,6 @@
 """How a weight of any shape is seen as tall matrices."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -8,17 +9,20 @@ from torch import Tensor, nn
 from manifold_tying import linalg
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
 
 @dataclass(frozen=True)
 class Layout:
     """A weight as matrices (..., n, p) with n >= p: kernels flattened from their second dimension on, wide ones transposed.
 
-    The last two dimensions of any other weight are the matrix, the ones before are batch dimensions.
+    The last two dimensions of any other weight are the matrix, the ones before are batch dimensions. ``blocks`` splits the
+    rows of that matrix into as many matrices of their own, a further batch dimension.
     """
 
     shape: torch.Size
     flatten: bool
+    blocks: int = 1
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> "Layout":
@@ -51,10 +55,32 @@ class Layout:
             raise ValueError(f"expected {kind}.{name} to be finite, got NaN or Inf in it")
         return cls(weight.shape, isinstance(module, CONVOLUTIONS))
 
+    @classmethod
+    def orthonormal(cls, module: nn.Module, name: str, blocks: int | None) -> "Layout":
+        """The layout of a weight that becomes orthonormal, in blocks of rows; warns where a gate's own block is missed."""
+        layout = cls.of(module, name)
+        kind, rows = type(module).__name__, layout.matrix_shape[-2]
+        gates = next((count for recurrent, count in GATES.items() if isinstance(module, recurrent)), 1)
+        if blocks is None and gates > 1 and name.startswith(("weight_hh", "weight_ih")):
+            warnings.warn(
+                f"{kind}.{name} stacks the matrices of {gates} gates. It becomes orthonormal as one matrix "
+                f"{tuple(layout.shape)}, so no gate's matrix is; pass blocks={gates} to constrain each gate, or blocks=1 to keep "
+                "one matrix without this warning",
+                stacklevel=3,
+            )
+        blocks = 1 if blocks is None else blocks
+        linalg.check_whole("blocks", blocks, 1)
+        if rows % blocks:
+            raise ValueError(
+                f"expected blocks to divide the {rows} rows of {kind}.{name} {tuple(layout.shape)}, got {blocks}"
+            )
+        return cls(layout.shape, layout.flatten, blocks)
+
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         """(..., m, n) of the weight as it lies, wide or tall."""
-        return (self.shape[0], self.shape[1:].numel()) if self.flatten else tuple(self.shape)
+        shape = (self.shape[0], self.shape[1:].numel()) if self.flatten else tuple(self.shape)
+        return shape if self.blocks == 1 else (*shape[:-2], self.blocks, shape[-2] // self.blocks, shape[-1])
 
     @property
     def _wide(self) -> bool:
@@ -64,7 +90,7 @@ class Layout:
         """Weight to tall matrices, contiguous, at least float32."""
         if weight.shape != self.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
-        matrix = weight.flatten(1) if self.flatten else weight
+        matrix = weight.reshape(self.matrix_shape)
         return (matrix.mT if self._wide else matrix).to(linalg.working_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel
 M = TypeVar("M", bound=nn.Module)
 
 
-def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar") -> M:
+def stiefel(
+    module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None
+) -> M:
     """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
@@ -25,7 +27,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     optimizer, geoopt's included, leaves the manifold and gets a warning at its first step.
 
     Works on Linear, Embedding, convolutions (flattened to a matrix from their second dimension on), MultiheadAttention's
-    ``in_proj_weight`` (as one matrix) and stacks of matrices (leading dimensions are batch dimensions). Under a bfloat16
+    ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). Under a bfloat16
     layer the point is stored in float32 and cast when used.
 
     A parameter that two modules share (a tied table) has to be constrained in both, alike, or in neither: the stored tensor is
@@ -35,19 +37,25 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
         module: the layer, changed in place and returned.
         name: its parameter.
         retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
+        blocks: how many matrices the weight stacks along its rows, each to be constrained on its own: 4 for an LSTM's weights,
+            3 for a GRU's and for MultiheadAttention's ``in_proj_weight``. By default the weight is one matrix, and no gate of
+            an LSTM or GRU is orthonormal, which warns.
 
     Raises:
-        ValueError: an unknown retraction; ``name`` is no parameter of the module's own, is constrained already, or is not a
+        ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own, is constrained already, or is not a
             finite floating tensor of two or more dimensions.
 
     >>> layer = stiefel(nn.Linear(16, 64))
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
     True
     """
-    return register(module, name, OnStiefel(Layout.of(module, name), getattr(module, name).dtype, Stiefel(retraction)))
+    layout = Layout.orthonormal(module, name, blocks)
+    return register(module, name, OnStiefel(layout, getattr(module, name).dtype, Stiefel(retraction)))
 
 
-def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar") -> M:
+def orthogonal(
+    module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None
+) -> M:
     """Make ``module.name`` orthonormal as the image of a free tensor: any optimizer trains it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide); assigning to it projects. Shapes
@@ -60,13 +68,14 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar")
         map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point) or "cayley-neumann" (the same
             with two terms of a Neumann series in place of the inverse, then the polar factor). All but "cayley" choose an
             algorithm by the values, so at each access the host waits for a GPU. Prefer "cayley" where that matters.
+        blocks: how many matrices the weight stacks along its rows, as for :func:`stiefel`.
 
     Raises:
-        ValueError: an unknown map; ``name`` as for :func:`stiefel`.
+        ValueError: an unknown map; ``name`` and ``blocks`` as for :func:`stiefel`.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
-    layout = Layout.of(module, name)
+    layout = Layout.orthonormal(module, name, blocks)
     dtype = getattr(module, name).dtype
     if map == "polar" or map == "qr":
         return register(module, name, OrthonormalFactor(layout, dtype, map))

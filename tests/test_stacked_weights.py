@@ -1,0 +1,176 @@
+"""``blocks=``: weights that stack several matrices along their rows, in recurrent layers and in attention."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying import linalg
+from manifold_tying.optim import RiemannianAdam, param_groups
+
+H = 6
+# name: the layer, its stacked weight, the number of blocks, and a loss of it on some input
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int, Callable[[Any], Tensor]]] = {
+    "RNN": (lambda: nn.RNN(5, H), "weight_hh_l0", 1, lambda m: sequence_loss(m)),
+    "LSTM": (lambda: nn.LSTM(5, H), "weight_hh_l0", 4, lambda m: sequence_loss(m)),
+    "LSTM second layer": (lambda: nn.LSTM(5, H, 2, bidirectional=True), "weight_hh_l1_reverse", 4, lambda m: sequence_loss(m)),
+    "LSTM, wide blocks": (lambda: nn.LSTM(9, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
+    "LSTM, tall blocks": (lambda: nn.LSTM(5, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
+    "GRU": (lambda: nn.GRU(5, H), "weight_hh_l0", 3, lambda m: sequence_loss(m)),
+    "LSTMCell": (lambda: nn.LSTMCell(5, H), "weight_hh", 4, lambda m: m(torch.ones(2, 5), (torch.ones(2, H),) * 2)[0].pow(3).sum()),
+    "GRUCell": (lambda: nn.GRUCell(5, H), "weight_hh", 3, lambda m: m(torch.ones(2, 5), torch.ones(2, H)).pow(3).sum()),
+    "attention": (lambda: nn.MultiheadAttention(H, 2), "in_proj_weight", 3, lambda m: attention_loss(m)),
+    "conv": (lambda: nn.Conv1d(2, 8, 3), "weight", 2, lambda m: m(torch.linspace(-1, 1, 40).view(2, 2, 10)).pow(3).sum()),
+}
+CONSTRAINTS: dict[str, Callable[..., Any]] = {
+    "stiefel": mt.stiefel,
+    "polar": mt.orthogonal,
+    "cayley": lambda m, name, **options: mt.orthogonal(m, name, map="cayley", **options),
+}
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+every_constraint = pytest.mark.parametrize("constraint", CONSTRAINTS)
+
+
+def sequence(width: int) -> Tensor:
+    return torch.randn(7, 2, width, generator=torch.Generator().manual_seed(3))
+
+
+def sequence_loss(module: Any) -> Tensor:
+    return (module(sequence(module.input_size))[0] - 0.3).pow(2).sum()
+
+
+def attention_loss(module: Any) -> Tensor:
+    x = sequence(H)
+    return (module(x, x, x)[0] - 0.3).pow(2).sum()
+
+
+def worst_defect(weight: Tensor, blocks: int) -> float:
+    """The largest defect among the blocks of rows, written out anew."""
+    worst = 0.0
+    for block in weight.detach().flatten(1).double().chunk(blocks):
+        tall = block if block.shape[0] >= block.shape[1] else block.T
+        worst = max(worst, float((tall.T @ tall - torch.eye(tall.shape[1])).norm()) / math.sqrt(tall.shape[1]))
+    return worst
+
+
+@every_layer
+@every_constraint
+def test_each_block_stays_orthonormal_in_training(layer: str, constraint: str) -> None:
+    make, name, blocks, loss = LAYERS[layer]
+    torch.manual_seed(0)
+    module = make()
+    before = getattr(module, name).detach().clone()
+    assert worst_defect(before, blocks) > 1e-2
+    CONSTRAINTS[constraint](module, name, blocks=blocks)
+    weight = getattr(module, name)
+    assert weight.shape == before.shape and worst_defect(weight, blocks) < 1e-6
+    for ours, plain in zip(weight.detach().chunk(blocks), before.chunk(blocks), strict=True):
+        U, _, Vh = torch.linalg.svd(plain.flatten(1), full_matrices=False)
+        torch.testing.assert_close(ours.flatten(1), U @ Vh, rtol=0, atol=1e-5)  # the nearest one
+
+    optimizer: torch.optim.Optimizer
+    if constraint == "stiefel":
+        optimizer = RiemannianAdam(param_groups(module), lr=0.02)
+    else:
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    start, first = weight.detach().clone(), float(loss(module).detach())
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss(module).backward()
+        optimizer.step()
+    weight = getattr(module, name)
+    assert (weight - start).abs().max() > 1e-2
+    assert float(loss(module).detach()) < first
+    assert worst_defect(weight, blocks) < 1e-6
+
+
+@every_layer
+@every_constraint
+def test_state_and_materialized_weights_give_the_same_outputs(layer: str, constraint: str) -> None:
+    make, name, blocks, loss = LAYERS[layer]
+    torch.manual_seed(0)
+    module, twin = (CONSTRAINTS[constraint](make(), name, blocks=blocks) for _ in range(2))
+    assert float(loss(twin).detach()) != float(loss(module).detach())
+    twin.load_state_dict(module.state_dict())
+    assert torch.equal(getattr(twin, name), getattr(module, name))
+    expected = loss(module)
+    torch.testing.assert_close(loss(twin), expected, rtol=1e-6, atol=0)
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(list(module.named_parameters()))
+
+    mt.materialize(module)
+    assert sorted(n for n, _ in module.named_parameters()) == sorted(n for n, _ in make().named_parameters())
+    assert worst_defect(getattr(module, name), blocks) < 1e-6
+    module.zero_grad()
+    after = loss(module)
+    torch.testing.assert_close(after, expected, rtol=1e-6, atol=0)
+    after.backward()
+    for n, p in module.named_parameters():
+        if n in gradients:  # those of the other parameters
+            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-4, atol=1e-5)
+    assert isinstance(copy.deepcopy(module), nn.Module)
+
+
+def test_gradients_reach_the_stored_blocks() -> None:
+    module = mt.stiefel(nn.LSTM(5, H, dtype=torch.float64), "weight_hh_l0", blocks=4)
+    point: Any = module.parametrizations.weight_hh_l0.original  # type: ignore[index, union-attr]
+    assert point.shape == (4, H, H)
+    x, direction = sequence(5).double(), torch.randn(4, H, H, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(module(x)[0].pow(2).sum(), point)
+
+    def at(step: float) -> Tensor:
+        with torch.no_grad():
+            point.add_(direction, alpha=step)
+            value = module(x)[0].pow(2).sum()
+            point.sub_(direction, alpha=step)
+        return value
+
+    torch.testing.assert_close((gradient * direction).sum(), (at(1e-5) - at(-1e-5)) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("put_on", [mt.stiefel, mt.orthogonal])
+@pytest.mark.parametrize("layer", ["LSTM", "LSTM second layer", "GRU", "LSTMCell", "GRUCell", "LSTM, tall blocks"])
+def test_gates_constrained_as_one_matrix_warn(layer: str, put_on: Callable[..., Any]) -> None:
+    make, name, blocks, _ = LAYERS[layer]
+    module = make()
+    with pytest.warns(UserWarning, match=rf"{name} stacks the matrices of {blocks} gates.*pass blocks={blocks}"):
+        put_on(module, name)
+    assert worst_defect(getattr(module, name), 1) < 1e-6 < 1e-2 < worst_defect(getattr(module, name), blocks)
+
+
+def test_what_is_one_matrix_does_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module, name in (
+            (nn.RNN(5, H), "weight_hh_l0"),
+            (nn.LSTM(5, H, proj_size=3), "weight_hr_l0"),
+            (nn.MultiheadAttention(H, 2), "in_proj_weight"),
+        ):
+            mt.stiefel(module, name)
+        module = mt.orthogonal(nn.LSTM(5, H), "weight_hh_l0", blocks=1)
+        assert worst_defect(module.weight_hh_l0, 1) < 1e-6
+
+
+@pytest.mark.parametrize("put_on", [mt.stiefel, mt.orthogonal])
+@pytest.mark.parametrize("blocks", [0, -1, 1.5, True, "4", 5])
+def test_impossible_blocks_are_refused(put_on: Callable[..., Any], blocks: Any) -> None:
+    module = nn.LSTM(5, H)
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    message = "divide the 24 rows of LSTM.weight_hh_l0" if blocks == 5 else "expected blocks to be a whole number >= 1"
+    with pytest.raises(ValueError, match=message):
+        put_on(module, "weight_hh_l0", blocks=blocks)
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+
+def test_the_defect_of_a_stack_is_that_of_its_blocks() -> None:
+    module = mt.stiefel(nn.GRU(5, H), "weight_hh_l0", blocks=3)
+    weight = module.weight_hh_l0.detach()
+    assert linalg.defect(weight.unflatten(0, (3, H))).max() < 1e-6
+    assert linalg.defect(weight) > 1  # as one matrix its columns have length √3
