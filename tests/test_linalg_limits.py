@@ -1,9 +1,9 @@
 """Factors and maps at the limits: ill-conditioned, under autocast, and in unusual memory layouts."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any, get_args
 
-import mpmath
 import numpy as np
 import pytest
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import SPD, Retraction, Stiefel
+
+mpmath: Any = importlib.import_module("mpmath")  # torch's dependency, through sympy; it has no type stubs
 
 
 def conditioned(n: int, p: int, condition: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import manifold_tying as mt
 from manifold_tying import linalg
@@ -19,14 +20,29 @@ H = 6
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int, Callable[[Any], Tensor]]] = {
     "RNN": (lambda: nn.RNN(5, H), "weight_hh_l0", 1, lambda m: sequence_loss(m)),
     "LSTM": (lambda: nn.LSTM(5, H), "weight_hh_l0", 4, lambda m: sequence_loss(m)),
-    "LSTM second layer": (lambda: nn.LSTM(5, H, 2, bidirectional=True), "weight_hh_l1_reverse", 4, lambda m: sequence_loss(m)),
+    "LSTM second layer": (
+        lambda: nn.LSTM(5, H, 2, bidirectional=True),
+        "weight_hh_l1_reverse",
+        4,
+        lambda m: sequence_loss(m),
+    ),
     "LSTM, wide blocks": (lambda: nn.LSTM(9, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
     "LSTM, tall blocks": (lambda: nn.LSTM(5, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
     "GRU": (lambda: nn.GRU(5, H), "weight_hh_l0", 3, lambda m: sequence_loss(m)),
-    "LSTMCell": (lambda: nn.LSTMCell(5, H), "weight_hh", 4, lambda m: m(torch.ones(2, 5), (torch.ones(2, H),) * 2)[0].pow(3).sum()),
+    "LSTMCell": (
+        lambda: nn.LSTMCell(5, H),
+        "weight_hh",
+        4,
+        lambda m: m(torch.ones(2, 5), (torch.ones(2, H),) * 2)[0].pow(3).sum(),
+    ),
     "GRUCell": (lambda: nn.GRUCell(5, H), "weight_hh", 3, lambda m: m(torch.ones(2, 5), torch.ones(2, H)).pow(3).sum()),
     "attention": (lambda: nn.MultiheadAttention(H, 2), "in_proj_weight", 3, lambda m: attention_loss(m)),
-    "conv": (lambda: nn.Conv1d(2, 8, 3), "weight", 2, lambda m: m(torch.linspace(-1, 1, 40).view(2, 2, 10)).pow(3).sum()),
+    "conv": (
+        lambda: nn.Conv1d(2, 8, 3),
+        "weight",
+        2,
+        lambda m: m(torch.linspace(-1, 1, 40).view(2, 2, 10)).pow(3).sum(),
+    ),
 }
 CONSTRAINTS: dict[str, Callable[..., Any]] = {
     "stiefel": mt.stiefel,
@@ -118,9 +134,40 @@ def test_state_and_materialized_weights_give_the_same_outputs(layer: str, constr
     assert isinstance(copy.deepcopy(module), nn.Module)
 
 
+@every_layer
+@every_constraint
+def test_a_used_layer_can_be_copied_and_averaged(layer: str, constraint: str) -> None:
+    make, name, blocks, loss = LAYERS[layer]
+    model = nn.ModuleList([CONSTRAINTS[constraint](make(), name, blocks=blocks)])
+    expected = loss(model[0])
+    twin: Any = copy.deepcopy(model)
+    assert torch.equal(loss(twin[0]), expected)
+    setattr(twin[0], name, torch.randn_like(getattr(twin[0], name)))
+    assert loss(twin[0]) != expected and torch.equal(loss(model[0]), expected)
+    average: Any = AveragedModel(model)
+    torch.testing.assert_close(loss(average.module[0]), expected)
+    mt.materialize(twin)
+    assert torch.equal(loss(copy.deepcopy(twin)[0]), loss(twin[0]))
+
+
+@every_layer
+@every_constraint
+def test_a_weight_assigned_between_two_forwards_is_projected(layer: str, constraint: str) -> None:
+    make, name, blocks, loss = LAYERS[layer]
+    torch.manual_seed(0)
+    module: Any = CONSTRAINTS[constraint](make(), name, blocks=blocks)
+    loss(module)
+    setattr(module, name, torch.randn_like(getattr(module, name)))
+    twin: Any = make()
+    twin.load_state_dict(mt.materialize(copy.deepcopy(module)).state_dict())
+    torch.testing.assert_close(loss(module), loss(twin), rtol=1e-6, atol=0)
+    mt.materialize(module)
+    torch.testing.assert_close(loss(module), loss(twin), rtol=1e-6, atol=0)
+
+
 def test_gradients_reach_the_stored_blocks() -> None:
-    module = mt.stiefel(nn.LSTM(5, H, dtype=torch.float64), "weight_hh_l0", blocks=4)
-    point: Any = module.parametrizations.weight_hh_l0.original  # type: ignore[index, union-attr]
+    module: Any = mt.stiefel(nn.LSTM(5, H, dtype=torch.float64), "weight_hh_l0", blocks=4)
+    point = module.parametrizations.weight_hh_l0.original
     assert point.shape == (4, H, H)
     x, direction = sequence(5).double(), torch.randn(4, H, H, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(module(x)[0].pow(2).sum(), point)
@@ -148,13 +195,13 @@ def test_gates_constrained_as_one_matrix_warn(layer: str, put_on: Callable[..., 
 def test_what_is_one_matrix_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for module, name in (
+        for layer, name in (
             (nn.RNN(5, H), "weight_hh_l0"),
             (nn.LSTM(5, H, proj_size=3), "weight_hr_l0"),
             (nn.MultiheadAttention(H, 2), "in_proj_weight"),
         ):
-            mt.stiefel(module, name)
-        module = mt.orthogonal(nn.LSTM(5, H), "weight_hh_l0", blocks=1)
+            mt.stiefel(layer, name)
+        module: Any = mt.orthogonal(nn.LSTM(5, H), "weight_hh_l0", blocks=1)
         assert worst_defect(module.weight_hh_l0, 1) < 1e-6
 
 
@@ -170,7 +217,7 @@ def test_impossible_blocks_are_refused(put_on: Callable[..., Any], blocks: Any) 
 
 
 def test_the_defect_of_a_stack_is_that_of_its_blocks() -> None:
-    module = mt.stiefel(nn.GRU(5, H), "weight_hh_l0", blocks=3)
+    module: Any = mt.stiefel(nn.GRU(5, H), "weight_hh_l0", blocks=3)
     weight = module.weight_hh_l0.detach()
     assert linalg.defect(weight.unflatten(0, (3, H))).max() < 1e-6
     assert linalg.defect(weight) > 1  # as one matrix its columns have length √3

@@ -15,7 +15,6 @@ from manifold_tying.linalg._basics import (
 )
 from manifold_tying.linalg._once import once_differentiable
 
-
 # Matrices of up to this many entries are mapped in float64: there overhead, not arithmetic, takes the time.
 _SMALL = 64 * 64
 

@@ -64,8 +64,8 @@ class Layout:
         if blocks is None and gates > 1 and name.startswith(("weight_hh", "weight_ih")):
             warnings.warn(
                 f"{kind}.{name} stacks the matrices of {gates} gates. It becomes orthonormal as one matrix "
-                f"{tuple(layout.shape)}, so no gate's matrix is; pass blocks={gates} to constrain each gate, or blocks=1 to keep "
-                "one matrix without this warning",
+                f"{tuple(layout.shape)}, so no gate's matrix is; pass blocks={gates} to constrain each gate, or blocks=1 to "
+                "keep one matrix without this warning",
                 stacklevel=3,
             )
         blocks = 1 if blocks is None else blocks

@@ -1,7 +1,7 @@
 """The functions that put a constraint on a layer, and the one that takes them all off."""
 
 from collections.abc import Iterator
-from typing import NoReturn, TypeVar, cast, get_args
+from typing import Any, NoReturn, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,7 @@ from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel
 M = TypeVar("M", bound=nn.Module)
 
 
-def stiefel(
-    module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None
-) -> M:
+def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None) -> M:
     """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
@@ -42,8 +40,8 @@ def stiefel(
             an LSTM or GRU is orthonormal, which warns.
 
     Raises:
-        ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own, is constrained already, or is not a
-            finite floating tensor of two or more dimensions.
+        ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own,
+            is constrained already, or is not a finite floating tensor of two or more dimensions.
 
     >>> layer = stiefel(nn.Linear(16, 64))
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
@@ -53,9 +51,7 @@ def stiefel(
     return register(module, name, OnStiefel(layout, getattr(module, name).dtype, Stiefel(retraction)))
 
 
-def orthogonal(
-    module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None
-) -> M:
+def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None) -> M:
     """Make ``module.name`` orthonormal as the image of a free tensor: any optimizer trains it.
 
     The weight becomes the nearest one with orthonormal columns (rows, where it is wide); assigning to it projects. Shapes
@@ -184,5 +180,27 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.__class__ = WideStorage
     parts.label = label
     mark_point(parts)
+    if isinstance(module, nn.RNNBase):
+        _keep_flat_weights(type(module))
     weight.grad = None  # that was the plain weight's
     return module
+
+
+def _keep_flat_weights(kind: Any) -> None:
+    """Keep torch's list of a parametrized recurrent layer's weights up to date, and out of copies.
+
+    torch would put an assigned tensor into it as it is, not projected; and the weights in it carry a graph, which no copy may.
+    """
+    (layer,), copied = kind.__bases__, kind.__deepcopy__
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        layer.__setattr__(self, name, value)
+        if name in self._flat_weights_names:
+            self._init_flat_weights()
+
+    def copy(self: Any, memo: dict[int, Any]) -> Any:
+        memo[id(self._flat_weights)] = [None] * len(self._flat_weights)  # filled by the next forward
+        return copied(self, memo)
+
+    if "__setattr__" not in vars(kind):  # the layer's first constraint
+        kind.__setattr__, kind.__deepcopy__ = assign, copy
