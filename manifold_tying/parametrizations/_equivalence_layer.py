@@ -36,13 +36,13 @@ def equivalence(
 ) -> M:
     """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
 
-    The singular values of W are those of W0, as closely as R and P are orthogonal (see ``terms``). R and P start as the identity, so with init="keep" the layer computes what it
-    did: the weight is the same bit for bit, a linear layer's output to rounding, since it adds up in another order. The only
-    parameter is a float32 vector of skew entries (float64 under float64), trained by any optimizer and folded into W0 by
-    :func:`merge` every few hundred steps; everything else is buffers. An ``nn.Linear`` never keeps a matrix of W's size for
-    the backward. Shapes as in :func:`stiefel`, but wide matrices are not transposed: R always acts on the first dimension of
-    a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer rounds it at every merge, a float32 one under
-    autocast does not.
+    The singular values of W are those of W0, as closely as R and P are orthogonal (see ``terms``). R and P start as the
+    identity, so with init="keep" the layer computes what it did: the weight is the same bit for bit, a linear layer's
+    output to rounding, since it adds up in another order. The only parameter is a float32 vector of skew entries (float64
+    under float64), trained by any optimizer and folded into W0 by :func:`merge` every few hundred steps; everything else is
+    buffers. An ``nn.Linear`` never keeps a matrix of W's size for the backward. Shapes as in :func:`stiefel`, but wide
+    matrices are not transposed: R always acts on the first dimension of a kernel, P on the rest. W0 has the layer's dtype:
+    a bfloat16 layer rounds it at every merge, a float32 one under autocast does not.
 
     Args:
         module: the layer, changed in place and returned.
