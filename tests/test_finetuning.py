@@ -246,7 +246,7 @@ def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: A
         changed = described[list(described)[-1]]  # the others are intact, and must not be put on
         changed |= {name: value for name in changed if name.removesuffix("_float16") == key}
         save_file(tensors, path, metadata | {"equivalences": json.dumps(described)})
-        with pytest.raises(ValueError, match="damaged|not the weight"):
+        with pytest.raises(ValueError, match=r"damaged|not the weight"):
             load_adapter(model, path)
         assert set(model.state_dict()) == set(pretrained.state_dict()), value
 
@@ -257,7 +257,7 @@ def test_descriptions_of_another_form_are_refused(pretrained: Any, described: st
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     save_file(load_file(path), path, metadata | {"equivalences": described})
-    with pytest.raises(ValueError, match="damaged|does not have"):
+    with pytest.raises(ValueError, match=r"damaged|does not have"):
         load_adapter(pretrained, path)
 
 

@@ -1,4 +1,4 @@
-"""Orthogonal equivalence in the Trainer of transformers: merges, resumption, and that what it saves loads as what it trained."""
+"""Orthogonal equivalence in the Trainer of transformers: merges, resumption, and that stock models load what it saves."""
 
 import copy
 from pathlib import Path

@@ -104,7 +104,11 @@ def test_lost_probes_are_noticed(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corpus: Path) -> None:
     """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; counts as update_counts'."""
-    run = resolve(TrainConfig(out=tmp_path / "run", interface="untied", settings=settings(corpus, body=body, steps=10)))
+    run = resolve(
+        TrainConfig(
+            out=tmp_path / "run", interface="untied", settings=settings(corpus, body=body, steps=10, cayley_terms=2)
+        )
+    )
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
     schedule = build_merges(model, optimizer, run.settings)

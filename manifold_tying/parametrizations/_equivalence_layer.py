@@ -36,13 +36,13 @@ def equivalence(
 ) -> M:
     """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
 
-    The singular values of W are those of W0. R and P start as the identity, so with init="keep" the layer computes what it
-    did: the weight is the same bit for bit, a linear layer's output to rounding, since it adds up in another order. The only
-    parameter is a float32 vector of skew entries (float64 under float64), trained by any optimizer and folded into W0 by
-    :func:`merge` every few hundred steps; everything else is buffers. An ``nn.Linear`` never keeps a matrix of W's size for
-    the backward. Shapes as in :func:`stiefel`, but wide matrices are not transposed: R always acts on the first dimension of
-    a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer rounds it at every merge, a float32 one under
-    autocast does not.
+    The singular values of W are those of W0, as closely as R and P are orthogonal (see ``terms``). R and P start as the
+    identity, so with init="keep" the layer computes what it did: the weight is the same bit for bit, a linear layer's
+    output to rounding, since it adds up in another order. The only parameter is a float32 vector of skew entries (float64
+    under float64), trained by any optimizer and folded into W0 by :func:`merge` every few hundred steps; everything else is
+    buffers. An ``nn.Linear`` never keeps a matrix of W's size for the backward. Shapes as in :func:`stiefel`, but wide
+    matrices are not transposed: R always acts on the first dimension of a kernel, P on the rest. W0 has the layer's dtype:
+    a bfloat16 layer rounds it at every merge, a float32 one under autocast does not.
 
     Args:
         module: the layer, changed in place and returned.
@@ -51,7 +51,8 @@ def equivalence(
             POET-FS: one block of random dimensions, the others stay until the next merge.
         block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
         fraction: scheme "full" only, in place of block_size: b = fraction m for R and fraction n for P.
-        terms: of the Neumann series for the Cayley map, even numbers are closest; None for the exact map.
+        terms: of the Neumann series for the Cayley map; None for the exact map. Two terms are orthogonal to ‖A‖⁶: enough where
+            merges and the learning rate keep ‖A‖ below 0.3. Take None for finetuning and wherever the rate is not tuned.
         init: of W0: "keep"; "normalized", Gaussian with rows of norm 1 (POET's own for pretraining); "uniform-spectrum",
             Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
         seed: of the orders and of a random init; drawn from torch's generator when None.

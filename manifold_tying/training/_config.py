@@ -67,8 +67,9 @@ class Settings:
     """poet-block: b, the size of the blocks that rotate; None is 256, in narrow models half the hidden size."""
     fraction: float = 0.5
     """poet-full: the share of the dimensions that rotates between two merges."""
-    cayley_terms: int | None = 2
-    """POET: terms of the Neumann series for the Cayley map; None is the exact map."""
+    cayley_terms: int | None = None
+    """POET: terms of the Neumann series for the Cayley map. None is the exact map: at the recipe's rates ‖A‖ passes 0.6
+    between merges, where two terms, which are faster, are orthogonal to 0.04 only."""
     merge_every: int | None = None
     """POET: steps between merges; None is 400, in short runs fewer."""
     init: Init = "normalized"
