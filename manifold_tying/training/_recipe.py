@@ -71,9 +71,11 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
 def used_settings(config: TrainConfig) -> dict[str, Any]:
     """What identifies a resolved run, without the settings that its interface and its body do not use."""
     pit, settings = config.interface.startswith("pit"), config.settings
-    unused = ("table_std",) if pit else OF_PIT
-    unused += () if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY
-    unused += () if settings.poet else POET_SETTINGS
+    unused = {
+        *(("table_std",) if pit else OF_PIT),
+        *(() if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY),
+        *(() if settings.poet else POET_SETTINGS),
+    }
     return {name: value for name, value in config.as_json().items() if name not in unused}
 
 
