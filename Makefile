@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-oldest-torch test-oldest-transformers lint types check clean
+.PHONY: install ablation test test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
 
 install: $(READY)
 
@@ -38,6 +38,10 @@ test-oldest-transformers:
 		--editable ".[huggingface,train]" "transformers==$(OLDEST)" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" \
 		peft pytest hypothesis
 	$(VENV)-oldest/bin/python -m pytest tests/test_huggingface*.py tests/test_continued_pretraining.py
+
+# Every language-model class of transformers: converts and works from end to end, or is refused unchanged. Half an hour; not in CI.
+sweep-transformers: $(READY)
+	$(BIN)/python tests/sweep_transformers.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

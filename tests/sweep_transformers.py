@@ -253,7 +253,8 @@ def in_child(name: str, sender: Any) -> None:
 def sweep(names: list[str], jobs: int) -> Iterator[tuple[str, str, str]]:
     """(class, outcome, reason), each in a forked process: the imports are there already."""
     fork = multiprocessing.get_context("fork")
-    waiting, running = list(names), {}
+    waiting = list(names)
+    running: dict[Any, tuple[str, Any]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
@@ -262,10 +263,11 @@ def sweep(names: list[str], jobs: int) -> Iterator[tuple[str, str, str]]:
             process.start()
             sender.close()
             running[receiver] = (name, process)
-        for receiver in multiprocessing.connection.wait(list(running)):
-            name, process = running.pop(receiver)
+        waited: list[Any] = multiprocessing.connection.wait(list(running))
+        for ready in waited:
+            name, process = running.pop(ready)
             try:
-                outcome, reason = receiver.recv()
+                outcome, reason = ready.recv()
             except EOFError:
                 process.join()
                 outcome, reason = "crashed", f"the process ended with {process.exitcode} (-14: after {SECONDS} s)"

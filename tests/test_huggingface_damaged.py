@@ -155,6 +155,12 @@ STOCK: dict[str, tuple[Damage, str]] = {
     "quantized": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "it is quantized"),
     "quantized without a method": (config(quantization_config={"bits": 4}), "it is quantized"),
 }
+WRONG: dict[str, tuple[Any, ...]] = {
+    "memory": ("thawed", None, ["frozen"], 1), "retraction": ("svd", [], None), "diagonal": ("relu", {}),
+    "bounds": ("wide", [1], [2, 1], [0, 1], [1, float("nan")], [-1, 1], 3, {}), "bridge": (1, "no", None, []),
+    "scale": (float("nan"), float("inf"), "1", None, [1.0], 0, True), "padding_idx": (-1, 1.5, "0", [0], True),
+    "rotated": (None, "yes", 0),
+}  # fmt: skip
 CONVERTED: dict[str, tuple[Damage, str]] = {
     "entry is missing": (config(quantization_config=...), ""),
     "unknown option": (entry(colour="red"), "unknown option 'colour'"),
@@ -169,12 +175,7 @@ CONVERTED: dict[str, tuple[Damage, str]] = {
     },
     **{
         f"{name} is {value!r}": (entry(**{name: value}), f"as {name} in quantization_config, got")
-        for name, values in {
-            "memory": ("thawed", None, ["frozen"], 1), "retraction": ("svd", [], None), "diagonal": ("relu", {}),
-            "bounds": ("wide", [1], [2, 1], [0, 1], [1, float("nan")], [-1, 1], 3, {}), "bridge": (1, "no", None, []),
-            "scale": (float("nan"), float("inf"), "1", None, [1.0], 0, True), "padding_idx": (-1, 1.5, "0", [0], True),
-            "rotated": (None, "yes", 0),
-        }.items()
+        for name, values in WRONG.items()
         for value in values
     },
     "padding_idx is too large": (entry(padding_idx=96), "padding_idx below 96"),
