@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._weight import head_weight
 
 
 class _Half(nn.Module):
@@ -40,9 +41,9 @@ class _Half(nn.Module):
 class PITEmbedding(_Half):
     """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
 
-    ``weight`` is an empty tensor under the name of the stock table. It says the model's dtype, and a checkpoint that holds it
-    is refused, for its shape, by every reader that knows nothing of this module. ``rotated`` says that the model's residual
-    stream was turned for it, see ``rotation_scales``.
+    ``weight`` (V, 0) is an empty tensor under the name of the stock table. It says the model's dtype and vocabulary (PEFT looks
+    for a parameter with V rows), and a checkpoint that holds it is refused, for its shape, by every reader that knows nothing
+    of this module. ``rotated`` says that the model's residual stream was turned for it, see ``rotation_scales``.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class PITEmbedding(_Half):
     ) -> None:
         super().__init__(interface)
         device = next(interface.parameters()).device
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        empty = torch.empty(interface.vocab_size, 0, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
         self.num_embeddings = interface.vocab_size
         self.embedding_dim = interface.hidden_size
         self.scale = scale
@@ -77,19 +79,24 @@ class PITEmbedding(_Half):
 class PITHead(_Half):
     """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
 
-    weight: Tensor
     bias: nn.Parameter | None
+    _like: Tensor
 
     def __init__(self, interface: PIT, dtype: torch.dtype, bias: nn.Parameter | None = None) -> None:
         super().__init__(interface)
-        # Mamba asks its head's weight for the dtype, tie_weights cuts a bias to its length; to compute with it fails by shape.
         device = next(interface.parameters()).device
-        self.register_buffer(
-            "weight", torch.empty(interface.vocab_size, 0, dtype=dtype, device=device), persistent=False
-        )
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.register_parameter("bias", bias)
         self.in_features = interface.hidden_size
         self.out_features = interface.vocab_size
+
+    @property
+    def weight(self) -> Tensor:
+        """W_outᵀ (V, d), for code that multiplies by it (TRL, Liger); computed by the first operation on it.
+
+        Its dtype and shape, which Mamba and ``tie_weights`` ask for, cost nothing. Gradients reach Z, L and the bridge.
+        """
+        return head_weight(self.interface, self._like.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.interface(hidden_states, head=True)

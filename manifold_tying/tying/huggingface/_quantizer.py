@@ -17,7 +17,7 @@ from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._checkpoint import check_memory
 from manifold_tying.tying.huggingface._files import check_files
-from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install
+from manifold_tying.tying.huggingface._install import FORMAT, METHOD, halves, install, make_halves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
@@ -58,12 +58,13 @@ class InterfaceLoader(HfQuantizer):
         check_memory(embedding.interface)
         memory = parametrized(embedding.interface)["memory"]
         # transformers puts new parameters there, which require gradients
-        embedding.weight.requires_grad_(False)
         memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
         mark_point(memory)
         Z = embedding.interface.memory.detach()
         if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
             embedding.interface.memory = Z  # read from float32, which .double() projects as well
+        embedding.weight = nn.Parameter(embedding.weight.new_empty(embedding.num_embeddings, 0), requires_grad=False)
+        self.quantization_config.format = FORMAT
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():
@@ -73,9 +74,9 @@ class InterfaceLoader(HfQuantizer):
 
 def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torch.dtype) -> None:
     """The modules that a config.json entry asks for, on the meta device."""
-    if config.format != FORMAT:
+    if config.format not in (1, FORMAT):
         raise ValueError(
-            f"expected a converted checkpoint of format {FORMAT}, got {config.format}; use a newer manifold-tying"
+            f"expected a converted checkpoint of format 1 or {FORMAT}, got {config.format}; use a newer manifold-tying"
         )
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
@@ -94,4 +95,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
             interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
     interface = interface.to(linalg.working_dtype(dtype))
     bias = getattr(head, "bias", None)
-    install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    if config.format == 1:
+        new[0].weight = nn.Parameter(new[0].weight.new_empty(0), requires_grad=False)
+    install(model, *new)
