@@ -1,4 +1,4 @@
-"""What other libraries read from a converted model: the head's weight (TRL, Liger, Mamba), the embedding's rows (PEFT), a device map."""
+"""What other libraries read from a converted model: the head's weight (TRL, Mamba), the embedding's rows (PEFT), a map."""
 
 import copy
 from pathlib import Path
@@ -134,7 +134,9 @@ def test_prompt_methods_train_save_and_load(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_trainable_token_indices_are_refused_when_they_are_put_on() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3], task_type="CAUSAL_LM")
-    with pytest.raises((ValueError, TypeError), match="one half|cannot be applied"):  # PEFT goes through a set of names
+    with pytest.raises(
+        (ValueError, TypeError), match=r"one half|cannot be applied"
+    ):  # PEFT goes through a set of names
         peft.get_peft_model(mt.convert(build()), config)
 
 

@@ -1,6 +1,7 @@
 """The two modules that stand in a transformers model where its embedding and its head stood."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ class _Half(nn.Module):
     def _untying(self, what: str) -> ValueError:
         return ValueError(
             f"{type(self).__name__} is one half of a tied pair: {what} would be untied from the other half. Copy or wrap the "
-            "whole model. With PEFT, take embedding, head and interface out of modules_to_save; train the interface by "
-            'memory="trainable" and requires_grad instead'
+            "whole model. With PEFT, take embedding, head and interface out of modules_to_save and trainable_token_indices; to "
+            "train and save the interface, call manifold_tying.tying.huggingface.train_interface(peft_model) instead"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
@@ -64,6 +65,8 @@ class PITEmbedding(_Half):
         self.scale = scale
         self.padding_idx = padding_idx
         self.rotated = rotated
+        self.saved_with_adapters = False
+        self.register_state_dict_pre_hook(_warn_of_adapters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
@@ -74,6 +77,17 @@ class PITEmbedding(_Half):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}, padding_idx={self.padding_idx}"
+
+
+def _warn_of_adapters(embedding: "PITEmbedding", prefix: str, keep_vars: bool) -> None:
+    """A PeftModel that is written with an interface that trains, which PEFT leaves out."""
+    trains = any(p.requires_grad for p in embedding.interface.parameters())
+    if prefix.startswith("base_model.") and trains and not embedding.saved_with_adapters:
+        warnings.warn(
+            "PEFT's save_pretrained, as Trainer calls it, writes the adapters without the interface that is trained here: Z "
+            "and T would be lost. Call manifold_tying.tying.huggingface.train_interface(peft_model) once; then it saves them",
+            stacklevel=2,
+        )
 
 
 class PITHead(_Half):
