@@ -14,6 +14,8 @@ from torch import nn
 import manifold_tying as mt
 from manifold_tying.tying.huggingface._probe import undisturbed
 
+FIRST = transformers.__version__ == "5.0.0"
+
 
 class ReadsItsTable(transformers.LlamaForCausalLM):
     """Scores by the embedding's weight and not by calling its head."""
@@ -87,8 +89,12 @@ def test_a_model_that_computes_with_its_table_is_refused(bridge: bool) -> None:
 
 @pytest.mark.parametrize(
     "make_model",
-    [ultrabert, lambda: untied_from_llama(ProjectsBeforeItsHead), shares_its_blocks, learns_positions],
-    ids=["ultrabert", "projection", "shared blocks", "positions"],
+    [
+        pytest.param(ultrabert, id="ultrabert", marks=pytest.mark.skipif(FIRST, reason="not in transformers 5.0.0")),
+        pytest.param(lambda: untied_from_llama(ProjectsBeforeItsHead), id="projection"),
+        pytest.param(shares_its_blocks, id="shared blocks"),
+        pytest.param(learns_positions, id="positions"),
+    ],
 )
 def test_a_body_that_does_not_turn_is_not_rotated(make_model: Any) -> None:
     stays_as_it_was(make_model(), "does not turn with it", transform="rotation")
@@ -146,6 +152,7 @@ def test_a_head_that_is_joined_to_another_matrix_gets_its_weight(tmp_path: Any) 
     round_trip(model, tmp_path)
 
 
+@pytest.mark.skipif(FIRST, reason="from_pretrained of transformers 5.0.0 fails on Apertus, converted or not")
 def test_apertus_is_exported_after_a_save(tmp_path: Any) -> None:
     settings = {**_BODY, "num_key_value_heads": 2}
     round_trip(mt.convert(make("ApertusForCausalLM", "ApertusConfig", settings), bridge=True), tmp_path)

@@ -59,8 +59,8 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
 
 def _parse_dtypes(config: "PreTrainedConfig") -> None:
     """Dtypes of a config and its parts as torch's; ``save_pretrained`` leaves names, and Apertus passes them to torch."""
-    if isinstance(getattr(config, "dtype", None), str):
-        config.dtype = getattr(torch, config.dtype)
+    if isinstance(dtype := getattr(config, "dtype", None), str):
+        config.dtype = getattr(torch, dtype)
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             _parse_dtypes(part)

@@ -41,7 +41,9 @@ class _Lazy(Tensor):
         return lazy
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types its own as a static method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*tree_map_only(cls, cls._computed, args), **tree_map_only(cls, cls._computed, kwargs or {}))
 
     def _computed(self) -> Tensor:
