@@ -11,7 +11,7 @@ import manifold_tying as mt
 
 ROOT = str(Path(mt.__file__).parent.parent)
 
-# A package with the parts of transformers that matter here: a version, a table of quantizers that imports its own base, a model.
+# The parts of transformers that matter here: a version, a model, and a table of quantizers without our names.
 OLD = {
     "__init__.py": (
         "import torch\n__version__ = {version!r}\n"

@@ -1,5 +1,6 @@
 """Hugging Face models: tied tables to a PIT interface and back to a stock checkpoint. Imports transformers when it is used."""
 
+from manifold_tying.tying.huggingface._adapters import train_interface as train_interface
 from manifold_tying.tying.huggingface._checkpoint import load as load
 from manifold_tying.tying.huggingface._checkpoint import save as save
 from manifold_tying.tying.huggingface._convert import conversion_losses as conversion_losses

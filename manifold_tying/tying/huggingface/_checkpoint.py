@@ -8,6 +8,7 @@ import torch
 
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._entry import METHOD
 from manifold_tying.tying.huggingface._files import write as write
 from manifold_tying.tying.huggingface._folder import (
     build_empty,
@@ -17,7 +18,7 @@ from manifold_tying.tying.huggingface._folder import (
     recorded_options,
     weight_map,
 )
-from manifold_tying.tying.huggingface._install import METHOD, halves, record
+from manifold_tying.tying.huggingface._install import halves, record
 from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 

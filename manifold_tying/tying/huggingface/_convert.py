@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
@@ -11,9 +12,20 @@ from torch import Tensor
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import PIT, Memory, Transform
-from manifold_tying.tying.huggingface._install import install, own_config, swap
+from manifold_tying.tying.huggingface._install import install, make_halves, own_config, swap
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
-from manifold_tying.tying.huggingface._rotate import can_rotate, rotate_body, rotation
+from manifold_tying.tying.huggingface._probe import failure, undisturbed
+from manifold_tying.tying.huggingface._rotate import (
+    Changes,
+    Rotation,
+    can_rotate,
+    check_rotated,
+    even_gain,
+    logits_with_gain,
+    rotate_body,
+    rotation,
+    undo,
+)
 from manifold_tying.tying.huggingface._tables import Source, read_tables
 
 if TYPE_CHECKING:
@@ -59,7 +71,8 @@ def convert(
 
     Raises:
         ValueError: untied tables without ``source``; V < d; a table of deficient rank; an embedding or a head that computes
-            more than is known here; a model that is converted, quantized or wrapped. The model is as it was then.
+            more than is known here; a model that is converted, quantized or wrapped; one that does not run afterwards, on a
+            few random tokens, or whose logits a rotation changes. The model is as it was then.
     """
     tables = read_tables(model, source)
     turned = None
@@ -82,9 +95,7 @@ def convert(
             f"{type(model).__name__} had two tables; kept is the one of the {source}, and the model has to be trained again",
             stacklevel=2,
         )
-    own_config(model)
-    install(
-        model,
+    embedding, head = make_halves(
         interface,
         tables.weight.dtype,
         scale=tables.scale,
@@ -92,9 +103,40 @@ def convert(
         bias=tables.bias,
         rotated=turned is not None,
     )
-    if turned is not None:
-        rotate_body(model, turned)
+    _try(model, embedding, head, turned)
+    own_config(model)
+    install(model, embedding, head)
     return model
+
+
+def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turned: Rotation | None) -> None:
+    """Put the halves in, turn the body, and run the model; where that fails, everything is put back and ValueError raised."""
+    changes: Changes = []
+    with undisturbed(model):
+        reference = None if turned is None else logits_with_gain(model, even_gain(turned))
+        stock = swap(model, embedding, head)
+        try:
+            if turned is None or reference is None:
+                error = None if _has_meta(model) else failure(model)
+            else:
+                rotate_body(model, turned, changes)
+                check_rotated(model, turned, reference)
+                error = None
+        except BaseException:
+            swap(model, *stock)
+            undo(changes)
+            raise
+        if error is not None:
+            swap(model, *stock)
+            if failure(model) is None:
+                raise ValueError(
+                    f"{type(model).__name__} does not run with another embedding and head, as one that reads their weights "
+                    f"does not; it cannot be converted and is as it was: {type(error).__name__}: {error}"
+                ) from error
+
+
+def _has_meta(model: "PreTrainedModel") -> bool:
+    return any(p.is_meta for p in model.parameters())
 
 
 @torch.no_grad()
@@ -105,15 +147,21 @@ def conversion_losses(
 
     Args:
         model: as for :func:`convert`.
-        batch: keyword arguments of the model, ``input_ids`` and what else it takes; ``labels`` are ``input_ids`` by default.
+        batch: keyword arguments of the model, ``input_ids`` or ``inputs_embeds`` and what else it takes; ``labels`` are
+            ``input_ids`` by default.
         source: as for :func:`convert`.
 
     Returns:
         {"source": the model's own, "identity", "head", "embedding": without a bridge, "bridge"}, and "rotation" for models that
-        it is there for; that one is tried on a copy, which needs the model's memory once more.
+        it is there for; that one is tried on a copy, which needs the model's memory once more, and not with
+        ``inputs_embeds``, which it would have to rotate as well.
     """
     tables = read_tables(model, source)
-    inputs: dict[str, Any] = {"labels": batch["input_ids"], **batch}
+    if "labels" not in batch and "input_ids" not in batch:
+        raise ValueError(
+            f"expected labels, or input_ids to take as labels, in the batch; got {', '.join(batch) or 'none'}"
+        )
+    inputs: dict[str, Any] = {**batch, "labels": batch["labels"] if "labels" in batch else batch["input_ids"]}
     training = model.training
     model.eval()
     try:
@@ -128,8 +176,9 @@ def conversion_losses(
                 losses[choice] = float(model(**inputs).loss)
             finally:
                 swap(model, *before)
-        if not tables.untied and can_rotate(model):
-            losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
+        if not tables.untied and "inputs_embeds" not in inputs and can_rotate(model):
+            with suppress(ValueError):  # blocks as in Llama, but more than that around them
+                losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
     finally:
         model.train(training)
     return losses

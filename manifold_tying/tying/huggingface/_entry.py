@@ -10,7 +10,8 @@ from manifold_tying.tying._pit import Memory
 
 METHOD = "manifold-tying"
 """The ``quant_method`` by which a checkpoint's config.json names this package to transformers."""
-FORMAT = 1
+FORMAT = 2
+"""1 had an empty weight of shape (0,) where the embedding now has (V, 0)."""
 REQUIRES = "manifold-tying[huggingface]"
 """config.json's entry ``requires``: the package without which the checkpoint's tables cannot be read."""
 
@@ -53,9 +54,9 @@ _OPTIONAL = {"rotated"}  # checkpoints of the first versions lack it
 
 def check_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A complete entry; ValueError that names the option that is unknown, missing or wrong."""
-    if (version := entry.get("format")) != FORMAT or isinstance(version, bool):
+    if (version := entry.get("format")) not in (1, FORMAT) or isinstance(version, bool):
         raise ValueError(
-            f"expected a converted checkpoint of format {FORMAT}, got {version!r:.80}; use a newer manifold-tying"
+            f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; use a newer manifold-tying"
         )
     options = check_options({name: value for name, value in entry.items() if name not in ("quant_method", "format")})
     if missing := _OPTIONS.keys() - _OPTIONAL - options.keys():

@@ -14,7 +14,7 @@ from manifold_tying.tying.huggingface._install import halves
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ASSUME_TYING = ("gemma", "cohere")
 """Model families whose converters for serving read one table for both sides."""
@@ -41,6 +41,7 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     config = copy.deepcopy(model.config)
     del config.quantization_config
     config.__dict__.pop("requires", None)
+    _parse_dtypes(config)
     config.tie_word_embeddings = False
     config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
@@ -55,6 +56,15 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             stacklevel=2,
         )
     write(stock, Path(path))
+
+
+def _parse_dtypes(config: "PreTrainedConfig") -> None:
+    """Dtypes of a config and its parts as torch's; ``save_pretrained`` leaves names, and Apertus passes them to torch."""
+    if isinstance(dtype := getattr(config, "dtype", None), str):
+        config.dtype = getattr(torch, dtype)
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _parse_dtypes(part)
 
 
 def _plain_state(model: "PreTrainedModel") -> dict[str, torch.Tensor]:

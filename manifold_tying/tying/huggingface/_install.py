@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def install(
-    model: "PreTrainedModel",
+def make_halves(
     interface: PIT,
     dtype: torch.dtype,
     *,
@@ -28,14 +27,16 @@ def install(
     padding_idx: int | None,
     bias: nn.Parameter | None,
     rotated: bool = False,
-) -> None:
-    """Make ``interface`` the model's embedding and head, in the model's dtype; a model that refuses them stays as it was."""
-    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated).train(
-        model.training
-    )
-    swap(model, embedding, PITHead(interface, dtype, bias).train(model.training))
+) -> tuple[PITEmbedding, PITHead]:
+    """Embedding and head over ``interface``, in the model's dtype."""
+    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
+    return embedding, PITHead(interface, dtype, bias)
+
+
+def install(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead) -> None:
+    """Make them the model's embedding and head; a model that refuses them stays as it was."""
+    swap(model, embedding.train(model.training), head.train(model.training))
     record(model)
-    setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
 
 
 def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -89,6 +90,9 @@ def record(model: "PreTrainedModel") -> None:
     model.config.tie_word_embeddings = True
     model.config.quantization_config = entry
     model.config.requires = REQUIRES
+    # The halves call their interface; a device map that splits one would leave it and its caller on two devices.
+    model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
+    setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:

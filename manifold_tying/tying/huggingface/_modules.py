@@ -1,12 +1,14 @@
 """The two modules that stand in a transformers model where its embedding and its head stood."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manifold_tying.tying._pit import PIT
+from manifold_tying.tying.huggingface._weight import head_weight
 
 
 class _Half(nn.Module):
@@ -24,8 +26,8 @@ class _Half(nn.Module):
     def _untying(self, what: str) -> ValueError:
         return ValueError(
             f"{type(self).__name__} is one half of a tied pair: {what} would be untied from the other half. Copy or wrap the "
-            "whole model. With PEFT, take embedding, head and interface out of modules_to_save; train the interface by "
-            'memory="trainable" and requires_grad instead'
+            "whole model. With PEFT, take embedding, head and interface out of modules_to_save and trainable_token_indices; to "
+            "train and save the interface, call manifold_tying.tying.huggingface.train_interface(peft_model) instead"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
@@ -40,9 +42,9 @@ class _Half(nn.Module):
 class PITEmbedding(_Half):
     """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
 
-    ``weight`` is an empty tensor under the name of the stock table. It says the model's dtype, and a checkpoint that holds it
-    is refused, for its shape, by every reader that knows nothing of this module. ``rotated`` says that the model's residual
-    stream was turned for it, see ``rotation_scales``.
+    ``weight`` (V, 0) is an empty tensor under the name of the stock table. It says the model's dtype and vocabulary (PEFT looks
+    for a parameter with V rows), and a checkpoint that holds it is refused, for its shape, by every reader that knows nothing
+    of this module. ``rotated`` says that the model's residual stream was turned for it, see ``rotation_scales``.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class PITEmbedding(_Half):
     ) -> None:
         super().__init__(interface)
         device = next(interface.parameters()).device
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+        empty = torch.empty(interface.vocab_size, 0, dtype=dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=False)
         self.num_embeddings = interface.vocab_size
         self.embedding_dim = interface.hidden_size
         self.scale = scale
         self.padding_idx = padding_idx
         self.rotated = rotated
+        self.saved_with_adapters = False
+        self.register_state_dict_pre_hook(_warn_of_adapters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
@@ -74,22 +79,38 @@ class PITEmbedding(_Half):
         return f"scale={self.scale:g}, padding_idx={self.padding_idx}"
 
 
+def _warn_of_adapters(embedding: "PITEmbedding", prefix: str, keep_vars: bool) -> None:
+    """A PeftModel that is written with an interface that trains, which PEFT leaves out."""
+    trains = any(p.requires_grad for p in embedding.interface.parameters())
+    if prefix.startswith("base_model.") and trains and not embedding.saved_with_adapters:
+        warnings.warn(
+            "PEFT's save_pretrained, as Trainer calls it, writes the adapters without the interface that is trained here: Z "
+            "and T would be lost. Call manifold_tying.tying.huggingface.train_interface(peft_model) once; then it saves them",
+            stacklevel=2,
+        )
+
+
 class PITHead(_Half):
     """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
 
-    weight: Tensor
     bias: nn.Parameter | None
+    _like: Tensor
 
     def __init__(self, interface: PIT, dtype: torch.dtype, bias: nn.Parameter | None = None) -> None:
         super().__init__(interface)
-        # Mamba asks its head's weight for the dtype, tie_weights cuts a bias to its length; to compute with it fails by shape.
         device = next(interface.parameters()).device
-        self.register_buffer(
-            "weight", torch.empty(interface.vocab_size, 0, dtype=dtype, device=device), persistent=False
-        )
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.register_parameter("bias", bias)
         self.in_features = interface.hidden_size
         self.out_features = interface.vocab_size
+
+    @property
+    def weight(self) -> Tensor:
+        """W_outᵀ (V, d), for code that multiplies by it (TRL, Liger); computed by the first operation on it.
+
+        Its dtype and shape, which Mamba and ``tie_weights`` ask for, cost nothing. Gradients reach Z, L and the bridge.
+        """
+        return head_weight(self.interface, self._like.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.interface(hidden_states, head=True)

@@ -16,9 +16,9 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._checkpoint import check_memory
-from manifold_tying.tying.huggingface._entry import METHOD, check_entry
+from manifold_tying.tying.huggingface._entry import FORMAT, METHOD, check_entry
 from manifold_tying.tying.huggingface._files import check_files
-from manifold_tying.tying.huggingface._install import halves, install
+from manifold_tying.tying.huggingface._install import halves, install, make_halves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
@@ -59,12 +59,13 @@ class InterfaceLoader(HfQuantizer):
         check_memory(embedding.interface)
         memory = parametrized(embedding.interface)["memory"]
         # transformers puts new parameters there, which require gradients
-        embedding.weight.requires_grad_(False)
         memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
         mark_point(memory)
         Z = embedding.interface.memory.detach()
         if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
             embedding.interface.memory = Z  # read from float32, which .double() projects as well
+        embedding.weight = nn.Parameter(embedding.weight.new_empty(embedding.num_embeddings, 0), requires_grad=False)
+        self.quantization_config.format = FORMAT
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():
@@ -95,4 +96,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
             interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
     interface = interface.to(linalg.working_dtype(dtype))
     bias = getattr(head, "bias", None)
-    install(model, interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    if config.format == 1:
+        new[0].weight = nn.Parameter(new[0].weight.new_empty(0), requires_grad=False)
+    install(model, *new)

@@ -38,7 +38,7 @@ def resize_token_embeddings(
     Returns:
         the new embedding.
     """
-    from manifold_tying.tying.huggingface._install import halves, install, options
+    from manifold_tying.tying.huggingface._install import halves, install, make_halves, options
 
     embedding, head = halves(model)
     old = embedding.interface
@@ -53,7 +53,7 @@ def resize_token_embeddings(
     bias = None if head.bias is None else _padded(head.bias, V)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
-    install(model, new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    install(model, *make_halves(new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated))
     for module in model.modules() if bias is not None else ():
         for name, parameter in module._parameters.items():
             if parameter is head.bias:  # RoBERTa holds it twice

@@ -6,19 +6,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from manifold_tying.tying.huggingface._probe import random_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _READS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}  # norm to what reads its output
 _PROJECTIONS = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
 
+BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+"""Largest relative difference of logits (Frobenius). Rounding: 8e-7 (float32), 4e-3, 3e-2; what does not turn: about 1."""
+
+Changes = list[tuple[nn.Parameter, Tensor]]
+"""Parameters that got new data, and the data they had."""
+
 
 @dataclass(frozen=True)
 class Rotation:
-    """Q (d, d), orthogonal; E0 Q, whose columns are orthogonal; and the gain (d,) that the final norm gets."""
+    """Q (d, d), orthogonal; E0 Q with orthogonal columns, and their squared norms; the gain (d,) that the final norm gets."""
 
     Q: Tensor
     table: Tensor
+    squares: Tensor
     gain: Tensor
 
 
@@ -36,35 +45,93 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
 
     Raises:
         ValueError: the blocks are not those of Llama, Qwen, SmolLM, Mistral or Granite: two RMSNorms, each before the
-            projections that read it, plain linear layers without constraints or adapters.
+            projections that read it, plain linear layers without constraints or adapters; or the model's dtype cannot
+            hold the new gain.
     """
     _check_plain(model)
     final = final_norm(model)
     squares, Q = torch.linalg.eigh(table.double().mT @ table.double())
     gain = squares * (Q.mT * final.weight.double() * Q.mT).sum(1)
-    return Rotation(Q, (table.double() @ Q).to(table.dtype), gain)
+    if not torch.isfinite(gain.to(final.weight.dtype)).all():
+        raise ValueError(
+            f"expected a final gain that {final.weight.dtype} can hold, but transform='rotation' makes one up to "
+            f"{float(gain.abs().max()):.0f}; convert in torch.bfloat16 or torch.float32, model.to(torch.bfloat16)"
+        )
+    return Rotation(Q, (table.double() @ Q).to(table.dtype), squares, gain)
+
+
+def logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
+    """Logits of random tokens with ``gain`` in the final norm, in float64; ValueError where the model does not run on them."""
+    final = final_norm(model).weight
+    before = final.data
+    final.data = torch.zeros_like(before).add_(gain)
+    try:
+        return model(input_ids=random_ids(model)).logits.double()
+    except Exception as error:
+        raise ValueError(
+            f"transform='rotation' is checked by the logits of a few token ids, but {type(model).__name__} does not run on "
+            f"them: {error}. Choose another transform"
+        ) from error
+    finally:
+        final.data = before
+
+
+def check_rotated(model: "PreTrainedModel", by: Rotation, reference: Tensor) -> None:
+    """ValueError unless the rotated model has the logits that it had; both with an even gain, for which it is exact."""
+    error = logits_with_gain(model, by.squares * even_gain(by)) - reference
+    relative = float(error.norm() / reference.norm())
+    bound = BOUNDS.get(final_norm(model).weight.dtype, BOUNDS[torch.bfloat16])
+    if not relative <= bound:
+        raise ValueError(
+            f"expected logits within {bound:g} of the model's own after transform='rotation' (relative, on random tokens), got "
+            f"{relative:.2g}: {type(model).__name__} computes with the residual stream in a way that does not turn with it, "
+            'for instance between the final norm and the head. Choose another transform, "head" or "identity"'
+        )
+    if not torch.isfinite(logits_with_gain(model, by.gain)).all():
+        raise ValueError(
+            f"transform='rotation' makes activations that {final_norm(model).weight.dtype} cannot hold; convert in "
+            "torch.bfloat16 or torch.float32"
+        )
+
+
+def even_gain(by: Rotation) -> float:
+    """One gain for all entries, about the size of the true one, so that the check computes in the same range."""
+    return float(by.gain.abs().max() / by.squares.max())
 
 
 @torch.no_grad()
-def rotate_body(model: "PreTrainedModel", by: Rotation) -> None:
-    """Turn what reads and writes the residual stream, in place; embedding and head are for the caller to replace.
+def rotate_body(model: "PreTrainedModel", by: Rotation, changes: Changes) -> None:
+    """Turn what reads and writes the residual stream; embedding and head are for the caller to replace.
 
-    They are ``PIT.from_embedding(by.table, transform="embedding")``: a head with the table itself would be off by Λ².
+    The old data of every parameter go to ``changes``, see :func:`undo`. Embedding and head are
+    ``PIT.from_embedding(by.table, transform="embedding")``: a head with the table itself would be off by Λ².
     """
     blocks, final = _parts(model)
+
+    def change(parameter: nn.Parameter, value: Tensor) -> None:
+        changes.append((parameter, parameter.data))
+        parameter.data = value.to(parameter.dtype)
+
     for block in blocks:
         for norm_name, part_name in _READS.items():
             norm, part = getattr(block, norm_name), getattr(block, part_name)
             reads, writes = _PROJECTIONS[part_name]
             for name in reads:
                 weight = getattr(part, name).weight
-                weight.copy_((weight.double() * norm.weight.double()) @ by.Q)
-            norm.weight.fill_(1)
+                change(weight, (weight.double() * norm.weight.double()) @ by.Q)
+            change(norm.weight, torch.ones_like(norm.weight))
             output = getattr(part, writes)
-            output.weight.copy_(by.Q.mT @ output.weight.double())
+            change(output.weight, by.Q.mT @ output.weight.double())
             if output.bias is not None:
-                output.bias.copy_(output.bias.double() @ by.Q)
-    final.weight.copy_(by.gain)
+                change(output.bias, output.bias.double() @ by.Q)
+    change(final.weight, by.gain)
+
+
+def undo(changes: Changes) -> None:
+    """The data that the parameters had."""
+    while changes:
+        parameter, data = changes.pop()
+        parameter.data = data
 
 
 def can_rotate(model: "PreTrainedModel") -> bool:

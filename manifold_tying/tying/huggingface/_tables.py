@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from manifold_tying.tying.huggingface._modules import PITEmbedding
+from manifold_tying.tying.huggingface._probe import independent_of_tokens
 from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
@@ -101,19 +102,22 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
 
 
-def _other_names(model: nn.Module, embedding: nn.Module, head: nn.Module) -> list[str]:
-    """Names of modules with the embedding's table, or one of its shape, beside the embedding's first and the head's."""
-    table, found, seen = embedding._parameters["weight"], [], set()
+def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> list[str]:
+    """Names of modules with the embedding's table, or another table of tokens, beside the embedding's first and the head's."""
+    table, found, alike, seen = embedding._parameters["weight"], [], {}, set()
     assert table is not None
     for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
-        twin = weight is table or (
-            isinstance(module, nn.Embedding) and weight is not None and weight.shape == table.shape
-        )
-        if twin and (module not in (embedding, head) or module in seen):
-            found.append(name)
+        if module not in (embedding, head) or module in seen:
+            if weight is table:
+                found.append(name)
+            elif isinstance(module, nn.Embedding) and weight is not None and weight.shape == table.shape:
+                alike[name] = module
         seen.add(module)
-    return found
+    if alike and not getattr(model.config, "is_encoder_decoder", False):
+        positions = independent_of_tokens(model, list(alike.values()))  # GPT-2 with as many positions as tokens
+        alike = {name: module for name, module in alike.items() if module not in positions}
+    return [*found, *alike]
 
 
 def _weight(module: nn.Module, side: str) -> Tensor:
@@ -141,7 +145,7 @@ def _scale(embedding: nn.Module) -> float:
     padding_idx = getattr(module, "padding_idx", None)
     module.padding_idx = None  # it need not be among those rows, and says nothing of what is computed
     try:
-        out = functional_call(module, {"weight": small}, (torch.arange(8, device=weight.device),))
+        out = _tried(module, {"weight": small}, torch.arange(8, device=weight.device))
     finally:
         module.padding_idx = padding_idx
     scale = float((out * small).sum() / small.square().sum())
@@ -163,10 +167,23 @@ def _bias(head: nn.Module) -> nn.Parameter | None:
     generator = torch.Generator().manual_seed(0)
     small = torch.randn(8, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
     parts = {"weight": small, **({} if bias is None else {"bias": small[:, 0].clone()})}
-    out = functional_call(head, parts, (small,))
+    out = _tried(head, parts, small)
     expected = small @ small.T + (0 if bias is None else small[:, 0])
     if out.shape != expected.shape or not torch.allclose(out.double(), expected, rtol=1e-9, atol=1e-9):
         raise ValueError(
             f"expected a head that computes h Wᵀ + bias; {type(head).__name__} does more, and that would be lost"
         )
     return bias
+
+
+def _tried(module: nn.Module, parts: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What the module computes of x with other parameters; ValueError where that is no tensor (I-BERT's embedding)."""
+    try:
+        out = functional_call(module, parts, (x,))
+    except Exception as error:
+        raise ValueError(f"cannot try out what {type(module).__name__} computes: {error}") from error
+    if not isinstance(out, Tensor):
+        raise ValueError(
+            f"expected an embedding and a head that return one tensor; {type(module).__name__} returns {type(out).__name__}"
+        )
+    return out
