@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manifold_tying import linalg
+
 
 @dataclass(frozen=True)
 class Primitive:
@@ -50,7 +52,8 @@ class Primitive:
 
 def drawn_seed() -> int:
     """From torch's default generator of the CPU, whatever the default device is."""
-    return int(torch.randint(2**62, (), device="cpu"))
+    drawn = torch.randint(2**62, (), device="cpu")
+    return int(drawn) if linalg.has_values(drawn) else 0
 
 
 def mixed_seed(*parts: int | str) -> int:
