@@ -23,6 +23,7 @@ from distributed_models import (
     SHAPES,
     SOME,
     D,
+    V,
     build,
     gradient,
     move,
@@ -41,6 +42,7 @@ from manifold_tying import linalg
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
+from manifold_tying.tying._vocabulary import Vocabulary
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 
@@ -356,6 +358,30 @@ def scores_of(group: Group) -> dict[str, Any]:
     return result
 
 
+def second_derivatives_of(group: Group) -> dict[str, float]:
+    """Gradients of the squared gradients of a loss with the vocabulary split, against whole tables."""
+    result = {}
+    ids = torch.randint(V, (2, 3), generator=torch.Generator().manual_seed(0))
+    for arm in ("transpose", "pit-trainable"):
+        found = []
+        for split in (False, True):
+            interface = build(arm).interface.double()
+            if split:
+                shard_vocabulary(interface, group.mesh)
+            parameters = list(interface.parameters())
+            loss = interface.loss(interface.embed(ids).tanh(), ids)
+            first = torch.autograd.grad(loss, parameters, create_graph=True)
+            squares = [linalg.local(g).square().sum() for g in first]
+            total = sum(
+                Vocabulary.of(p).summed(square) if linalg.is_distributed(p) else square
+                for p, square in zip(parameters, squares, strict=True)
+            )
+            assert isinstance(total, Tensor)
+            found.append([linalg.whole(g) for g in torch.autograd.grad(total, parameters)])
+        result[arm] = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
+    return result
+
+
 def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     whole, part = get_state_dict(model, optimizer)
     return {"model": whole, "optimizer": part}
@@ -440,6 +466,7 @@ def main(rank: int, folder: Path, port: int) -> None:
         for arm in ("untied", "pit-trainable"):
             run(f"{arm} from meta", group, from_meta, arm)
         run("scores", group, scores_of)
+        run("second derivatives", group, second_derivatives_of)
         run("not finite", group, not_finite)
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()

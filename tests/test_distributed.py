@@ -144,6 +144,12 @@ def test_logits_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("size", SOME)
+def test_second_derivatives_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) -> None:
+    for rank in range(size):
+        assert max(found[rank][f"second derivatives {size}"].values()) < 1e-12
+
+
+@pytest.mark.parametrize("size", SOME)
 def test_all_processes_agree_on_what_is_not_finite(size: int, found: list[dict[str, Any]]) -> None:
     for rank in range(size):
         result = found[rank][f"not finite {size}"]

@@ -363,22 +363,6 @@ def test_polar_compiles_to_one_graph(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(torch.compile(linalg.polar, backend="aot_eager")(low), linalg.polar(low))
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
-    Y = conditioned((5, 3)).requires_grad_()
-    for f in (
-        lambda Y: linalg.polar(Y)[0],
-        lambda Y: linalg.orthonormalize(Y, "qr"),
-        lambda Y: linalg.cayley_at(torch.eye(5, 3, dtype=torch.float64), Y),
-        lambda Y: linalg.cayley_at(torch.eye(5, dtype=torch.float64), Y @ Y.mT)[:, :3],
-        lambda Y: linalg.cayley_neumann(Y @ Y.mT)[:, :3],
-    ):
-        for trained in (True, False):  # the gradient that comes in requires one, or is constant
-            weights = torch.randn(5, 3, dtype=torch.float64, requires_grad=trained)
-            (gradient,) = torch.autograd.grad((f(Y) * weights).sum() + (Y**2).sum(), Y, create_graph=True)
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                gradient.sum().backward()
-
-
 # ---- QR
 
 

@@ -4,6 +4,7 @@ Leading dimensions are batch dimensions. float32 and float64 are computed as the
 cast back; autocast and TF32 are off inside.
 """
 
+from manifold_tying.linalg._basics import autocast_off as autocast_off
 from manifold_tying.linalg._basics import check_finite as check_finite
 from manifold_tying.linalg._basics import check_square as check_square
 from manifold_tying.linalg._basics import check_tall as check_tall
@@ -11,6 +12,7 @@ from manifold_tying.linalg._basics import check_whole as check_whole
 from manifold_tying.linalg._basics import full_precision as full_precision
 from manifold_tying.linalg._basics import gram as gram
 from manifold_tying.linalg._basics import identity_like as identity_like
+from manifold_tying.linalg._basics import is_autocast_on as is_autocast_on
 from manifold_tying.linalg._basics import product_dtype as product_dtype
 from manifold_tying.linalg._basics import row_blocks as row_blocks
 from manifold_tying.linalg._basics import symmetric as symmetric
@@ -23,8 +25,14 @@ from manifold_tying.linalg._cayley import cayley_neumann_gradient as cayley_neum
 from manifold_tying.linalg._cayley import cayley_neumann_rounded as cayley_neumann_rounded
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
+from manifold_tying.linalg._closed_form import closed_form as closed_form
+from manifold_tying.linalg._closed_form import has_values as has_values
+from manifold_tying.linalg._closed_form import is_traced as is_traced
+from manifold_tying.linalg._closed_form import is_transformed as is_transformed
+from manifold_tying.linalg._closed_form import refused as refused
+from manifold_tying.linalg._closed_form import save as save
+from manifold_tying.linalg._closed_form import saved as saved
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt
-from manifold_tying.linalg._once import once_differentiable as once_differentiable
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar

@@ -1,7 +1,7 @@
 """What every function here stands on: precision, checks, Gram matrices."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,21 @@ _BLOCK_ENTRIES = 2**20
 _TERMS_ADDED = 4096  # to one float32 number in a row
 
 
+def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off inside, on devices that have it: the meta device has not."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on for a device; False for one that has none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Float32 products in float32: autocast and TF32 (or its bfloat16 relative on CPUs) off inside."""
-    with torch.autocast(device.type, enabled=False):
+    with autocast_off(device):
         # Compiled code takes the setting that was in force when it was traced; it cannot be switched inside a graph.
         if torch.compiler.is_compiling():
             yield
@@ -41,9 +52,8 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """In which nn.Linear would take the products of x: autocast's, where it is on, but for float64."""
-    device = x.device.type
-    lowers = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if lowers else x.dtype
+    lowers = is_autocast_on(x.device) and x.is_floating_point() and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if lowers else x.dtype
 
 
 def check_tall(Y: Tensor, what: str = "matrix") -> None:

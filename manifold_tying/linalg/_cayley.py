@@ -13,7 +13,7 @@ from manifold_tying.linalg._basics import (
     identity_like,
     working_dtype,
 )
-from manifold_tying.linalg._once import once_differentiable
+from manifold_tying.linalg._closed_form import closed_form, is_transformed, save, saved
 
 # Matrices of up to this many entries are mapped in float64: there overhead, not arithmetic, takes the time.
 _SMALL = 64 * 64
@@ -36,7 +36,7 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
 
     R = C (I - A^(terms+1)) with C the Cayley map, so ‖RᵀR - I‖ is about ‖A‖^(2 terms + 2) for an even number of terms and
     2‖A‖^(terms + 1) for an odd one: prefer even. Costs ``terms`` products, and as many again in the backward of two terms,
-    whose gradient is closed form, once differentiable and skew, as A is. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
+    whose gradient is closed form and skew, as A is. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
     """
     dtype = working_dtype(A.dtype)
     check_square(A)
@@ -44,7 +44,7 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
     with full_precision(A.device):
         W = A.to(dtype)
         if terms == 2:
-            return _CayleyNeumann2.apply(W).to(A.dtype)
+            return _cayley_neumann_2(W).to(A.dtype)
         eye = identity_like(W)
         S = eye + W
         for _ in range(terms - 1):
@@ -57,15 +57,24 @@ class _CayleyNeumann2(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, A: Tensor) -> Tensor:
-        ctx.save_for_backward(A)
+        save(ctx, (A,))
         A2 = A @ A
         return _cubic(A, A2, A @ A2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_R: Tensor) -> Tensor:
-        (A,) = ctx.saved_tensors
+        (A,), _ = saved(ctx)
         return cayley_neumann_gradient(A, grad_R, 2)
+
+
+def _plain_cayley_neumann_2(A: Tensor) -> Tensor:
+    K = (A - A.mT) / 2
+    A = K + (A - K).detach()  # the closed form's gradient is the one along skew matrices, too
+    A2 = A @ A
+    return _cubic(A, A2, A @ A2)
+
+
+_cayley_neumann_2 = closed_form(_CayleyNeumann2, _plain_cayley_neumann_2)
 
 
 def cayley_neumann_rounded(A: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,7 +141,8 @@ def _solve_dtype(A: Tensor) -> torch.dtype:
 
 def _solve(K: Tensor, B: Tensor) -> Tensor:
     """K⁻¹ B for K = I - A, which no skew A makes singular; to have that checked, a host would wait for its GPU."""
-    return torch.linalg.solve_ex(K, B)[0]
+    # Forward mode over forward mode, torch's derivative of a solve is wrong, and that of an inverse right.
+    return torch.linalg.inv_ex(K)[0] @ B if is_transformed() else torch.linalg.solve_ex(K, B)[0]
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
@@ -144,8 +154,8 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
     X = (2B + Z) M - B with M = (I + ZᵀZ/4 - K/2)⁻¹. ZᵀZ squares the condition of Z, so the tall X is re-orthonormalized:
     its columns are orthonormal to rounding for ‖Y‖₂ up to about 1e3 in float32. Small matrices are mapped in float64.
 
-    ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Once differentiable
-    with respect to Y; base is a constant.
+    ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Differentiable with
+    respect to Y; base is a constant.
     """
     if base.dtype.itemsize < 4:
         return cayley_at(base.float(), Y.float(), terms).to(base.dtype)
@@ -154,10 +164,10 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
     with full_precision(base.device):
         if base.shape[-1] == base.shape[-2]:
             if terms is None:
-                return _SquareCayley.apply(base, Y)
+                return _square_cayley(base, Y)
             return base @ cayley_neumann(_skew_of_lower(Y), terms)
         if terms is None:
-            return _TallCayley.apply(base, Y)
+            return _tall_cayley(base, Y)
         S = base.mT @ Y
         Z = Y - base @ S
         K, T = (S - S.mT) / 2, gram(Z)
@@ -175,37 +185,40 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
 class _SquareCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        eye = identity_like(Y)
-        M = _inverse(eye - _skew_of_lower(Y))
-        X = base @ (2 * M - eye)  # (I - A)⁻¹(I + A) = 2M - I
-        ctx.save_for_backward(base, M, X)
+        X, M = _of_square(base, Y)
+        save(ctx, (base, Y), M, X)
         return X
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
         # dX = 2 B M dA M, so Ā = 2 (BM)ᵀ X̄ Mᵀ, and 2 BM = X + B.
-        base, M, X = ctx.saved_tensors
+        (base, _), (M, X) = saved(ctx)
         with full_precision(M.device):
             grad_A = ((X + base).mT @ grad_X) @ M.mT
             return None, (grad_A - grad_A.mT.contiguous()).tril(-1)
 
 
+def _of_square(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    """X = B (I - A)⁻¹(I + A) and M = (I - A)⁻¹."""
+    eye = identity_like(Y)
+    M = _inverse(eye - _skew_of_lower(Y))
+    return base @ (2 * M - eye), M  # (I - A)⁻¹(I + A) = 2M - I
+
+
+_square_cayley = closed_form(_SquareCayley, lambda base, Y: _of_square(base.detach(), Y)[0])
+
+
 class _TallCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        S = base.mT @ Y
-        Z = Y - base @ S
-        M = _inverse(identity_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-        X = _polished(torch.add(Z, base, alpha=2) @ M - base)
-        ctx.save_for_backward(base, Z, M, X)
+        X, Z, M = _of_tall(base, Y)
+        save(ctx, (base, Y), Z, M, X)
         return X
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
         # N is the gradient with respect to M⁻¹. (2B + Z) M = X + B saves the product with Z, and BᵀZ̄ = BᵀX̄ Mᵀ.
-        base, Z, M, X = ctx.saved_tensors
+        (base, _), (Z, M, X) = saved(ctx)
         with full_precision(M.device):
             from_base = base.mT @ grad_X
             N = -((X.mT @ grad_X + from_base) @ M.mT)
@@ -213,10 +226,21 @@ class _TallCayley(torch.autograd.Function):
             return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
 
 
+def _of_tall(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X, Z and M of :func:`cayley_at`."""
+    S = base.mT @ Y
+    Z = Y - base @ S
+    M = _inverse(identity_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
+    return _polished(torch.add(Z, base, alpha=2) @ M - base), Z, M
+
+
+_tall_cayley = closed_form(_TallCayley, lambda base, Y: _of_tall(base.detach(), Y)[0])
+
+
 def _polished(X: Tensor) -> Tensor:
     """X (XᵀX)^(-1/2) by five terms of its series; ‖XᵀX - I‖₂ of 0.1 becomes 1e-6."""
-    E = gram(X)
-    E.diagonal(dim1=-2, dim2=-1).sub_(1)
+    G = gram(X)
+    E = G - identity_like(G)
     E2 = E @ E
     return X + X @ (0.375 * E2 - 0.5 * E + E2 @ (35 / 128 * E2 - 0.3125 * E))
 
@@ -253,7 +277,11 @@ def skew(vector: Tensor, b: int) -> Tensor:
         return vector.new_zeros(*vector.shape[:-1], b, b)
     rows, columns = torch.triu_indices(b, b, offset=1, device=vector.device)
     upper = vector.new_zeros(*vector.shape[:-1], b * b)
-    upper.index_copy_(-1, rows * b + columns, vector)  # a third of the time of upper[..., rows, columns] = vector
+    order = rows * b + columns
+    if is_transformed():  # vmap has no rule for index_copy_
+        upper = upper.scatter(-1, order.expand(vector.shape), vector)
+    else:
+        upper.index_copy_(-1, order, vector)  # a third of the time of upper[..., rows, columns] = vector
     upper = upper.unflatten(-1, (b, b))
     return upper - upper.mT
 

@@ -4,9 +4,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.linalg._basics import check_finite, check_tall, full_precision, gram, identity_like, working_dtype
-from manifold_tying.linalg._once import once_differentiable
+from manifold_tying.linalg._closed_form import closed_form, has_values, is_transformed, operations, save, saved
 from manifold_tying.linalg._polar import polar
 
 Orthonormalization = Literal["polar", "qr", "cholesky-qr"]
@@ -17,20 +18,21 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
 
     "polar" is the nearest such matrix; "qr" is the Q of Householder QR with R's diagonal > 0; "cholesky-qr" is the same Q by
     Cholesky factorizations of one or two Gram matrices, with Householder where those break down (condition about 1e3 in
-    float32). All are differentiable once in closed form.
+    float32). Gradients are closed form.
     """
     check_tall(Y)
     if method not in get_args(Orthonormalization):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(get_args(Orthonormalization))}")
     W = Y.to(working_dtype(Y.dtype))
-    return (_opaque if torch.compiler.is_compiling() else _orthonormalize)(W, method).to(Y.dtype)
+    opaque = not has_values(W) or (torch.compiler.is_compiling() and not is_transformed())
+    return (_opaque if opaque else _orthonormalize)(W, method).to(Y.dtype)
 
 
 def _orthonormalize(Y: Tensor, method: str) -> Tensor:
     if method == "polar":
         return polar(Y)[0]
     with full_precision(Y.device):
-        return _QR.apply(Y, method == "cholesky-qr")
+        return _qr(Y, method == "cholesky-qr")
 
 
 # What is done depends on the data, which a compiled graph cannot follow: there it is one operation that is not looked into.
@@ -54,6 +56,12 @@ def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor)
 
 _opaque.register_fake(lambda Y, method: Y.new_empty(Y.shape))
 _opaque_backward.register_fake(lambda Y, grad, method: Y.new_empty(Y.shape))
+register_flop_formula(torch.ops.manifold_tying.orthonormalize)(
+    lambda Y, method, **_: operations(Y, *((8, 4) if method == "polar" else (4, 0)))
+)
+register_flop_formula(torch.ops.manifold_tying.orthonormalize_backward)(
+    lambda Y, grad, method, **_: operations(Y, *((6, 12) if method == "polar" else (4, 0)))
+)
 _opaque.register_autograd(
     lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.method), None),
     setup_context=_save_for_opaque_backward,
@@ -89,20 +97,27 @@ class _QR(torch.autograd.Function):
         factors = _cholesky_qr(Y) if by_cholesky and Y.numel() else None
         if factors is None:
             check_finite(Y)
-            Q, R = torch.linalg.qr(Y)
-            sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Y.dtype)
-            factors = Q * sign[..., None, :], R * sign[..., :, None]
+            factors = _householder_qr(Y)
         Q, R = factors
         Q = Q.contiguous()
-        ctx.save_for_backward(Q, R)
+        save(ctx, (Y, by_cholesky), Q, R)
         return Q
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_Q: Tensor) -> tuple[Tensor, None]:
         # Ȳ = (Q̄ + Q copyltu(-Q̄ᵀQ)) R⁻ᵀ with copyltu(M) = tril(M) + tril(M, -1)ᵀ.
-        Q, R = ctx.saved_tensors
+        _, (Q, R) = saved(ctx)
         with full_precision(Q.device):
             M = -(grad_Q.mT @ Q)
             inside = grad_Q + Q @ (M.tril() + M.tril(-1).mT)
             return _divide(inside, R.mT, upper=False), None
+
+
+def _householder_qr(Y: Tensor) -> tuple[Tensor, Tensor]:
+    """Q and R with R's diagonal >= 0."""
+    Q, R = torch.linalg.qr(Y)
+    sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Y.dtype)
+    return Q * sign[..., None, :], R * sign[..., :, None]
+
+
+_qr = closed_form(_QR, lambda Y, by_cholesky: _householder_qr(Y)[0].contiguous())

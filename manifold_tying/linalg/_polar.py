@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.linalg._basics import check_tall, full_precision, gram, symmetric, working_dtype
-from manifold_tying.linalg._once import once_differentiable
+from manifold_tying.linalg._closed_form import closed_form, has_values, is_transformed, operations, save, saved
+from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.linalg._polar_factors import polar_eigh, polar_products
 
 # Up to here an eigendecomposition is as fast as the products that replace it.
@@ -25,19 +27,20 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     By products alone where Y has more than 64 columns and singular values within about 0.4 to 1.4 times a common scale, as
     the stored tensor of a parametrization has. Else from a float64 eigendecomposition of the p x p Gram matrix, through
     a float64 SVD where Y is too ill-conditioned for that (about 50).
-    Where Y is rank-deficient, H is unique, U one of many. The gradient is closed form, once differentiable; it divides by
-    h_i + h_j only, so equal singular values are harmless. Raises ValueError for a wide, non-floating, NaN or infinite Y.
+    Where Y is rank-deficient, H is unique, U one of many. The gradient is closed form; it divides by h_i + h_j
+    only, so equal singular values are harmless. Raises ValueError for a wide, non-floating, NaN or infinite Y.
     (PIT, equation 7.)
     """
     check_tall(Y)
     W = Y.to(working_dtype(Y.dtype))
-    U, H = (_opaque if torch.compiler.is_compiling() else _factors)(W)
+    opaque = not has_values(W) or (torch.compiler.is_compiling() and not is_transformed())
+    U, H = (_opaque if opaque else _factors)(W)
     return U.to(Y.dtype), H.to(Y.dtype)
 
 
 def _factors(Y: Tensor) -> tuple[Tensor, Tensor]:
     with full_precision(Y.device):
-        return _Polar.apply(Y)
+        return _polar(Y)
 
 
 def _solve_skew(H: Tensor, C: Tensor) -> Tensor:
@@ -76,21 +79,28 @@ class _Polar(torch.autograd.Function):
         ctx.by_products = factors is not None
         if factors is not None:
             U, H, inverse = factors
-            ctx.save_for_backward(U, H, inverse)
+            save(ctx, (Y,), U, H, *([] if inverse is None else [inverse]))
             return U.contiguous(), H
         U, V, h = polar_eigh(Y, G)
-        ctx.save_for_backward(U, V, h)
+        save(ctx, (Y,), U, V, h)
         return U.contiguous(), symmetric((V * h[..., None, :]) @ V.mT).to(Y.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_U: Tensor | None, grad_H: Tensor | None) -> Tensor:
         # With dY = U A + U⊥ B: dU = U Ω + U⊥ B H⁻¹, ΩH + HΩ = A - Aᵀ, and H dH + dH H = H A + AᵀH.
-        U, H_or_V, inverse_or_h = ctx.saved_tensors
+        _, (U, H_or_V, *rest) = saved(ctx)
         grad_U = torch.zeros_like(U) if grad_U is None else grad_U
-        backward = _backward_by_products if ctx.by_products else _backward_eigh
         with full_precision(U.device):
-            return backward(U, H_or_V, inverse_or_h, grad_U, grad_H)
+            if ctx.by_products:
+                return _backward_by_products(U, H_or_V, rest[0] if rest else None, grad_U, grad_H)
+            return _backward_eigh(U, H_or_V, rest[0], grad_U, grad_H)
+
+
+def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
+    return DifferentiablePolar.apply(Y, _opaque if torch.compiler.is_compiling() else _Polar.apply)
+
+
+_polar = closed_form(_Polar, _plain)
 
 
 def _backward_by_products(
@@ -140,6 +150,8 @@ def _opaque_backward(Y: Tensor, grad_U: Tensor, grad_H: Tensor) -> Tensor:
 
 _opaque.register_fake(lambda Y: (Y.new_empty(Y.shape), Y.new_empty(*Y.shape[:-2], Y.shape[-1], Y.shape[-1])))
 _opaque_backward.register_fake(lambda Y, grad_U, grad_H: Y.new_empty(Y.shape))
+register_flop_formula(torch.ops.manifold_tying.polar)(lambda Y, **_: operations(Y, 8, 4))
+register_flop_formula(torch.ops.manifold_tying.polar_backward)(lambda Y, *_, **__: operations(Y, 6, 12))
 _opaque.register_autograd(
     lambda ctx, grad_U, grad_H: _opaque_backward(*ctx.saved_tensors, grad_U, grad_H),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),

@@ -122,6 +122,8 @@ def nearest_spd(X: Tensor) -> Tensor:
     The multiple is 1e-6 in float32 and 1e-12 in float64. ValueError where there is no positive eigenvalue to start from.
     """
     dtype = linalg.working_dtype(X.dtype)
+    if not linalg.has_values(X):
+        return torch.empty_like(X)
     if not torch.isfinite(X).all():
         raise ValueError("expected a finite matrix, got NaN or Inf in it")
     eigenvalues, V = torch.linalg.eigh(linalg.symmetric(X.double()))

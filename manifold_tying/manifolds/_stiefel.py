@@ -61,7 +61,7 @@ class Stiefel(geoopt.Manifold):
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the manifold, the polar factor."""
-        if x.is_meta:
+        if not linalg.has_values(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
         if not linalg.is_distributed(x):
             return linalg.polar(x)[0]

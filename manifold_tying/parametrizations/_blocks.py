@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from manifold_tying import linalg
 from manifold_tying.parametrizations._orders import take
 
 _NARROWEST_APART = 64  # blocks: below, the calls cost more than they save
@@ -30,7 +31,7 @@ def multiply(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | None = N
     if not transposed:
         G, H = G.mT, H.mT
     whole, covered = _covered(blocks)
-    if z.ndim == 2 and not torch.compiler.is_compiling():  # into place, which saves a pass
+    if z.ndim == 2 and not linalg.is_traced():  # into place, which saves a pass
         out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
         if z.dtype.itemsize == 2 and z.device.type == "cpu" and G.shape[-1] >= _NARROWEST_APART:
             for j, factor in enumerate(G):
@@ -54,7 +55,7 @@ def multiply_rows(z: Tensor, blocks: Blocks, transposed: bool, out: Tensor | Non
         G, H = G.mT, H.mT
     whole, covered = _covered(blocks)
     apart = G.shape[-3:-1]
-    if z.ndim == 2 and not torch.compiler.is_compiling():
+    if z.ndim == 2 and not linalg.is_traced():
         out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
         torch.bmm(G, z[:whole].unflatten(0, apart), out=out[:whole].unflatten(0, apart))
         if covered > whole:

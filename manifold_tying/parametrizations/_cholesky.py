@@ -15,7 +15,10 @@ Bounds = tuple[float, float]
 
 
 class _Clamp(torch.autograd.Function):
-    """Clamp whose gradient vanishes only where a descent step would push further out, so that no entry is stuck outside."""
+    """Clamp whose gradient vanishes only where a descent step would push further out, so that no entry is stuck outside.
+
+    torch.func transforms see an ordinary clamp: its gradient vanishes wherever an entry is outside.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
@@ -28,7 +31,14 @@ class _Clamp(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         low, high = ctx.bounds
         outward = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))
-        return grad.masked_fill(outward, 0), None, None
+        result = grad.masked_fill(outward, 0)
+        if torch.is_grad_enabled() and (((x < low) | (x > high)) & ~outward).any():
+            # Such a gradient is no derivative of the clamp, and has none.
+            result = linalg.refused(result, (x, grad), "an entry of the diagonal is outside of its bounds")
+        return result, None, None
+
+
+_clamp = linalg.closed_form(_Clamp, torch.clamp, differentiable=True)
 
 
 class CholeskyFactor(Constraint):
@@ -59,16 +69,16 @@ class CholeskyFactor(Constraint):
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
         if self.bounds is not None:
-            positive = _Clamp.apply(positive, *self.bounds)
+            positive = _clamp(positive, *self.bounds)
         return stored.tril(-1) + torch.diag_embed(positive)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
-        if weight.is_meta:
+        if not linalg.has_values(weight):
             return torch.empty_like(weight)
         positive = weight.diagonal(dim1=-2, dim2=-1)
         square = weight.shape[-1] == weight.shape[-2]
-        if not square or (not weight.is_meta and (weight.triu(1).any() or not (positive > 0).all())):
+        if not square or weight.triu(1).any() or not (positive > 0).all():
             raise ValueError(f"expected a lower triangular matrix with diagonal > 0, got one of {tuple(weight.shape)}")
         if self.bounds is not None:
             positive = positive.clamp(*self.bounds)

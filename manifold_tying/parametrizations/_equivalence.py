@@ -110,20 +110,21 @@ class Equivalence(Constraint):
     def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded, "" where it can."""
         # The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word.
-        if form is not None and not form.is_meta and form.tolist() != self._form:
+        if form is not None and linalg.has_values(form) and form.tolist() != self._form:
             return (
                 f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
                 f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
             )
         if base is not None and base.shape != self.layout.shape:
             return f"base: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}"
-        if base is not None and base.is_meta and not assign and not self.ordered_base.is_meta:
+        if base is not None and not linalg.has_values(base) and not assign and linalg.has_values(self.ordered_base):
             return "base: a tensor on the meta device has no values to load; load with assign=True"
         return ""
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """The blocks and orders of R and P; not differentiated."""
-        R, P = self.rotations.blocks(self.rotations.skews(stored))
+        with torch.no_grad():
+            R, P = self.rotations.blocks(self.rotations.skews(stored))
         return (R, self.out_order), (P, self.in_order)
 
     def forward(self, stored: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class Equivalence(Constraint):
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias, by whichever of the two formulations takes less; x (..., n) in the layer's dtype, or under autocast."""
         dtype = linalg.product_dtype(x)
-        autocast = torch.is_autocast_enabled(x.device.type) and dtype.itemsize < 4
+        autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.sizes.P.n or not (autocast or dtype == self.like.dtype):
             raise ValueError(
                 f"expected inputs (..., {self.sizes.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
@@ -154,7 +155,7 @@ class Equivalence(Constraint):
         """The weight becomes the base, R and P the identity."""
         if weight.shape != self.layout.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
-        if not weight.is_meta:
+        if linalg.has_values(weight):
             linalg.check_finite(weight)
         self.ordered_base.copy_(self._reorder(weight))
         dtype = linalg.working_dtype(self.ordered_base.dtype)

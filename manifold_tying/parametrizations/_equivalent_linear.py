@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._input_centric import InputCentric
+from manifold_tying.parametrizations._input_centric import input_centric_linear
 from manifold_tying.parametrizations._orders import Orders
 from manifold_tying.parametrizations._primitive import Primitive
 from manifold_tying.parametrizations._rotations import Rotations
-from manifold_tying.parametrizations._weight_centric import WeightCentric
+from manifold_tying.parametrizations._weight_centric import weight_centric_linear
 
 # Operations of the products at hand that an entry moved takes the time of, and that one in float32 does where those are in
 # bfloat16: fitted to both formulations at 18 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
@@ -34,8 +34,9 @@ def equivalence_linear(
     x = x.to(linalg.product_dtype(x))
     bias = None if bias is None else bias.to(x.dtype)
     if not input_centric:
-        return WeightCentric.apply(x, ordered_base, bias, stored, rotations, *orders)
-    y = InputCentric.apply(x.flatten(0, -2) if x.ndim > 1 else x[None], ordered_base, bias, stored, rotations, *orders)
+        return weight_centric_linear(x, ordered_base, bias, stored, rotations, *orders)
+    flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
+    y = input_centric_linear(flat, ordered_base, bias, stored, rotations, *orders)
     return y.view(*x.shape[:-1], len(ordered_base))
 
 

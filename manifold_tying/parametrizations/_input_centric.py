@@ -18,12 +18,7 @@ Room = Callable[[int, int], Tensor | None]
 """One of two memories for a block of tokens, 0 or 1, with so many columns; None: to be allocated."""
 
 
-class InputCentric(torch.autograd.Function):
-    """((x Pᵀ) W0ᵀ) Rᵀ + bias for x (T, n), a block of tokens at a time: what lies between the products stays in the cache.
-
-    W0 has its rows and columns in the order in which they rotate, so that only x and the result are gathered.
-    """
-
+class _InputCentric(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -34,34 +29,16 @@ class InputCentric(torch.autograd.Function):
         rotations: Rotations,
         *tensors: Tensor,
     ) -> Tensor:
-        orders, (R, P) = Orders(*tensors), rotations.blocks(rotations.skews(stored), x.dtype)
-        W0, covered = ordered_base.to(x.dtype), rotations.R.covered
-        m, n = W0.shape
-
-        def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
-            if len(orders.columns):
-                x = multiply(take(x, orders.columns, room(0, n)), P, False, room(1, n))
-            u = torch.mm(x, W0.mT, out=v if covered == m else room(0, m) if covered else y)
-            y = take(multiply(u, R, False, room(1, m)), orders.rows_back, y) if covered else u
-            if covered < m:
-                rotating = u[:, :covered]  # R's gradient does not ask for the others
-                u = rotating.clone() if v is None else v.copy_(rotating)
-            if bias is not None:  # not in place where compiled: see linalg._cayley on what a forward returns
-                y = y + bias if torch.compiler.is_compiling() else y.add_(bias)
-            return y, u
-
-        y, v = _by_blocks(of_block, ordered_base, (x,), (m, covered))
-        ctx.save_for_backward(x, v, ordered_base, stored, *orders)
-        ctx.rotations = rotations
+        y, v = _forward(x, ordered_base, bias, stored, rotations, *tensors)
+        linalg.save(ctx, (x, ordered_base, bias, stored, rotations, *tensors), v)
         return y
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, v, ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
-        R, P = ctx.rotations.blocks(skews, x.dtype)
-        W0, rotating = ordered_base.to(grad.dtype), orders.columns[: ctx.rotations.P.covered]
+        (x, ordered_base, _, stored, rotations, *tensors), (v,) = linalg.saved(ctx)
+        orders, skews = Orders(*tensors), rotations.skews(stored)
+        R, P = rotations.blocks(skews, x.dtype)
+        W0, rotating = ordered_base.to(grad.dtype), orders.columns[: rotations.P.covered]
         m, n = W0.shape
         of_R, of_P = (
             (torch.zeros_like(G, dtype=stored.dtype), torch.zeros_like(H, dtype=stored.dtype)) for G, H in (R, P)
@@ -84,10 +61,33 @@ class InputCentric(torch.autograd.Function):
             grad_x if needs_x else None,
             None,
             grad.sum(0) if needs_bias else None,
-            ctx.rotations.gradient(skews, of_R, of_P, x.dtype) if needs_stored else None,
+            rotations.gradient(skews, of_R, of_P, x.dtype) if needs_stored else None,
             None,
             *[None] * len(orders),
         )
+
+
+def _forward(
+    x: Tensor, ordered_base: Tensor, bias: Tensor | None, stored: Tensor, rotations: Rotations, *tensors: Tensor
+) -> Sequence[Tensor]:
+    """The result and what R's gradient needs, the rotating columns of x Pᵀ W0ᵀ."""
+    orders, (R, P) = Orders(*tensors), rotations.blocks(rotations.skews(stored), x.dtype)
+    W0, covered = ordered_base.to(x.dtype), rotations.R.covered
+    m, n = W0.shape
+
+    def of_block(room: Room, x: Tensor, y: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        if len(orders.columns):
+            x = multiply(take(x, orders.columns, room(0, n)), P, False, room(1, n))
+        u = torch.mm(x, W0.mT, out=v if covered == m else room(0, m) if covered else y)
+        y = take(multiply(u, R, False, room(1, m)), orders.rows_back, y) if covered else u
+        if covered < m:
+            rotating = u[:, :covered]  # R's gradient does not ask for the others
+            u = rotating.clone() if v is None else v.copy_(rotating)
+        if bias is not None:  # not in place where compiled: see linalg._cayley on what a forward returns
+            y = y + bias if linalg.is_traced() else y.add_(bias)
+        return y, u
+
+    return _by_blocks(of_block, ordered_base, (x,), (m, covered))
 
 
 def _by_blocks(
@@ -99,7 +99,7 @@ def _by_blocks(
     memory costs more than the gathers into it.
     """
     like, tokens, widest = tensors[0], len(tensors[0]), max(base.shape)
-    if like.device.type != "cpu" or torch.compiler.is_compiling():
+    if like.device.type != "cpu" or linalg.is_traced():
         return function(lambda which, width: None, *tensors, *[None] * len(widths))
     rows = min(max(_FEWEST_ROWS, _BLOCK_ENTRIES // widest), tokens)
     rooms = like.new_empty(2, rows * widest)
@@ -112,3 +112,10 @@ def _by_blocks(
 
         function(room, *(tensor[block] for tensor in tensors), *(result[block] for result in results))
     return results
+
+
+input_centric_linear = linalg.closed_form(_InputCentric, lambda *args: _forward(*args)[0])
+"""((x Pᵀ) W0ᵀ) Rᵀ + bias for x (T, n), a block of tokens at a time: what lies between the products stays in the cache.
+
+W0 has its rows and columns in the order in which they rotate, so that only x and the result are gathered.
+"""

@@ -51,7 +51,7 @@ class Layout:
         linalg.working_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
-        if not weight.is_meta and not torch.isfinite(weight).all():
+        if linalg.has_values(weight) and not torch.isfinite(weight).all():
             raise ValueError(f"expected {kind}.{name} to be finite, got NaN or Inf in it")
         return cls(weight.shape, isinstance(module, CONVOLUTIONS))
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from manifold_tying import linalg
+
 
 class Orders(NamedTuple):
     """All rows and columns of W, those that rotate first, and the way back; empty where none rotates."""
@@ -23,7 +25,7 @@ class Orders(NamedTuple):
 
 def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
     """Columns of x (..., n), as index_select does it in twice the time on a CPU."""
-    if x.dtype.itemsize == 2 and x.is_floating_point() and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.dtype.itemsize == 2 and x.is_floating_point() and x.device.type == "cpu" and not linalg.is_traced():
         # On a CPU the operation itself would take these by way of float32.
         bits = take(x.view(torch.int16), order, None if out is None else out.view(torch.int16))
         return bits.view(x.dtype)
@@ -32,11 +34,11 @@ def take(x: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _inverse(order: Tensor) -> Tensor:
     """The permutation that undoes one."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 
 def _completed(order: Tensor, n: int) -> Tensor:
     if len(order) in (0, n):
         return order
-    others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill_(0, order, 0)
+    others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
     return torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])

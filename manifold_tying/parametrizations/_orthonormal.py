@@ -26,9 +26,7 @@ class OnStiefel(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)
-        return (
-            matrix if matrix.is_meta else self.manifold.projx(matrix)
-        )  # there is nothing to project before it is loaded
+        return self.manifold.projx(matrix)
 
 
 class OrthonormalFactor(Constraint):

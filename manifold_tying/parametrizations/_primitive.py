@@ -61,7 +61,8 @@ class Primitive:
 
 def drawn_seed() -> int:
     """From torch's default generator of the CPU, whatever the default device is."""
-    return int(torch.randint(2**62, (), device="cpu"))
+    drawn = torch.randint(2**62, (), device="cpu")
+    return int(drawn) if linalg.has_values(drawn) else 0
 
 
 def mixed_seed(*parts: int | str) -> int:

@@ -23,7 +23,6 @@ class Rotations:
     P: Primitive
     terms: int | None
 
-    @torch.no_grad()
     def skews(self, stored: Tensor) -> list[Tensor]:
         """The skew matrices of whole blocks (..., k, b, b), in one tensor if of one size, and of ragged ones (..., r, r)."""
         of_R, of_P = stored.split([self.R.size, self.P.size], -1)

@@ -18,8 +18,8 @@ from manifold_tying.parametrizations._rotations import Rotations
 
 
 def equivalent_weight(ordered_base: Tensor, stored: Tensor, rotations: Rotations, orders: Orders) -> Tensor:
-    """W = R W0 P, (..., m, n), in the dtype of the stored vector; once differentiable with respect to it."""
-    return _Weight.apply(ordered_base, stored, rotations, *orders)
+    """W = R W0 P, (..., m, n), in the dtype of the stored vector; differentiable with respect to it."""
+    return _equivalent_weight(ordered_base, stored, rotations, *orders)
 
 
 def transformed(ordered_base: Tensor, R: Blocks, P: Blocks, orders: Orders) -> Tensor:
@@ -36,7 +36,7 @@ class _Spares:
     """Matrices of W's size that are done with, to be written again: new memory costs a CPU more than what goes into it."""
 
     def __init__(self, like: Tensor) -> None:
-        self.usable = like.ndim == 2 and not torch.compiler.is_compiling()
+        self.usable = like.ndim == 2 and not linalg.is_traced()
         self.free: list[Tensor] = []
 
     def give(self, done: Tensor) -> None:
@@ -91,26 +91,29 @@ def _gradients(
 class _Weight(Function):
     @staticmethod
     def forward(ctx: Any, ordered_base: Tensor, stored: Tensor, rotations: Rotations, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(ordered_base, stored, *tensors)
-        ctx.rotations = rotations
-        return transformed(ordered_base, *rotations.blocks(rotations.skews(stored)), Orders(*tensors))
+        linalg.save(ctx, (ordered_base, stored, rotations, *tensors))
+        return _plain_weight(ordered_base, stored, rotations, *tensors)
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad_W: Tensor) -> tuple[Tensor | None, ...]:
-        ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
-        R, P = ctx.rotations.blocks(skews)
+        (ordered_base, stored, rotations, *tensors), _ = linalg.saved(ctx)
+        orders, skews = Orders(*tensors), rotations.skews(stored)
+        R, P = rotations.blocks(skews)
         with linalg.full_precision(ordered_base.device):
             spares = _Spares(ordered_base)
             W0, M = _half_way(ordered_base, P, orders, spares)
             grads = _gradients(W0, M, R, P, grad_W, orders, spares)
-        return None, ctx.rotations.gradient(skews, *grads), None, *[None] * len(orders)
+        return None, rotations.gradient(skews, *grads), None, *[None] * len(orders)
 
 
-class WeightCentric(Function):
-    """x Wᵀ + bias with W formed in the stored vector's dtype and cast to x's, and formed again in the backward."""
+def _plain_weight(ordered_base: Tensor, stored: Tensor, rotations: Rotations, *tensors: Tensor) -> Tensor:
+    return transformed(ordered_base, *rotations.blocks(rotations.skews(stored)), Orders(*tensors))
 
+
+_equivalent_weight = linalg.closed_form(_Weight, _plain_weight)
+
+
+class _WeightCentric(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,18 +124,14 @@ class WeightCentric(Function):
         rotations: Rotations,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, ordered_base, stored, *tensors)
-        ctx.rotations = rotations
-        return F.linear(
-            x, transformed(ordered_base, *rotations.blocks(rotations.skews(stored)), Orders(*tensors)).to(x.dtype), bias
-        )
+        linalg.save(ctx, (x, ordered_base, bias, stored, rotations, *tensors))
+        return _plain_linear(x, ordered_base, bias, stored, rotations, *tensors)
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, ordered_base, stored, *tensors = ctx.saved_tensors
-        orders, skews = Orders(*tensors), ctx.rotations.skews(stored)
-        R, P = ctx.rotations.blocks(skews)
+        (x, ordered_base, _, stored, rotations, *tensors), _ = linalg.saved(ctx)
+        orders, skews = Orders(*tensors), rotations.skews(stored)
+        R, P = rotations.blocks(skews)
         needs_x, _, needs_bias, needs_stored, *_ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_stored = None
@@ -147,5 +146,15 @@ class WeightCentric(Function):
             grad_W = flat.mT @ x.reshape(-1, x.shape[-1])
             with linalg.full_precision(ordered_base.device):
                 grads = _gradients(W0, M, R, P, grad_W, orders, spares)
-            grad_stored = ctx.rotations.gradient(skews, *grads)
+            grad_stored = rotations.gradient(skews, *grads)
         return grad_x, None, flat.sum(0) if needs_bias else None, grad_stored, None, *[None] * len(orders)
+
+
+def _plain_linear(
+    x: Tensor, ordered_base: Tensor, bias: Tensor | None, stored: Tensor, rotations: Rotations, *tensors: Tensor
+) -> Tensor:
+    return F.linear(x, _plain_weight(ordered_base, stored, rotations, *tensors).to(x.dtype), bias)
+
+
+weight_centric_linear = linalg.closed_form(_WeightCentric, _plain_linear)
+"""x Wᵀ + bias with W formed in the stored vector's dtype and cast to x's, and formed again in the backward."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manifold_tying import linalg
@@ -28,7 +29,7 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
 
     The tokens are processed in chunks, and each chunk's gradient is taken while its logits are there. The products run in
     the dtype of autocast, else in that of ``hidden``; softmax, sums over chunks and the scalar are float32 (or float64).
-    Once differentiable.
+    A second derivative and any torch.func transform hold all the logits.
     """
     if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
         raise ValueError(
@@ -43,7 +44,7 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
     rows, vocabulary = linalg.local(table), Vocabulary.of(table)
-    return _LinearCrossEntropy.apply(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
+    return _chunked(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
 
 
 def _loss_and_gradients(
@@ -116,19 +117,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         wanted: tuple[bool, bool],
     ) -> Tensor:
-        ctx.save_for_backward(hidden, table, targets)
-        ctx.options = (vocabulary, ignore_index, dtype, wanted)
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, *ctx.gradients = _loss_and_gradients(hidden, table, targets, *ctx.options)
+        args = (hidden, table, targets, vocabulary, ignore_index, dtype, wanted)
+        linalg.save(ctx, args)
+        with linalg.autocast_off(hidden.device):
+            loss, *ctx.gradients = _loss_and_gradients(*args)
         return loss
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            with torch.autocast(grad.device.type, enabled=False):
-                gradients = _loss_and_gradients(*ctx.saved_tensors, *ctx.options)[1:]
+            with linalg.autocast_off(grad.device):
+                gradients = _loss_and_gradients(*linalg.saved(ctx)[0])[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
         return hidden, table, None, None, None, None, None
+
+
+def _with_all_logits(
+    hidden: Tensor,
+    table: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool],
+) -> Tensor:
+    wide = linalg.working_dtype(dtype)
+    counted = targets != ignore_index
+    index, here = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
+    with linalg.autocast_off(hidden.device):
+        x = F.linear(vocabulary.shared(hidden.to(dtype)), table.to(dtype)).to(wide)
+        largest = vocabulary.largest(x.detach())
+        total = vocabulary.summed((x - largest).exp().sum(1, keepdim=True))
+        losses = total.log() + largest - vocabulary.summed(vocabulary.pick(x, index, here))
+        return (losses[:, 0] * counted).sum() / counted.sum().clamp_min(1)
+
+
+_chunked = linalg.closed_form(_LinearCrossEntropy, _with_all_logits)

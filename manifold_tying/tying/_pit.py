@@ -151,7 +151,12 @@ class PIT(TokenInterface):
         check_ids(ids)
         with linalg.full_precision(ids.device):
             Z, L = self.memory, self.cholesky_factor
-            if not (ids.is_cuda or torch.compiler.is_compiling()):
+            if (
+                ids.device.type == "cpu"
+                and linalg.has_values(ids)
+                and not linalg.is_transformed()
+                and not torch.compiler.is_compiling()
+            ):
                 rows, index = ids.unique(return_inverse=True)
                 e = F.embedding(index, divide_by_transform(lookup(rows, Z), L))
             elif ids.numel() > self.vocab_size and not linalg.is_distributed(Z):

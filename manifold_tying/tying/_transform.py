@@ -12,12 +12,12 @@ def multiply_by_transform(rows: Tensor, L: Tensor) -> Tensor:
     """rows T, (n, d) by one product with T, or by L and Lᵀ where there are fewer rows than columns."""
     if len(rows) < len(L):
         return (rows @ L) @ L.mT
-    return _Multiply.apply(rows, L)
+    return _multiply(rows, L)
 
 
 def divide_by_transform(rows: Tensor, L: Tensor) -> Tensor:
     """rows T⁻¹, (n, d) by two triangular solves: no inverse is formed."""
-    return _Divide.apply(rows, L)
+    return _divide(rows, L)
 
 
 class _Multiply(torch.autograd.Function):
@@ -28,13 +28,17 @@ class _Multiply(torch.autograd.Function):
         return rows @ T
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, L, T = ctx.saved_tensors
+        if torch.is_grad_enabled():  # T, once saved, is a constant
+            T = L @ L.mT
         return (
             grad @ T if ctx.needs_input_grad[0] else None,
             _through_square(rows.mT @ grad, L) if ctx.needs_input_grad[1] else None,
         )
+
+
+_multiply = linalg.closed_form(_Multiply, lambda rows, L: rows @ (L @ L.mT), differentiable=True)
 
 
 class _Divide(torch.autograd.Function):
@@ -45,7 +49,6 @@ class _Divide(torch.autograd.Function):
         return quotient
 
     @staticmethod
-    @linalg.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         # With E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹: nothing but EᵀḠ has n rows where Z is frozen.
         quotient, L = ctx.saved_tensors
@@ -63,6 +66,9 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
     # 2.13 miscomputes a norm of such a tensor and its gradient, without a word (PyTorch's issue 185702).
     half = torch.linalg.solve_triangular(L, rows.mT, upper=False)
     return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+
+
+_divide = linalg.closed_form(_Divide, _solve, differentiable=True)
 
 
 def _through_square(grad_T: Tensor, L: Tensor) -> Tensor:

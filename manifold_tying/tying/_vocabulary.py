@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from manifold_tying import linalg
 
@@ -55,7 +54,7 @@ class Vocabulary:
 
     def pick(self, x: Tensor, index: Tensor, here: Tensor) -> Tensor:
         """x (n, rows) at the index (n, 1), 0 where it is not here."""
-        return x.gather(1, index) * here if self.rows else x.new_zeros(index.shape)
+        return x.gather(1, index) * here if self.rows else x.sum(1, keepdim=True)
 
     def largest(self, x: Tensor) -> Tensor:
         """The largest entry of each row (n, 1) on all processes."""
@@ -72,6 +71,14 @@ class Vocabulary:
         dist.all_reduce(joined, group=self.group)
         return joined.unbind()
 
+    def shared(self, x: Tensor) -> Tensor:
+        """The same tensor, used by every process for its rows; its gradient is the sum of what they find."""
+        return x if self.group is None else _SumGradients.apply(x, self)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """:meth:`add` of one tensor, differentiable; what comes after it is the same on every process."""
+        return x if self.group is None else _Sum.apply(x, self)
+
 
 def scores(hidden: Tensor, table: Tensor) -> Tensor:
     """hidden tableᵀ, (..., V), the table in hidden's dtype; for a DTensor sharded by rows a DTensor sharded by vocabulary."""
@@ -81,7 +88,7 @@ def scores(hidden: Tensor, table: Tensor) -> Tensor:
 
     parts: Any = table
     columns = [Shard(hidden.ndim - 1) if placement.is_shard() else placement for placement in parts.placements]
-    x = _SumGradients.apply(hidden, Vocabulary.of(table))
+    x = Vocabulary.of(table).shared(hidden)
     shape = torch.Size((*hidden.shape[:-1], len(table)))
     return DTensor.from_local(
         F.linear(x, linalg.local(table).to(hidden.dtype)),
@@ -94,17 +101,25 @@ def scores(hidden: Tensor, table: Tensor) -> Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """The same tensor; its gradient is the sum of what the processes found for their rows."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, vocabulary: Vocabulary) -> Tensor:
         ctx.vocabulary = vocabulary
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.vocabulary.add(grad.clone())[0], None
+        return _Sum.apply(grad, ctx.vocabulary), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+        ctx.vocabulary = vocabulary
+        return vocabulary.add(x.clone())[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumGradients.apply(grad, ctx.vocabulary), None
 
 
 def lookup(ids: Tensor, table: Tensor) -> Tensor:
@@ -123,17 +138,17 @@ class _Lookup(torch.autograd.Function):
         index, here = vocabulary.index(ids)
         ctx.save_for_backward(index, here)
         ctx.shape = rows.shape  # what lies here of (V, d)
+        ctx.vocabulary = vocabulary
         found = rows[index] * here[..., None] if len(rows) else rows.new_zeros(*ids.shape, rows.shape[1])
         return vocabulary.add(found)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         if not ctx.needs_input_grad[1]:
             return None, None, None
         # What comes after the lookup is the same on every process, and so is its gradient: each takes that of its rows.
         index, here = ctx.saved_tensors
-        grad_rows = grad.new_zeros(ctx.shape)
-        if len(grad_rows):
-            grad_rows.index_add_(0, index.flatten(), (grad * here[..., None]).flatten(0, -2))
-        return None, grad_rows, None
+        found = (ctx.vocabulary.shared(grad) * here[..., None]).flatten(0, -2)
+        if not ctx.shape[0]:  # still connected: a second derivative is a collective
+            return None, found[:0], None
+        return None, found.new_zeros(ctx.shape).index_add_(0, index.flatten(), found), None

@@ -1,0 +1,121 @@
+"""Shapes without values: the meta device, FakeTensorMode, and the tools that stand on them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from manifold_tying import PIT, TransposeTying, Untied, equivalence, orthogonal, spd, stiefel
+from manifold_tying.parametrizations import materialize
+
+V, D = 50, 8
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "polar": lambda: orthogonal(nn.Linear(D, 12)),
+    "polar, wide": lambda: orthogonal(nn.Linear(D, 4)),
+    "qr": lambda: orthogonal(nn.Linear(D, 12), map="qr"),
+    "cayley": lambda: orthogonal(nn.Linear(D, 12), map="cayley"),
+    "cayley-neumann": lambda: orthogonal(nn.Linear(D, D), map="cayley-neumann"),
+    "stiefel": lambda: stiefel(nn.Linear(D, 12)),
+    "spd": lambda: spd(nn.Linear(D, D), "weight"),
+    "spd, bounds": lambda: spd(nn.Linear(D, D), "weight", bounds=(0.1, 10.0)),
+    "equivalence": lambda: equivalence(nn.Linear(D, 12), block_size=4),
+    "equivalence, whole": lambda: equivalence(nn.Linear(D, 12), block_size=8),
+    "equivalence, exact": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=None),
+    "equivalence, full": lambda: equivalence(nn.Linear(D, 12), scheme="full", block_size=4),
+    "equivalence, drawn": lambda: equivalence(nn.Linear(D, 12), block_size=4, init="uniform-spectrum", seed=0),
+    "untied": lambda: Untied(V, D),
+    "transpose tying": lambda: TransposeTying(V, D),
+    "PIT": lambda: PIT(V, D),
+    "PIT, trainable": lambda: PIT(V, D, memory="trainable"),
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def output(model: Any, device: str, tokens: int = 6) -> Tensor:
+    """Something that a model computes from each of its inputs."""
+    if hasattr(model, "embed"):
+        # Distinct: an eager lookup solves for each token once.
+        ids = torch.arange(tokens, device=device).view(2, -1)
+        hidden = model.embed(ids).tanh()
+        return model.loss(hidden, ids) + model.logits(hidden).mean()
+    x = torch.linspace(-1, 1, tokens * D, device=device).view(tokens, D)
+    return model(x).square().mean()
+
+
+def step(model: nn.Module, device: str, tokens: int = 6) -> None:
+    loss = output(model, device, tokens)
+    assert loss.shape == () and loss.dtype == torch.float32
+    loss.backward()
+    for key, p in model.named_parameters():
+        if p.requires_grad:
+            assert p.grad is not None and (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype), key
+
+
+@pytest.mark.parametrize("tokens", [6, 400])
+@every_model
+def test_on_the_meta_device(name: str, tokens: int) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    step(model, "meta", min(tokens, V - 2) if hasattr(model, "embed") else tokens)
+    moved = MODELS[name]().to("meta")
+    step(moved, "meta")
+
+
+@every_model
+def test_up_from_the_meta_device(name: str) -> None:
+    real = MODELS[name]()
+    with torch.no_grad():
+        for p in real.parameters():
+            if not name.startswith(("stiefel", "PIT")):
+                p.add_(0.1 * torch.randn_like(p))
+    for assign in (False, True):
+        with torch.device("meta"):
+            model = MODELS[name]()
+        if not assign:
+            model.to_empty(device="cpu")
+        model.load_state_dict(real.state_dict(), assign=assign)
+        if assign:  # buffers that no state dict holds
+            for module in model.modules():
+                for key, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_meta and not buffer.numel():
+                        module.register_buffer(key, torch.empty_like(buffer, device="cpu"), persistent=False)
+        assert torch.equal(output(model, "cpu"), output(real, "cpu"))
+        step(model, "cpu")
+
+
+@every_model
+def test_under_fake_tensors(name: str) -> None:
+    for low in (False, True):
+        with FakeTensorMode():
+            model = MODELS[name]()
+            assert all(isinstance(p, FakeTensor) for p in model.parameters())
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = output(model, "cpu")
+            loss.backward()
+            assert all(isinstance(p.grad, FakeTensor) for p in model.parameters() if p.requires_grad)
+
+
+@every_model
+def test_operations_are_counted_without_values_as_with_them(name: str) -> None:
+    counts = []
+    for fake in (False, True):
+        with FakeTensorMode() if fake else torch.enable_grad():
+            model = MODELS[name]()
+            with FlopCounterMode(display=False) as counter:
+                step(model, "cpu")
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_real_model_is_still_real() -> None:
+    # Negative control: whatever looks for missing values must not take a tensor subclass or a parameter for fake.
+    layer = orthogonal(nn.Linear(D, 12))
+    with pytest.raises(ValueError, match="finite"):
+        layer.weight = torch.full((12, D), torch.nan)
+    step(materialize(layer), "cpu")
