@@ -1,6 +1,5 @@
 """The two tables of a saved model, read from safetensors alone: nothing of a checkpoint is executed or unpickled."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from manifold_tying._json import parsed, read_bytes
 from manifold_tying.tying import PIT
 
 # The last two parts of a parameter's name, by Hugging Face's architectures: Llama, Qwen, Granite, Gemma, OPT and Phi;
@@ -181,7 +181,7 @@ def _open(file: Path) -> Any:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = parsed(read_bytes(file).decode())
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manifold_tying.tying.huggingface._checkpoint import recorded_options
+from manifold_tying.tying.huggingface._files import read_shapes
 from manifold_tying.tying.huggingface._register import import_transformers
 
 
@@ -32,6 +33,7 @@ def read_shape(folder: Path) -> Shape:
         raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {folder / 'config.json'}")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"expected weights as safetensors, but there are none in {folder}; save the model again")
+    read_shapes(sorted(map(str, folder.glob("*.safetensors"))))  # names the file that is damaged
     transformers = import_transformers()
     try:
         interface = recorded_options(folder)

@@ -1,12 +1,12 @@
 """Converted models on disk: a transformers checkpoint with the interface in the place of the tables."""
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manifold_tying._json import parsed, read_bytes
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._files import write as write
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint; ValueError that names it where it is no JSON object."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text())
+        config = parsed(read_bytes(file).decode())
     except ValueError as error:
         raise ValueError(f"expected JSON in {file}, but {error}; it is damaged, or not all of it was copied") from error
     if not isinstance(config, dict):
