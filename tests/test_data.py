@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from manifold_tying.training._lock import held
 from manifold_tying.training.data import (
     Batches,
     TokenView,
+    _corpus,
     _prepare,
     _tokenizer,
     cache_directory,
@@ -179,7 +182,97 @@ def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: py
 
 def test_stdlib_finds_the_running_library() -> None:
     documents = open_corpus("stdlib").documents()
-    assert any("class ArgumentParser" in text for text in documents)
+    assert any("class ArgumentParser" in "".join(parts) for parts in documents)
+
+
+def test_a_folder_with_a_fifo_is_read(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer for ever."""
+    text_folder(tmp_path, DOCUMENTS)
+    os.mkfifo(tmp_path / "0" / "000.txt.fifo")
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    before = signal.signal(signal.SIGALRM, lambda *args: pytest.fail("waited for a writer"))
+    signal.alarm(20)
+    try:
+        documents = ["".join(parts) for parts in open_corpus(f"text:{tmp_path}").documents()]
+        with pytest.raises(ValueError, match="no file or folder"):
+            open_corpus(f"text:{tmp_path / 'fifo.jsonl'}")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert list(filter(None, documents)) == DOCUMENTS
+
+
+def test_a_subfolder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_folder(tmp_path, DOCUMENTS)
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:  # root, which tests may run as, is never refused
+        if str(path).endswith("/2"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match=f"Permission denied: '{tmp_path}/2'"):
+        open_corpus(f"text:{tmp_path}")
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_how_a_file_is_read_does_not_matter(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_corpus, "_BLOCK", block)
+    monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", 50)
+    whole = "\n".join(DOCUMENTS[:5]) + "x" * 200
+    (tmp_path / "text.txt").write_bytes(whole.encode())
+    (tmp_path / "cut.txt").write_bytes(b"ends in half a character \xe6\x97")
+    pieces = list(_tokenizer.pieces(open_corpus(f"text:{tmp_path}").documents()))
+    expected, start = [], 0
+    while len(whole) - start > 50:
+        stop = whole.rfind("\n", start, start + 50) + 1 or start + 50
+        expected.append((whole[start:stop], 0, False))
+        start = stop
+    assert pieces == [*expected, (whole[start:], 0, True)]
+
+
+def test_the_memory_of_a_large_file_is_bounded(tmp_path: Path) -> None:
+    """Of its reading: no more than a few blocks are held, however long the file is."""
+    (tmp_path / "large.txt").write_text("one line of a large file\n" * 1_000_000)  # 25 MB
+    tracemalloc.start()
+    characters = sum(len(p.text) for p in _tokenizer.pieces(open_corpus(f"text:{tmp_path}").documents()))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert characters == 25_000_000 and peak < 10_000_000
+
+
+def test_long_runs_of_letters_train_a_tokenizer_in_time() -> None:
+    """As one word, 262,144 letters took 44 seconds."""
+    draw = random.Random(0)
+    letters = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=1 << 16))
+    parts = list(_tokenizer._short_words(f"before {letters} after"))
+    assert "".join(parts) == f"before {letters} after" and max(map(len, parts)) <= 7 + 1024
+    tokenizer = _tokenizer.train_tokenizer([letters], 300)
+    assert tokenizer.decode(tokenizer.encode(letters[:500]).ids) == letters[:500]
+
+
+def test_short_words_are_not_cut() -> None:
+    """So that tokenizers of ordinary text stay as they were."""
+    for parts in open_corpus("stdlib").documents():
+        text = "".join(parts)
+        assert list(_tokenizer._short_words(text)) == [text]
+    blank = " " * 1024 + "x" * 1024 + "\n"
+    assert list(_tokenizer._short_words(blank)) == [blank]
+    assert list(_tokenizer._short_words(" " * 1025)) == [" " * 1024, " "]
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    path = write_parquet(tmp_path / "a.parquet", DOCUMENTS)
+    text = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
+    pages = slice(text.dictionary_page_offset, text.dictionary_page_offset + text.total_compressed_size)
+    whole = path.read_bytes()
+    for byte in (b"\x00", b"\xff"):
+        path.write_bytes(whole[: pages.start] + byte * (pages.stop - pages.start) + whole[pages.stop :])
+        with pytest.raises(ValueError, match=f"{path} is damaged"):
+            list(open_corpus(f"parquet:{path}").documents())
 
 
 def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +284,10 @@ def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (package / "broken.py").write_text(f'"""{prose}"""\nprint "2"\n')
     (package / "tests/t.py").write_text(f'"""{prose}"""\n')
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(open_corpus(f"docstrings:{package.name}").documents()) == [f"{prose}\n\nOf f."]
+    assert ["".join(parts) for parts in open_corpus(f"docstrings:{package.name}").documents()] == [f"{prose}\n\nOf f."]
     assert package.name not in sys.modules
     numpy = open_corpus("docstrings:numpy").documents()
-    assert any("Compute the inverse of a matrix" in text for text in numpy)
+    assert any("Compute the inverse of a matrix" in "".join(parts) for parts in numpy)
 
 
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
@@ -551,11 +644,39 @@ def cut(name: str, by: int) -> Callable[[Path], object]:
     return lambda directory: os.truncate(directory / name, (directory / name).stat().st_size + by)
 
 
+def edit(name: str, token: int) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        tokens = np.fromfile(directory / name, "<u2")
+        tokens[7] = token
+        tokens.tofile(directory / name)
+
+    return change
+
+
+def flip(name: str) -> Callable[[Path], object]:
+    def change(directory: Path) -> None:
+        content = bytearray((directory / name).read_bytes())
+        content[100] ^= 1
+        (directory / name).write_bytes(content)
+
+    return change
+
+
+def no_digests(damage: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Of a directory that an earlier version wrote."""
+
+    def change(directory: Path) -> None:
+        edit_meta(lambda meta: meta.pop("shards"))(directory)
+        damage(directory)
+
+    return change
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
     "empty meta": (lambda d: (d / "meta.json").write_text(""), "is not JSON"),
     "broken meta": (lambda d: (d / "meta.json").write_bytes(b'{"format": \xff'), "is not JSON"),
-    "list meta": (lambda d: (d / "meta.json").write_text("[1]"), "expected format 1, found None"),
+    "list meta": (lambda d: (d / "meta.json").write_text("[1]"), "expected a JSON object, got a list"),
     "newer format": (edit_meta(lambda m: m.update(format=2)), "expected format 1, found 2"),
     "no field": (edit_meta(lambda m: m.pop("val_bytes")), "expected val_bytes .* found None"),
     "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
@@ -569,6 +690,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty shard": (lambda d: (d / "val-00000.bin").write_bytes(b""), r"val-00000\.bin: expected \d+ bytes .*found 0"),
     "cut shard": (cut("train-00000.bin", -2), r"train-00000\.bin: expected 1000 bytes .*found 998"),
     "half a token": (cut("train-00001.bin", -1), r"train-00001\.bin: expected 1000 bytes .*found 999"),
+    "flipped bit": (flip("train-00000.bin"), r"train-00000\.bin is not the shard that meta\.json names by its hash"),
+    "other digests": (edit_meta(lambda m: m.update(shards={"x": "y"})), r"train-00000\.bin is not the shard"),
+    "digests in a list": (edit_meta(lambda m: m.update(shards=[1])), r"expected shards to be .*dict.*, found \[1\]"),
+    "nested meta": (lambda d: (d / "meta.json").write_text("[" * 10**5), "is not JSON .nested too deeply"),
+    "token beyond the vocabulary": (
+        no_digests(edit("train-00001.bin", 400)),
+        r"token ids below vocab_size=400, found 400",
+    ),
     "longer shard": (cut("val-00000.bin", 2), r"val-00000\.bin: expected \d+ bytes"),
 }
 
@@ -583,6 +712,29 @@ def test_damaged_directories_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
             open_tokens(directory)
         with pytest.raises(ValueError, match=message):
             prepare(spec, vocab_size=VOCABULARY, cache=cache)
+
+
+def test_a_directory_without_digests_is_read(tmp_path: Path) -> None:
+    directory = prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY)
+    assert set(open_tokens(directory).meta.shards) == {"train-00000.bin", "val-00000.bin"}
+    edit_meta(lambda meta: meta.pop("shards"))(directory)
+    assert open_tokens(directory).meta.shards == {}
+
+
+def test_drafts_of_killed_processes_are_swept(tmp_path: Path, cache: Path) -> None:
+    cache.mkdir()
+    kept = [cache / f".text-{'0' * 20}-{'0' * 31}{i}" for i in range(2)]
+    swept = cache / f".text-{'0' * 20}-{'1' * 32}"
+    foreign = cache / ".text-of-somebody-else"
+    for draft in (*kept, swept, foreign):
+        draft.mkdir()
+        (draft / "train-00000.bin").write_bytes(b"half")
+        if draft != kept[0]:  # too young
+            for path in (draft / "train-00000.bin", draft):
+                os.utime(path, (1, 1))
+    with held(kept[1]):
+        prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY)
+    assert all(path.exists() for path in (*kept, foreign)) and not swept.exists()
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from manifold_tying._json import read_object
 from manifold_tying.tying import PIT
 from manifold_tying.tying.huggingface._entry import check_options
 from manifold_tying.tying.huggingface._folder import (
+    DAMAGED,
     WHOLE,
     read_config,
-    read_json,
     read_shapes,
     read_tensors,
     recorded_options,
@@ -73,7 +74,7 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
-    state = read_json(folder / "state.json")
+    state = read_object(folder / "state.json", DAMAGED)
     config = state.get("config", {})
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: expected a JSON object as config, got {config!r:.80}")

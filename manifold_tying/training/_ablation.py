@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from manifold_tying._json import read_object
 from manifold_tying.training._arms import ARMS, BODIES, parse_arm, run_folder
 from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import POET_SETTINGS, Settings, TrainConfig
@@ -24,6 +25,8 @@ from manifold_tying.training._recipe import resolve, used_rates, used_settings
 from manifold_tying.training._record import finite
 from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._step import Diverged
+
+MOST_SEEDS = 1000  # every run is listed before the first one starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,8 @@ class AblateConfig:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
-        if self.seeds < 1:
-            raise ValueError(f"expected seeds >= 1, got {self.seeds}")
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise ValueError(f"expected seeds >= 1 and <= {MOST_SEEDS}, got {self.seeds}")
         self.runs()
 
     def runs(self) -> list[tuple[str, TrainConfig]]:
@@ -117,7 +120,9 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
 
 def _finished(run: TrainConfig) -> dict[str, Any] | None:
     result = run.out / RESULT
-    return json.loads(result.read_text()) if result.exists() else None
+    return (
+        read_object(result, f"delete it, or the folder {run.out}, to train the run again") if result.exists() else None
+    )
 
 
 def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: Processes) -> dict[str, Any]:
@@ -141,7 +146,8 @@ def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> N
     """ValueError where the run's folder holds a run of another configuration, or of another text than ``corpus``."""
     path = run.out / CONFIG
     if path.exists():
-        there, here = json.loads(path.read_text()), json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
+        there = read_object(path, "restore it, or choose another --out")
+        here = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
         names = differing(there, here)
         if names == [CORPUS]:
             raise ValueError(other_text(str(run.out), there, here))

@@ -2,12 +2,12 @@
 
 import dataclasses
 import hashlib
-import json
 import math
 import re
 from pathlib import Path
 from typing import Any, get_args
 
+from manifold_tying._json import NotJSON, parsed
 from manifold_tying.training._config import Body, Interface, Settings
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
@@ -66,8 +66,8 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
 def _value(text: str, key: str) -> Any:
     """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parsed(text)
+    except NotJSON:
         value = text
     hint = Settings.__annotations__[key]
     allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}

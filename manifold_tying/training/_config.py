@@ -202,8 +202,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.interface not in get_args(Interface):
             raise ValueError(f"unknown interface {self.interface!r}; choose one of {', '.join(get_args(Interface))}")
-        if self.seed < 0:
-            raise ValueError(f"expected seed >= 0, got {self.seed}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"expected seed >= 0 and < 2^64, got {self.seed}")
+        if "\0" in str(self.out):
+            raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
 
     def as_json(self) -> dict[str, Any]:
         """What identifies the run: everything but where it is written, whether it was resumed and by which processes."""

@@ -1,8 +1,9 @@
 """One process writes to a folder at a time."""
 
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifold_tying.training._files import writing_to
@@ -13,6 +14,7 @@ except ModuleNotFoundError:  # pragma: no cover - Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+QUIET = 3600  # seconds without a change after which a folder that nobody holds is abandoned
 
 
 @contextmanager
@@ -42,3 +44,38 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder by itself, without a file in it; :func:`abandoned` sees that."""
+    descriptor = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if descriptor is not None:
+            with suppress(OSError):  # a filesystem without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def abandoned(folder: Path) -> bool:
+    """Whether no process holds the folder and nothing in it has changed for an hour.
+
+    Both, since some filesystems know no locks, or none of another machine's.
+    """
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        if time.time() - newest < QUIET:
+            return False
+        if fcntl is None:  # pragma: no cover - Windows
+            return True
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True

@@ -18,7 +18,10 @@ def check_device(device: str) -> torch.device:
     """The device; ValueError where it is unknown or not there."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N")
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:  # more digits than a device number has
+        raise ValueError(f"unknown device {device!r}: {error}") from error
     if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
         raise ValueError(
             f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"

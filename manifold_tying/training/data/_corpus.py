@@ -1,12 +1,16 @@
 """Corpus specs, such as ``text:book.txt``, and the documents they name, always in the same order."""
 
-import json
+import codecs
 import os
 import platform
+import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from manifold_tying._json import parsed
 
 from ._docstrings import PACKAGES, document, package_root
 
@@ -19,6 +23,7 @@ SPEC_FORMS = """the forms are
   hf:NAME[:CONFIG[:SPLIT]]      a Hugging Face dataset with a column "text", streamed; SPLIT is train unless given
   tokens:DIR                    a token directory that was prepared before"""
 
+_BLOCK = 1 << 20  # bytes of a file that are read at once
 # Tests and installed packages differ from machine to machine more than the library itself does.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 
@@ -32,13 +37,14 @@ class Corpus:
         identity: JSON-able; two corpora with equal identities have the same documents. Local files are identified by
             path, size and time of change, so that a prepared corpus is recognized without reading it
         streamed: whether it may be endless for practical purposes, so that it is read only as far as it is needed
-        documents: starts a new pass over the documents; one document at a time is held in memory
+        documents: starts a new pass over the documents, each of which is a sequence of texts to be joined. One such text at a
+            time is held in memory
     """
 
     spec: str
     identity: list[object]
     streamed: bool
-    documents: Callable[[], Iterator[str]]
+    documents: Callable[[], Iterator[Iterable[str]]]
 
 
 def open_corpus(spec: str) -> Corpus:
@@ -58,7 +64,7 @@ def _stdlib(spec: str, rest: str) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _files_below(root, ".py", _NOT_STDLIB)
     identity: list[object] = ["stdlib", platform.python_version(), _listing(files)]
-    return Corpus(spec, identity, False, lambda: (text for file in files if (text := _read(file)) is not None))
+    return Corpus(spec, identity, False, lambda: (_parts(file) for file in files if _is_text(file)))
 
 
 def _docstrings(spec: str, rest: str) -> Corpus:
@@ -66,17 +72,16 @@ def _docstrings(spec: str, rest: str) -> Corpus:
     files = [file for name in packages for file in _files_below(package_root(name), ".py", {"tests", "__pycache__"})]
     # How docstrings are cleaned differs between versions of Python.
     identity: list[object] = ["docstrings", platform.python_version(), _listing(files)]
-    return Corpus(spec, identity, False, lambda: (text for file in files if (text := document(file)) is not None))
+    return Corpus(spec, identity, False, lambda: ((text,) for file in files if (text := document(file)) is not None))
 
 
 def _text(spec: str, rest: str) -> Corpus:
     files, named = _expand(spec, rest, "")
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[Iterable[str]]:
         for file in files:
-            text = _read(file)
-            if text is not None:
-                yield text
+            if _is_text(file):
+                yield _parts(file)
             elif file in named:
                 raise ValueError(f"{file} is not UTF-8; convert it, or leave it out of {spec!r}")
 
@@ -86,12 +91,12 @@ def _text(spec: str, rest: str) -> Corpus:
 def _jsonl(spec: str, rest: str) -> Corpus:
     files, _ = _expand(spec, rest, ".jsonl")
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[Iterable[str]]:
         for file in files:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield _json_text(line, f"{file}, line {number}")
+                        yield (_json_text(line, f"{file}, line {number}"),)
 
     return Corpus(spec, ["jsonl", _listing(files)], False, documents)
 
@@ -99,20 +104,25 @@ def _jsonl(spec: str, rest: str) -> Corpus:
 def _parquet(spec: str, rest: str) -> Corpus:
     files, _ = _expand(spec, rest, ".parquet")
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[Iterable[str]]:
         import pyarrow.parquet  # slow to import, and needed by few
 
         for file in files:
             try:
                 table = pyarrow.parquet.ParquetFile(file)
-            except pyarrow.ArrowInvalid as error:
+            except (pyarrow.ArrowException, OSError) as error:
                 raise ValueError(f"{file} is not a parquet file: {error}") from error
             with table:
                 if "text" not in table.schema_arrow.names:
                     raise ValueError(f'{file} has no column "text"; it has {table.schema_arrow.names}')
-                for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-                    for text in batch.column(0).to_pylist():
-                        yield _checked(text, str(file))
+                batches = table.iter_batches(batch_size=1024, columns=["text"])
+                rows = 0
+                while (texts := _next_texts(batches, file)) is not None:
+                    rows += len(texts)
+                    for text in texts:
+                        yield (_checked(text, str(file)),)
+                if rows != table.metadata.num_rows:  # pyarrow takes a page of zeros for the last one
+                    raise ValueError(f"{file} is damaged: {rows} of its {table.metadata.num_rows} rows can be read")
 
     return Corpus(spec, ["parquet", _listing(files)], False, documents)
 
@@ -129,7 +139,7 @@ def _hub(spec: str, rest: str) -> Corpus:
         name = str(local.absolute())
         identity.append(_listing(_files_below(local, "", set())))
 
-    def documents() -> Iterator[str]:
+    def documents() -> Iterator[Iterable[str]]:
         import datasets  # takes seconds to import
 
         try:
@@ -140,7 +150,7 @@ def _hub(spec: str, rest: str) -> Corpus:
         for row in rows:
             if "text" not in row:
                 raise ValueError(f'the dataset of {spec!r} has no column "text"; it has {sorted(row)}')
-            yield _checked(row["text"], f"the dataset of {spec!r}")
+            yield (_checked(row["text"], f"the dataset of {spec!r}"),)
 
     return Corpus(spec, identity, True, documents)
 
@@ -172,12 +182,20 @@ def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
 
 
 def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:
-    """Files below root whose name ends in suffix, sorted by relative path; nothing hidden, no link to a folder."""
+    """Regular files below root whose name ends in suffix, sorted by relative path; nothing hidden, no link to a folder.
+
+    Reading a FIFO or a device might never end. OSError for a folder that cannot be listed.
+    """
     found = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+        paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+        found += [path for path in paths if stat.S_ISREG(path.stat().st_mode)]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
@@ -185,17 +203,39 @@ def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
-def _read(file: Path) -> str | None:
-    """The text of a file, as it is (line ends too); None if it is not UTF-8."""
+def _parts(file: Path) -> Iterator[str]:
+    """The text of a UTF-8 file as it is, line ends too, in parts that fit into memory."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with file.open("rb") as content:
+        while block := content.read(_BLOCK):
+            yield decoder.decode(block)
+    decoder.decode(b"", final=True)
+
+
+def _is_text(file: Path) -> bool:
+    """Whether a file is UTF-8 to its end."""
     try:
-        return file.read_bytes().decode("utf-8")
+        for _ in _parts(file):
+            pass
     except UnicodeDecodeError:
-        return None
+        return False
+    return True
+
+
+def _next_texts(batches: Iterator[Any], file: Path) -> list[object] | None:
+    """The next texts of a parquet file; None at its end."""
+    import pyarrow
+
+    try:
+        batch = next(batches, None)
+        return None if batch is None else batch.column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def _json_text(line: bytes, where: str) -> str:
     try:
-        row = json.loads(line)
+        row = parsed(line)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(row, dict) or "text" not in row:

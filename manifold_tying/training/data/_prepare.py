@@ -3,11 +3,15 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+
+from manifold_tying.training._files import digest
+from manifold_tying.training._lock import abandoned, held
 
 from ._corpus import Corpus, open_corpus
 from ._splits import HELD_OUT_EVERY, Limit, held_out, sample_of, write_splits
@@ -23,6 +27,7 @@ from ._tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 from ._writer import ShardWriter, move_tail
 
 SHARD_TOKENS = 100_000_000
+_DRAFT = re.compile(r"\.[a-z]+-[0-9a-f]{20}-[0-9a-f]{32}")
 
 
 def cache_directory() -> Path:
@@ -85,7 +90,8 @@ def prepare(
         draft = root / f".{final.name}-{uuid.uuid4().hex}"
         draft.mkdir(parents=True)
         try:
-            with serial_calls():
+            with held(draft), serial_calls():
+                _sweep(root)
                 _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
             _publish(draft, final)
         finally:
@@ -113,6 +119,13 @@ def _key(corpus: Corpus, vocab_size: int, limit: Limit | None, given: bytes | No
     """A hash of everything that determines the tokens."""
     tokenizer = None if given is None else sha256(given)
     return sha256(json.dumps([FORMAT, corpus.identity, vocab_size, limit, tokenizer]).encode())
+
+
+def _sweep(root: Path) -> None:
+    """Delete the drafts of processes that were killed."""
+    for draft in root.glob(".*-*"):
+        if _DRAFT.fullmatch(draft.name) and draft.is_dir() and abandoned(draft):
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _publish(draft: Path, final: Path) -> None:
@@ -173,5 +186,6 @@ def _build(
         val_bytes=val.text_bytes,
         shard_tokens=SHARD_TOKENS,
         tokenizer_sha256=sha256(given),
+        shards={path.name: digest(path) for path in (*train.shards(), *val.shards())},
     )
     write_meta(directory, meta)

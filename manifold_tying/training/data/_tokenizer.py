@@ -1,6 +1,7 @@
 """Byte-level BPE: training one, loading one, and encoding documents on every core."""
 
 import os
+import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,9 @@ SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the separator
 _PIECE_CHARACTERS = 1 << 18
+# Training on a word takes quadratic time. No word of prose or code is this long; a line of base64 or of DNA may be.
+_LONGEST_WORD = 1024
+_LONG = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}")
 _MOST_THREADS = 16  # about a twentieth of the time is spent under Python's lock
 
 
@@ -35,18 +39,24 @@ class Encoded(NamedTuple):
     ends_document: bool
 
 
-def pieces(documents: Iterable[str]) -> Iterator[Piece]:
+def pieces(documents: Iterable[Iterable[str]]) -> Iterator[Piece]:
     """Number the documents from 0, leaving out empty ones, and cut long ones after a line where there is one.
 
-    Encoding takes hundreds of bytes for every character, so a book of a gigabyte cannot be encoded at once.
+    Encoding takes hundreds of bytes for every character, so a book of a gigabyte cannot be encoded at once. Where a document
+    is cut does not depend on the parts that it comes in.
     """
-    for document, text in enumerate(filter(None, documents)):
-        start = 0
-        while len(text) - start > _PIECE_CHARACTERS:
-            stop = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
-            yield Piece(text[start:stop], document, False)
-            start = stop
-        yield Piece(text[start:], document, True)
+    document = 0
+    for parts in documents:
+        text, start = "", 0
+        for part in parts:
+            text, start = text[start:] + part, 0
+            while len(text) - start > _PIECE_CHARACTERS:
+                stop = text.rfind("\n", start, start + _PIECE_CHARACTERS) + 1 or start + _PIECE_CHARACTERS
+                yield Piece(text[start:stop], document, False)
+                start = stop
+        if text:
+            yield Piece(text[start:], document, True)
+            document += 1
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -61,8 +71,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _short_words(text)), trainer)
     return tokenizer
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """The text, cut inside the words that are too long to train on."""
+    start = 0
+    for found in _LONG.finditer(text):
+        for stop in range(found.start() + _LONGEST_WORD, found.end(), _LONGEST_WORD):
+            yield text[start:stop]
+            start = stop
+    yield text[start:]
 
 
 def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:

@@ -6,18 +6,22 @@ document. Every shard of a split but its last one holds ``shard_tokens`` tokens.
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from manifold_tying._json import read_object
+
 FORMAT = 1
+_BLOCK = 1 << 24  # bytes of a shard that are looked at at once
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -35,6 +39,7 @@ class Meta:
             the splits, those of val are counted by decoding and may be a few off
         shard_tokens: tokens in every shard of a split but the last
         tokenizer_sha256: of the bytes of ``tokenizer.json``
+        shards: SHA-256 of each shard by its name; empty where an earlier version wrote the directory
     """
 
     corpus: str
@@ -48,6 +53,7 @@ class Meta:
     shard_tokens: int
     tokenizer_sha256: str
     format: int = FORMAT
+    shards: dict[str, str] = field(default_factory=dict)
 
 
 class TokenView:
@@ -99,8 +105,8 @@ def open_tokens(directory: str | Path) -> TokenData:
     """Open a token directory; its tokens stay on disk and are memory-mapped.
 
     Raises:
-        ValueError: a file is missing, has another size or content than ``meta.json`` says, or ``meta.json`` is no
-            description of a token directory in this version's format.
+        ValueError: a file is missing, has another size or content than ``meta.json`` says, holds a token beyond the
+            vocabulary, or ``meta.json`` is no description of a token directory in this version's format.
     """
     directory = Path(directory)
     meta = _read_meta(directory / "meta.json")
@@ -135,17 +141,16 @@ def _again(directory: Path) -> str:
 def _read_meta(path: Path) -> Meta:
     if not path.is_file():
         raise ValueError(f"{path} is missing, so {path.parent} is not a token directory; prepare one first")
-    try:
-        raw = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); {_again(path.parent)}") from error
-    found = raw.get("format") if isinstance(raw, dict) else None
+    raw = read_object(path, _again(path.parent))
+    found = raw.get("format")
     if found != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT}, found {found!r}; {_again(path.parent)}")
-    for field in fields(Meta):
-        if type(raw.get(field.name)) is not field.type:
-            raise ValueError(f"{path}: expected {field.name} to be {field.type}, found {raw.get(field.name)!r}")
-    meta = Meta(**{field.name: raw[field.name] for field in fields(Meta)})
+    raw.setdefault("shards", {})
+    for key in fields(Meta):
+        kind = dict if key.name == "shards" else key.type
+        if type(raw.get(key.name)) is not kind:
+            raise ValueError(f"{path}: expected {key.name} to be {kind}, found {raw.get(key.name)!r}")
+    meta = Meta(**{key.name: raw[key.name] for key in fields(Meta)})
     if meta.dtype not in DTYPES:
         raise ValueError(f"{path}: expected dtype to be one of {list(DTYPES)}, found {meta.dtype!r}")
     for name in ("vocab_size", "train_tokens", "val_tokens", "shard_tokens"):
@@ -169,5 +174,23 @@ def _open_split(directory: Path, split: str, meta: Meta) -> TokenView:
                 f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; "
                 f"{_again(directory)}"
             )
+        largest, found_digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
+        if meta.shards and meta.shards.get(path.name) != found_digest:
+            raise ValueError(f"{path} is not the shard that meta.json names by its hash; {_again(directory)}")
+        if largest >= meta.vocab_size:
+            raise ValueError(
+                f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {_again(directory)}"
+            )
         shards.append(np.memmap(path, dtype=dtype, mode="r"))
     return TokenView(shards)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple[int, str]:
+    """The largest token of a shard, and its SHA-256. An ablation opens the same shards for every run."""
+    largest, digest = 0, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            largest = max(largest, int(np.frombuffer(block, dtype).max()))
+    return largest, digest.hexdigest()

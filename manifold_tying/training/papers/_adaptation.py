@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
+from manifold_tying._json import read_object
 from manifold_tying.training._ablation import check_folder
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
@@ -78,7 +79,7 @@ def adaptation(
     check_folder(run)
     result = out / RESULT
     if result.exists():
-        return json.loads(result.read_text())
+        return read_object(result, "delete it to run the evaluation again")
     before = _exact_matches(checkpoint, device)
     out.mkdir(parents=True, exist_ok=True)
     if not (out / PROBLEMS).exists():  # the time of its change tells whether its tokens are in the cache

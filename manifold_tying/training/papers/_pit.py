@@ -1,6 +1,5 @@
 """PIT's comparisons: Tables 1, 2, 4 and 5, and Figure 3."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from manifold_tying.training._progress import Started
 from manifold_tying.training._record import METRICS
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table, nats, scientific
+from manifold_tying.training.report._checked import lines_of
 from manifold_tying.training.report._statistics import mean
 
 # Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
@@ -119,5 +119,4 @@ def _early(trained: Trained) -> Table:
 
 
 def _losses(run: Path) -> Sequence[float]:
-    lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in lines_of(run / METRICS, required=("step", "loss"))]

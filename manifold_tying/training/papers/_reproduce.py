@@ -12,6 +12,7 @@ import torch
 import tyro
 
 from manifold_tying.models import preset
+from manifold_tying.training._ablation import MOST_SEEDS
 from manifold_tying.training._command import called_as
 from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
@@ -94,6 +95,8 @@ class ReproduceConfig:
         for name in ("tokens", "seeds", "source_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.seeds > MOST_SEEDS:
+            raise ValueError(f"expected seeds <= {MOST_SEEDS}, got {self.seeds}")
         preset(self.preset)
         if self.name not in CONTINUED and (given := [k for k, v in OF_CONTINUED.items() if getattr(self, k) != v]):
             raise ValueError(f"{', '.join(given)} belong to {', '.join(CONTINUED)}; leave them out of {self.name}")

@@ -1,11 +1,11 @@
 """What the token interface of each arm looked like at every evaluation of its runs."""
 
-import json
 from collections.abc import Iterator
 
 from manifold_tying.training._record import METRICS
 from manifold_tying.training.papers._arms import Arm, Trained
 from manifold_tying.training.papers._table import Table
+from manifold_tying.training.report._checked import lines_of
 from manifold_tying.training.report._numbers import DASH, significant
 
 QUANTITIES = ("delta_ti", "defect", "cond_transform")
@@ -26,7 +26,6 @@ def interface_table(title: str, trained: Trained) -> Table:
 
 def _measured(trained: Trained, arm: Arm, quantity: str) -> Iterator[float]:
     for run in trained.runs(arm):
-        for line in (run / METRICS).read_text(encoding="utf-8").splitlines():
-            value = json.loads(line).get(quantity)
-            if value is not None:
-                yield value
+        for line in lines_of(run / METRICS, required=("step",), optional=(quantity,)):
+            if line.get(quantity) is not None:
+                yield line[quantity]

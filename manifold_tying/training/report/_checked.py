@@ -1,9 +1,10 @@
 """JSON from disk, checked: every complaint names the file, the place in it and what to do."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from manifold_tying._json import NotJSON, parsed, read_bytes
 
 AGAIN = "run the command that wrote the folder again"
 
@@ -11,9 +12,10 @@ AGAIN = "run the command that wrote the folder again"
 def json_of(path: Path) -> Any:
     """What a .json file holds."""
     try:
-        return json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg}); {AGAIN}") from None
+        return parsed(_text(path))
+    except NotJSON as error:
+        place = f"{path}" if error.line is None else f"{path}, line {error.line}"
+        raise ValueError(f"{place}: not JSON ({error.reason}); {AGAIN}") from None
 
 
 def lines_of(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
@@ -21,9 +23,9 @@ def lines_of(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = 
     for count, text in enumerate(_text(path).splitlines(), start=1):
         where = f"{path}, line {count}"
         try:
-            line = object_of(json.loads(text), where)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg}); a run that was cut short? {AGAIN}") from None
+            line = object_of(parsed(text), where)
+        except NotJSON as error:
+            raise ValueError(f"{where}: not JSON ({error.reason}); a run that was cut short? {AGAIN}") from None
         for key in required:
             check_number(line.get(key), key, where)
         for key in optional:
@@ -60,7 +62,7 @@ def kind_of(value: object) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8")
     except FileNotFoundError:
         raise ValueError(
             f"{path} is missing: not the folder of a finished run or ablation? give its --out, or {AGAIN}"

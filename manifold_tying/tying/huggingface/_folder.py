@@ -4,7 +4,6 @@ Every command reads a folder through this module. It checks what a folder says b
 unpickles nor executes anything.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from manifold_tying._json import read_object
 from manifold_tying.tying.huggingface._entry import METHOD, check_entry
 from manifold_tying.tying.huggingface._register import import_transformers
 
@@ -19,24 +19,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError that names the file where it holds none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    return content
+DAMAGED = "it is damaged or not fully copied"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {folder / 'config.json'}")
-    return read_json(folder / "config.json")
+    return read_object(folder / "config.json", DAMAGED)
 
 
 def recorded_options(folder: Path) -> dict[str, Any] | None:
@@ -66,7 +56,7 @@ def weight_map(folder: Path) -> dict[str, str]:
             f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
             "with transformers, if you trust them, and save the model again with safe_serialization=True"
         )
-    where = read_json(folder / INDEX).get("weight_map")
+    where = read_object(folder / INDEX, DAMAGED).get("weight_map")
     if not isinstance(where, dict) or not where or not all(map(_is_safetensors_here, where.values())):
         raise ValueError(
             f"{folder / INDEX} is damaged: expected a weight_map of parameters to safetensors files of this folder"
