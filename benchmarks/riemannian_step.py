@@ -35,6 +35,8 @@ from manifold_tying.optim import RiemannianAdam
 TITLE = "One optimizer step of an orthonormal matrix"
 SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (64, 256, 64))
 QUICK_SIZES = ((96, 8), (4, 16, 4))
+SMALL_SIZES = ((8, 4), (64, 16), (256, 32))
+MANY_SHAPES = tuple((8 + 4 * i, min(8 + 4 * i, 4 + i % 29)) for i in range(60))
 GRADIENTS = 4  # different ones, taken in turn
 
 
@@ -62,6 +64,17 @@ class Optimizing:
 
     def defect(self) -> float:
         return max(float(mt.linalg.defect(parameter.detach()).max()) for parameter in self.parameters)
+
+
+class Together(Optimizing):
+    """Steps of one optimizer on points of several shapes."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], points: Sequence[Tensor], problems: "Sequence[Problem]"
+    ) -> None:
+        self.optimizers, self.parameters, self.precision = optimizers, points, "highest"
+        self.gradients: Sequence[Tensor] = []
+        self.turns = itertools.cycle(list(zip(*(problem.gradients for problem in problems), strict=True)))
 
 
 class Problem:
@@ -154,8 +167,27 @@ class Problem:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """A row for each size."""
-    return (_row(Problem(shape, options)) for shape in (QUICK_SIZES if options.quick else SIZES))
+    """A row for each size; for small points, whose steps are as long as their number of operations, against geoopt alone."""
+    for shape in QUICK_SIZES if options.quick else SIZES:
+        yield _row(Problem(shape, options))
+    for shape in SMALL_SIZES:
+        yield _small_row(f"V={shape[0]} d={shape[1]}", [Problem(shape, options)])
+    shapes = MANY_SHAPES[::20] if options.quick else MANY_SHAPES
+    yield _small_row(f"{len(shapes)} shapes", [Problem(shape, options) for shape in shapes])
+
+
+def _small_row(label: str, problems: Sequence[Problem]) -> Row:
+    def ours() -> Step:
+        points = [problem._on_stiefel(problem.point) for problem in problems]
+        return Together([problems[0]._riemannian_adam(points)], points, problems)
+
+    def peer() -> Step:
+        points = [
+            geoopt.ManifoldParameter(problem.point.clone(), manifold=geoopt.EuclideanStiefel()) for problem in problems
+        ]
+        return Together([geoopt.optim.RiemannianAdam(points, lr=problems[0].matrix_rate)], points, problems)
+
+    return Row(label, "geoopt", [Contender("ours", ours), Contender("geoopt", peer)], problems[0].defects)
 
 
 def _row(problem: Problem) -> Row:

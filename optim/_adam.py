@@ -1,5 +1,6 @@
 """Riemannian Adam."""
 
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import geoopt
@@ -186,7 +187,8 @@ class RiemannianAdam(RiemannianOptimizer):
             super()._update_batch(group, manifold, batch, projects)
             return
         # The projection in whatever float32 precision is set, since it decides a direction and not the point.
-        with torch.autocast(batch[0].device.type, enabled=False):
+        device = batch[0].device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             self._update_in_place(group, batch, projects)
 
     def _moves_in_place(self, group: Group, p: Tensor) -> bool:
@@ -202,30 +204,64 @@ class RiemannianAdam(RiemannianOptimizer):
         states, found_inf = [self.state[p] for p in batch], self._finite.found_inf
         exp_avgs = local_parts(state["exp_avg"] for state in states)
         exp_avg_sqs = local_parts(state["exp_avg_sq"] for state in states)
-        minus_normal = linalg.symmetric(total(X.mT @ G)).neg_() if projects else None
+        A = total(X.mT @ G) if projects else None
+        minus_normal = None if A is None else (A + A.mT).mul_(-0.5)
         blocks = linalg.row_blocks(X)
-        buffer = torch.empty_like(X[..., blocks[0], :])
+        single = len(blocks) == 1
+        buffer = None if single else torch.empty_like(X[..., blocks[0], :])
         for rows in blocks:
-            part, gradient = X[..., rows, :], G[..., rows, :]
+            part, gradient, *moments = [t if single else t[..., rows, :] for t in (X, G, *exp_avgs, *exp_avg_sqs)]
             if minus_normal is not None:
-                out = buffer[..., : part.shape[-2], :]
+                out = None if buffer is None else buffer[..., : part.shape[-2], :]
                 gradient = torch.matmul(part, minus_normal, out=out).add_(gradient)
-            self._adamw(
+            # the kernel's own count, unless it is masked: for all blocks at the last one
+            steps = [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states]
+            self._fused(
                 group,
                 [part] if alone else list(part),
                 [gradient] if alone else list(gradient),
-                [m[..., rows, :] for m in exp_avgs],
-                [v[..., rows, :] for v in exp_avg_sqs],
-                # the kernel adds 1, unless it is masked: for all blocks at the last one
-                [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states],
-                fused=True,
-                weight_decay=0.0,
-                found_inf=found_inf,
+                moments[: len(batch)],
+                moments[len(batch) :],
+                steps,
+                found_inf,
             )
         ahead = found_inf is not None and group["steps_taken"] % EXACT_EVERY != 0
         linalg.reorthonormalize_(X, total, fixed=ahead, keep=found_inf)
         if not alone:
             torch._foreach_copy_(points, list(X))
+
+    @staticmethod
+    def _fused(
+        group: Group,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+        found_inf: Tensor | None,
+    ) -> None:
+        """The kernel behind ``adamw(fused=True)``, whose sorting by device and dtype takes longer than a small point."""
+        lr = group["lr"]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            params,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            amsgrad=False,
+            lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=None,
+            found_inf=found_inf,
+        )
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def _direction(
         self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
@@ -244,12 +280,11 @@ class RiemannianAdam(RiemannianOptimizer):
         return (state["exp_avg"] / (1 - beta1**step)).div_(denominator)
 
     def _runs_ahead(self, params: list[Tensor]) -> bool:
+        if not (params and params[0].device.type in self._ahead_on and all(g["fused"] for g in self.param_groups)):
+            return False
         points = [(group, p) for group in self.param_groups for p in group["params"] if p in self._manifolds]
-        return (
-            all(group["fused"] for group in self.param_groups)
-            and len({p.device for p in params}) == 1
-            and params[0].device.type in self._ahead_on
-            and all(self._moves_in_place(group, p) and p.shape[-1] <= WIDEST_AHEAD for group, p in points)
+        return len({p.device for p in params}) == 1 and all(
+            self._moves_in_place(group, p) and p.shape[-1] <= WIDEST_AHEAD for group, p in points
         )
 
 

@@ -128,7 +128,8 @@ class RiemannianOptimizer(Optimizer):
                     if not torch.compiler.is_compiling():  # a graph cannot depend on a count
                         group["steps_taken"] = group.get("steps_taken", 0) + 1
                     params = [p for p in group["params"] if p.grad is not None]
-                    self._scaled_euclidean_step(group, [p for p in params if p not in self._manifolds])
+                    if ordinary := [p for p in params if p not in self._manifolds]:
+                        self._scaled_euclidean_step(group, ordinary)
                     self._manifold_step(group, [p for p in params if p in self._manifolds])
         return loss
 

@@ -49,9 +49,12 @@ class FiniteCheck:
                 event.record()
             return True
         # The host looks at one number, which costs one fast pass over the gradients: the sum of their norms.
-        device = gradients[0].device
-        size = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients)]).sum()
-        self.large = bool(_agreed(~(size < _LARGE), total))
+        device, norms = gradients[0].device, torch._foreach_norm(gradients)
+        size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
+        if total is linalg.nothing_to_add:
+            self.large = not float(size) < _LARGE
+        else:
+            self.large = bool(_agreed(~(size < _LARGE), total))
         if not self.large:
             return True
         bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), total)

@@ -198,8 +198,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.names = names
         self.calls: list[Any] = []
+        self.seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
         if func.overloadpacket.__name__ in self.names:
             self.calls.append(args)
         return func(*args, **(kwargs or {}))
@@ -220,6 +222,48 @@ def test_with_fixed_steps_the_host_looks_at_no_number(shape: tuple[int, ...]) ->
         with Watch(*LOOKS) as watch:  # negative control
             linalg.reorthonormalize_(Y.clone())
         assert watch.calls
+
+
+# Small points
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (64, 16), (256, 32), (1, 1), (30, 8, 4)])
+@pytest.mark.parametrize("condition", [1.0, 1.3, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e20])
+def test_small_matrices_give_the_polar_factor_whatever_their_condition(
+    shape: tuple[int, ...], condition: float, scale: float
+) -> None:
+    Y = with_condition(condition, *shape, scale=scale).float()
+    X = linalg.reorthonormalize_(Y.clone())
+    assert linalg.defect(X).max() <= 5e-7
+    expected = [polar_np(y.numpy()) for y in Y.double().view(-1, *shape[-2:])]
+    # float32 entries determine the factor to their rounding times the condition of Y
+    bound = 3e-7 + 1e-7 * condition**0.5
+    np.testing.assert_allclose(X.double().view(-1, *shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_small_matrices_that_are_not_finite_are_refused(bad: float) -> None:
+    Y = torch.randn(8, 4)
+    Y[3, 1] = bad
+    with pytest.raises(ValueError, match="finite matrix"):
+        linalg.reorthonormalize_(Y)
+
+
+def operations_of_a_step(*shape: int) -> int:
+    p = point(*shape)
+    optimizer = RiemannianAdam([p], lr=0.01)
+    drive(optimizer, [p], 2, seeded)
+    p.grad = seeded(2, 0, p)
+    with Watch() as watch:
+        optimizer.step()
+    return watch.seen
+
+
+def test_a_small_points_step_takes_few_operations() -> None:
+    """Its time is that of their number; geoopt's takes 39."""
+    assert operations_of_a_step(8, 4) <= 30
+    assert operations_of_a_step(600, 48) > 50  # negative control: by products
 
 
 # In place, a block of rows at a time

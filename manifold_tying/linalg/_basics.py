@@ -123,5 +123,6 @@ def row_blocks(Y: Tensor) -> list[slice]:
     """Blocks of rows that fit a processor's cache, for one large matrix on a CPU; else a single block, all rows."""
     if Y.ndim > 2 or Y.device.type != "cpu" or torch.compiler.is_compiling():
         return [slice(0, Y.shape[-2])]
-    rows = max(256, _BLOCK_ENTRIES // Y.shape[-1])
-    return [slice(start, min(start + rows, len(Y))) for start in range(0, max(1, len(Y)), rows)]
+    n, p = Y.shape
+    rows = max(256, _BLOCK_ENTRIES // p)
+    return [slice(start, min(start + rows, n)) for start in range(0, max(1, n), rows)]

@@ -8,6 +8,10 @@ from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_fixed
 from manifold_tying.linalg._polar import polar
 from manifold_tying.linalg._rows import Total, nothing_to_add, orthonormalize_rows_
 
+# Up to this size, on a CPU, a float64 eigendecomposition of YᵀY is faster than the many small products of float32.
+_FEW_COLUMNS = 32
+_FEW_ENTRIES = 2**14
+
 
 def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
     """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
@@ -33,6 +37,9 @@ def reorthonormalize_(
             code always.
         keep: with ``fixed``, a scalar on Y's device that leaves Y as it is unless it is 0.
     """
+    small = Y.dtype == torch.float32 and Y.shape[-1] <= _FEW_COLUMNS and Y.numel() <= _FEW_ENTRIES
+    if small and Y.device.type == "cpu" and total is nothing_to_add and not fixed and not torch.compiler.is_compiling():
+        return _reorthonormalize_small_(Y)
     with full_precision(Y.device):
         if Y.numel() == 0 and total is nothing_to_add:  # no matrices: others share none of these
             return Y
@@ -51,6 +58,21 @@ def reorthonormalize_(
         if amplification > 8:  # the rounding of G grows with its condition on the way to G^(-1/2)
             multiply_rows_(Y, 1.5 * identity_like(G) - 0.5 * total(gram(Y)))
         return Y
+
+
+def _reorthonormalize_small_(Y: Tensor) -> Tensor:
+    if Y.numel() == 0:
+        return Y
+    Z = Y.double()
+    G = Z.mT @ Z
+    try:
+        eigenvalues, V = torch.linalg.eigh(G)
+    except torch.linalg.LinAlgError:  # NaN or Inf, which the other way names
+        return _reorthonormalize_far(Y, nothing_to_add)
+    smallest, largest = torch.aminmax(eigenvalues)
+    if not float(smallest) > 1e-7 * float(largest):
+        return _reorthonormalize_far(Y, nothing_to_add)
+    return Y.copy_(Z @ ((V * eigenvalues.rsqrt()[..., None, :]) @ V.mT))
 
 
 def _reorthonormalize_far(Y: Tensor, total: Total) -> Tensor:
