@@ -66,7 +66,7 @@ _look_untraced = torch.compiler.disable(_look_at)
 
 def _warn(optimizer: Optimizer, look: _Look) -> None:
     points = {getattr(parts, "original", None): parts for parts in _points}  # FSDP1 takes the attribute away
-    moved = []
+    moved: list[str] = []
     for group in optimizer.param_groups:
         names = group.get("names") or group.get("param_names")
         for i, p in enumerate(group["params"]):
@@ -76,7 +76,7 @@ def _warn(optimizer: Optimizer, look: _Look) -> None:
                 look.waiting.append(p)
             else:
                 look.warned.add(id(p))
-                moved.append(names[i] if names else points[p].label)
+                moved.append(str(names[i] if names else points[p].label))
     if moved:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         named = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
