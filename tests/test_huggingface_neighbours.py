@@ -68,7 +68,12 @@ def test_the_weight_has_the_dtype_of_the_model_and_costs_nothing_until_it_is_use
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, compute = [], _weight._compute
-    monkeypatch.setattr(_weight, "_compute", lambda *given: calls.append(given) or compute(*given))
+
+    def counted(*given: Any) -> Tensor:
+        calls.append(given)
+        return compute(*given)
+
+    monkeypatch.setattr(_weight, "_compute", counted)
     model = mt.convert(build(), memory="trainable").to(dtype)
     weight = model.get_output_embeddings().weight
     assert weight.dtype == dtype and weight.shape == (V, D) and weight.requires_grad and not calls
