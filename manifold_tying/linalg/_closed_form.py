@@ -30,7 +30,7 @@ def closed_form(
     backward = function.backward
 
     def guarded(ctx: Any, *gradients: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch refuses second derivatives of compiled code
+        if torch.compiler.is_compiling():  # a compiled graph has no second derivatives
             with torch.no_grad():
                 return backward(ctx, *gradients)
         if not differentiable and (torch.is_grad_enabled() or is_transformed()):
