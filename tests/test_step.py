@@ -250,8 +250,8 @@ def test_small_matrices_that_are_not_finite_are_refused(bad: float) -> None:
         linalg.reorthonormalize_(Y)
 
 
-def operations_of_a_step(*shape: int) -> int:
-    p = point(*shape)
+def operations_of_a_step(rows: int, columns: int) -> int:
+    p = point(rows, columns)
     optimizer = RiemannianAdam([p], lr=0.01)
     drive(optimizer, [p], 2, seeded)
     p.grad = seeded(2, 0, p)
