@@ -21,7 +21,7 @@ def check_norm(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
     """Warn about the layer whose R and P are furthest from orthogonal, where that is more than 1e-3."""
     drifted = []
     for path, part, stored in found:
-        if part.terms is not None:
+        if part.terms is not None and not stored.is_meta:
             size = skew_norm(part, linalg.whole(stored)).double()
             drifted.append((float(series_defect(size, part.terms).nan_to_num(math.inf)), float(size), path))
     worst, norm, name = max(drifted, default=(0.0, 0.0, ""))
