@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifold_tying._json import parsed, read_bytes
+from manifold_tying._json import check_regular, parsed, read_bytes
 from manifold_tying.tying import PIT
 
 # The last two parts of a parameter's name, by Hugging Face's architectures: Llama, Qwen, Granite, Gemma, OPT and Phi;
@@ -58,19 +58,21 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = _read_json(folder / "state.json")
+    if type(state.get("step")) is not int or not isinstance(state.get("config"), dict):
+        raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
     if not (folder / _WHOLE).exists() and any(folder.glob("shard-*")):
         raise ValueError(f"{folder} was saved in shards; make one file of it with manifold-tying export {folder} OUT")
     where = dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
     names = [name for name in where if name.startswith(_OURS)]
     tensors = {name.removeprefix(_OURS): tensor for name, tensor in _read(folder, where, names).items()}
-    kind = f"checkpoint of step {state.get('step')}"
+    kind = f"checkpoint of step {state['step']}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
     if {"embedding", "head"} <= set(tensors):
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
     if _MEMORY in tensors:
-        pit = _pit(tensors, folder, state.get("config", {}))
-        return SavedTables(*pit.materialize(), f"{kind}, {state.get('config', {}).get('interface', 'pit')}"), pit
+        pit = _pit(tensors, folder, state["config"])
+        return SavedTables(*pit.materialize(), f"{kind}, {state['config'].get('interface', 'pit')}"), pit
     raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
 
 
@@ -174,6 +176,7 @@ def _open(file: Path) -> Any:
             "(from a checkout: pip install '.[train]')"
         ) from error
     try:
+        check_regular(file)
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read ({error}); it is missing or damaged") from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from manifold_tying._json import check_regular
 from manifold_tying.tying.huggingface._install import halves
 from manifold_tying.tying.huggingface._modules import PITEmbedding
 
@@ -81,6 +82,7 @@ def read_shapes(files: Sequence[str]) -> dict[str, list[int]]:
     for file in files:
         if Path(file).suffix != ".safetensors":
             raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+        check_regular(file)
         try:
             with safe_open(file, "pt") as tensors:
                 found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
