@@ -33,11 +33,17 @@ def parsed(text: str | bytes) -> Any:
         raise NotJSON("nested too deeply") from None
 
 
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """OSError unless the path is a regular file: opening a FIFO waits for a writer, for ever."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "FIFO, socket or device"
+        raise OSError(f"expected the regular file {os.fspath(path)}, found a {kind}")
+
+
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file; OSError for anything else, since reading a FIFO or a device may block for ever."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        kind = "folder" if path.is_dir() else "FIFO, socket or device"
-        raise OSError(f"expected the regular file {path}, found a {kind}")
+    """The content of a regular file; OSError for anything else."""
+    check_regular(path)
     return path.read_bytes()
 
 

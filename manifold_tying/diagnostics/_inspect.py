@@ -75,12 +75,12 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = read_object(folder / "state.json", DAMAGED)
-    config = state.get("config", {})
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'state.json'} is damaged: expected a JSON object as config, got {config!r:.80}")
+    step, config = state.get("step"), state.get("config")
+    if type(step) is not int or not isinstance(config, dict):
+        raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
     sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
     tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
-    kind = f"checkpoint of step {state.get('step')}"
+    kind = f"checkpoint of step {step}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
     if {"embedding", "head"} <= set(tensors):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manifold_tying._json import read_object
+from manifold_tying._json import check_regular, read_object
 from manifold_tying.tying.huggingface._entry import METHOD, check_entry
 from manifold_tying.tying.huggingface._register import import_transformers
 
@@ -99,6 +99,7 @@ def _open(file: str | Path) -> Any:
             "(from a checkout: pip install '.[train]')"
         ) from error
     try:
+        check_regular(file)
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read ({error}); it is missing, damaged or not fully copied") from error
