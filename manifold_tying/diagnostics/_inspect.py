@@ -58,22 +58,23 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = _read_json(folder / "state.json")
-    if type(state.get("step")) is not int or not isinstance(state.get("config"), dict):
-        raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
     if not (folder / _WHOLE).exists() and any(folder.glob("shard-*")):
         raise ValueError(f"{folder} was saved in shards; make one file of it with manifold-tying export {folder} OUT")
     where = dict.fromkeys(_names(folder / _WHOLE), _WHOLE)
     names = [name for name in where if name.startswith(_OURS)]
     tensors = {name.removeprefix(_OURS): tensor for name, tensor in _read(folder, where, names).items()}
-    kind = f"checkpoint of step {state['step']}"
+    if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or _MEMORY in tensors):
+        raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
+    step, config = state.get("step"), state.get("config")
+    if type(step) is not int or not isinstance(config, dict):
+        raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
+    kind = f"checkpoint of step {step}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
-    if {"embedding", "head"} <= set(tensors):
+    if _MEMORY not in tensors:
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
-    if _MEMORY in tensors:
-        pit = _pit(tensors, folder, state["config"])
-        return SavedTables(*pit.materialize(), f"{kind}, {state['config'].get('interface', 'pit')}"), pit
-    raise ValueError(f"{folder / _WHOLE} holds no token interface that is known here; it has {_some(where)}")
+    pit = _pit(tensors, folder, config)
+    return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: dict[str, Any]) -> PIT:
