@@ -55,13 +55,13 @@ def test_a_bad_value_is_refused_by_name(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["train", "--out", "x", "--seed", str(2**64)], "expected seed >= 0 and < 2^64"),
+        (["train", "--out", "x", "--seed", str(2**64)], "expected seed < 2^64"),
         (["train", "--out", "x", "--seed", "-1"], "expected seed >= 0"),
         (["train", "--out", "x\0y"], "expected out to be a path"),
         (["train", "--out", "x", "--device", "cuda:999"], "device"),
         (["train", "--out", "x", "--device", "cuda:" + "9" * 30], "unknown device"),
         (["train", "--out", "x", "--interface", "\x1b[31m"], "interface"),
-        (["ablate", "--out", "x", "--seeds", "1000000000"], "expected seeds >= 1 and <= 1000"),
+        (["ablate", "--out", "x", "--seeds", "1000000000"], "expected seeds <= 1000"),
         (["ablate", "--out", "x", "--arms", "untied+lr=" + "[" * 10**5], "expected lr to be of type"),
         (["ablate", "--out", "x", "--arms", "\x1b[31m"], "unknown arm"),
         (["reproduce", "pit-from-scratch", "--out", "x", "--seeds", "1000000000"], "expected seeds <= 1000"),

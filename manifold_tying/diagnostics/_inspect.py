@@ -75,22 +75,21 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = read_object(folder / "state.json", DAMAGED)
+    sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
+    tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
+    if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or _MEMORY in tensors):
+        found = _some(tensors) or "no interface.*"
+        raise ValueError(f"{folder} holds no token interface that is known here; it has {found}")
     step, config = state.get("step"), state.get("config")
     if type(step) is not int or not isinstance(config, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
-    sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
-    tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
     kind = f"checkpoint of step {step}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
-    if {"embedding", "head"} <= set(tensors):
+    if _MEMORY not in tensors:
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
-    if _MEMORY in tensors:
-        pit = _pit(tensors, folder, config)
-        return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
-    raise ValueError(
-        f"{folder} holds no token interface that is known here; it has {_some(tensors) or 'no interface.*'}"
-    )
+    pit = _pit(tensors, folder, config)
+    return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
 
 
 def _of_one_file(folder: Path) -> dict[str, Tensor]:

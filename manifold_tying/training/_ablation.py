@@ -49,7 +49,7 @@ class AblateConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.seeds <= MOST_SEEDS:
-            raise ValueError(f"expected seeds >= 1 and <= {MOST_SEEDS}, got {self.seeds}")
+            raise ValueError(f"expected seeds {'>= 1' if self.seeds < 1 else f'<= {MOST_SEEDS}'}, got {self.seeds}")
         self.runs()
 
     def runs(self) -> list[tuple[str, TrainConfig]]:

@@ -203,7 +203,7 @@ class TrainConfig:
         if self.interface not in get_args(Interface):
             raise ValueError(f"unknown interface {self.interface!r}; choose one of {', '.join(get_args(Interface))}")
         if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"expected seed >= 0 and < 2^64, got {self.seed}")
+            raise ValueError(f"expected seed {'>= 0' if self.seed < 0 else '< 2^64'}, got {self.seed}")
         if "\0" in str(self.out):
             raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
 
