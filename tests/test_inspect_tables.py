@@ -178,7 +178,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     failing("neither checkpoints/, state.json nor config.json")
     config = tmp_path / "config.json"
     config.write_text("[")
-    failing(r"config.json cannot be read")
+    failing(r"config.json is not JSON")
     config.write_text("[]")
     failing("expected a JSON object")
     config.write_text(json.dumps({"tie_word_embeddings": False}))
