@@ -1,6 +1,7 @@
 """What every test gets: one thread, a fixed seed, and no access to the user's cache of corpora."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,9 @@ PATIENCE = 900  # seconds; on an idle machine they take one minute
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# A shell starts background jobs with SIGINT ignored, and the runs that tests interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
