@@ -158,6 +158,29 @@ def test_apertus_is_exported_after_a_save(tmp_path: Any) -> None:
     round_trip(mt.convert(make("ApertusForCausalLM", "ApertusConfig", settings), bridge=True), tmp_path)
 
 
+class KeepsItsTables(transformers.LlamaForCausalLM):
+    """As encoder-decoders of two models: they have tables that nobody can set."""
+
+    def set_input_embeddings(self, value: Any) -> None:
+        raise NotImplementedError("the tables belong to the parts")
+
+
+class HasNoTable(transformers.LlamaForCausalLM):
+    """As models of sound and of characters."""
+
+    def get_input_embeddings(self) -> Any:
+        raise NotImplementedError("there is none")
+
+
+@pytest.mark.parametrize(("kind", "message"), [(KeepsItsTables, "belong to the parts"), (HasNoTable, "has none")])
+def test_tables_that_a_model_does_not_give_away_are_refused(kind: Any, message: str) -> None:
+    model = kind(transformers.LlamaConfig(**_BODY)).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        mt.convert(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_an_embedding_that_returns_a_pair_is_refused() -> None:
     stays_as_it_was(make("IBertForMaskedLM", "IBertConfig", _BERT), "QuantEmbedding returns tuple")
 

@@ -1,6 +1,7 @@
 """A PIT interface into a transformers model: the modules, the tying that transformers sees, and the entry in the config."""
 
 import copy
+from contextlib import suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,12 @@ def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tup
             raise ValueError(
                 f"{type(model).__name__} does not keep the embedding and head that are set; it cannot be converted"
             )
-    except BaseException:
-        model.set_input_embeddings(before[0])
-        model.set_output_embeddings(before[1])
+    except BaseException as error:
+        with suppress(NotImplementedError):
+            model.set_input_embeddings(before[0])
+            model.set_output_embeddings(before[1])
+        if isinstance(error, NotImplementedError):
+            raise ValueError(f"{type(model).__name__} lets nobody set its embedding and head: {error}") from error
         raise
     return before
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -69,7 +70,10 @@ class InterfaceLoader(HfQuantizer):
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():
-            getattr(module, "config", self).__dict__.pop("_is_quantized", None)
+            if isinstance(
+                own := getattr(module, "config", None), PreTrainedConfig
+            ):  # a part may call a number its config
+                own.__dict__.pop("_is_quantized", None)
         model.config.quantization_config = self.quantization_config.to_dict()
 
 

@@ -73,7 +73,12 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
             f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
         )
     check_model(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError as error:  # transformers' way to say that there is none
+        raise ValueError(
+            f"expected a model with a token embedding, but {type(model).__name__} has none: {error}"
+        ) from error
     if isinstance(embedding, PITEmbedding):
         raise ValueError(f"{type(model).__name__} is converted already; export it first to convert it in another way")
     if head is None:
