@@ -67,7 +67,7 @@ POLICIES: dict[str, Policy] = {"constant": _constant, "ten times the norm": _ten
 def read_corpus() -> Tensor:
     """The first bytes of the standard library's source, with files in a shuffled but fixed order."""
     text = bytearray()
-    documents = list(open_corpus("stdlib").documents())
+    documents = ["".join(parts) for parts in open_corpus("stdlib").documents()]
     for i in torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).tolist():
         text += documents[i].encode()
         if len(text) >= CORPUS:

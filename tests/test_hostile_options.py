@@ -30,7 +30,6 @@ ACCEPTED: dict[str, set[str]] = {
     **{name: {HUGE} for name in ("steps", "sequence-length", "batch-size", "merge-every", "retract-every")},  # too much
     **{name: {HUGE} for name in ("eval-every", "val-tokens", "checkpoint-every", "keep-checkpoints")},  # never, or all
     "block-size": {HUGE},  # one block
-    "cayley-terms": {HUGE},
 }
 
 

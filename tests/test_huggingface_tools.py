@@ -99,7 +99,8 @@ def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> Non
 
 def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> None:
     model = mt.convert(build(), memory="trainable")
-    Trainer(model, arguments(tmp_path, 5), train_dataset=Repeated()).train()
+    with pytest.warns(UserWarning, match="AdamW moved PIT.memory"):
+        Trainer(model, arguments(tmp_path, 5), train_dataset=Repeated()).train()
     with pytest.raises(ValueError, match="leaves the manifold"):
         mt.save(model, tmp_path / "saved")
     with pytest.raises(ValueError, match="leaves the manifold"):

@@ -14,7 +14,7 @@ ALLOWED = {
     "parametrizations": {"linalg", "manifolds", "_json"},
     "tying": {"linalg", "manifolds", "parametrizations", "_json"},
     "models": {"linalg", "manifolds", "parametrizations", "tying"},
-    "optim": {"linalg", "manifolds"},
+    "optim": {"linalg", "manifolds", "parametrizations"},
     "diagnostics": {"linalg", "tying", "_json"},
     "training": {"linalg", "manifolds", "parametrizations", "tying", "models", "optim", "diagnostics", "_json"},
 }
