@@ -205,15 +205,16 @@ class RiemannianAdam(RiemannianOptimizer):
         exp_avgs = local_parts(state["exp_avg"] for state in states)
         exp_avg_sqs = local_parts(state["exp_avg_sq"] for state in states)
         A = total(X.mT @ G) if projects else None
-        minus_normal = None if A is None else (A + A.mT).mul_(-0.5)
+        twice = None if A is None else A + A.mT
         blocks = linalg.row_blocks(X)
         single = len(blocks) == 1
         buffer = None if single else torch.empty_like(X[..., blocks[0], :])
         for rows in blocks:
             part, gradient, *moments = [t if single else t[..., rows, :] for t in (X, G, *exp_avgs, *exp_avg_sqs)]
-            if minus_normal is not None:
+            if twice is not None:
                 out = None if buffer is None else buffer[..., : part.shape[-2], :]
-                gradient = torch.matmul(part, minus_normal, out=out).add_(gradient)
+                product = torch.matmul(part, twice, out=out)
+                gradient = torch.sub(gradient, product, alpha=0.5, out=product)
             # the kernel's own count, unless it is masked: for all blocks at the last one
             steps = [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states]
             self._fused(

@@ -250,6 +250,40 @@ def test_small_matrices_that_are_not_finite_are_refused(bad: float) -> None:
         linalg.reorthonormalize_(Y)
 
 
+@pytest.mark.parametrize("p", [2, 4, 30])
+@pytest.mark.parametrize("size", [0.0, 0.07, 0.19, 0.29])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_near_the_manifold_a_short_series_suffices(
+    p: int, size: float, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = torch.linspace(-1, 1, p, dtype=torch.float64)
+
+    def with_gram_matrix_apart(size: float) -> Tensor:
+        """From a multiple of the identity by this much, in the norm that decides on the number of terms."""
+        return scale * with_condition(1.0, p + 9, p) * (1 + size * apart / apart.norm(4)).sqrt()
+
+    def error(Z: Tensor) -> float:
+        X = _inverse_sqrt.times_inverse_sqrt(Z)
+        assert X is not None
+        return float(np.abs(X.numpy() - polar_np(Z.numpy())).max())
+
+    Z = with_gram_matrix_apart(size)
+    assert error(Z) <= 1e-7
+    for other in (with_gram_matrix_apart(0.31), Z * 0, Z * torch.nan, Z * torch.inf):
+        assert _inverse_sqrt.times_inverse_sqrt(other) is None
+    if size > 0.1:  # negative control: with too few terms
+        monkeypatch.setitem(_inverse_sqrt._TERMS, torch.float32, {0.3: 3})
+        assert error(Z) > 1e-5
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (64, 16), (256, 32)])
+def test_small_matrices_near_the_manifold_need_no_eigenvalues(shape: tuple[int, ...]) -> None:
+    for condition, needed in ((1.2, False), (3.0, True)):
+        with Watch("_linalg_eigh") as watch:
+            linalg.reorthonormalize_(with_condition(condition, *shape, scale=2.0).float())
+        assert bool(watch.calls) == needed
+
+
 def operations_of_a_step(rows: int, columns: int) -> int:
     p = point(rows, columns)
     optimizer = RiemannianAdam([p], lr=0.01)

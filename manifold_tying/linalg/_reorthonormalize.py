@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from manifold_tying.linalg._basics import full_precision, gram, identity_like, row_blocks, working_dtype
-from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_fixed
+from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_fixed, times_inverse_sqrt
 from manifold_tying.linalg._polar import polar
 from manifold_tying.linalg._rows import Total, nothing_to_add, orthonormalize_rows_
 
-# Up to this size, on a CPU, a float64 eigendecomposition of YᵀY is faster than the many small products of float32.
+# Up to this size, on a CPU, float64 with few operations is faster than the many small products of float32.
 _FEW_COLUMNS = 32
 _FEW_ENTRIES = 2**14
 
@@ -64,9 +64,11 @@ def _reorthonormalize_small_(Y: Tensor) -> Tensor:
     if Y.numel() == 0:
         return Y
     Z = Y.double()
-    G = Z.mT @ Z
+    X = times_inverse_sqrt(Z) if Z.ndim == 2 else None
+    if X is not None:
+        return Y.copy_(X)
     try:
-        eigenvalues, V = torch.linalg.eigh(G)
+        eigenvalues, V = torch.linalg.eigh(Z.mT @ Z)
     except torch.linalg.LinAlgError:  # NaN or Inf, which the other way names
         return _reorthonormalize_far(Y, nothing_to_add)
     smallest, largest = torch.aminmax(eigenvalues)
