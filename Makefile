@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
+.PHONY: install ablation test test-thorough test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
 
 install: $(READY)
 
@@ -21,6 +21,13 @@ ablation: $(READY)
 # A worker per core, each test in one thread; a file's tests stay together, since what they share is made once per worker.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# All property tests with 20 times the examples and a new seed. Repeat a failure with SEED=. An hour; not in CI.
+SEED ?= $(shell date +%s)
+PROPERTIES = $$(grep -lE "hypothesis|manifold_tying.testing|testing as mtt" tests/test_*.py)
+test-thorough: $(READY)
+	@echo "make test-thorough SEED=$(SEED)"
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --hypothesis-profile=thorough --hypothesis-seed=$(SEED) $(PROPERTIES)
 
 # The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.
 OLDEST_TORCH := 2.11.0

@@ -13,11 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, settings
 
 import manifold_tying as mt
 
 PROCESSES = 4
 PATIENCE = 900  # seconds; on an idle machine they take one minute
+
+# A few fixed examples for `make test`, and 20 times as many for `make test-thorough`, which sets the seed.
+settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True, database=None)
+settings.register_profile("thorough", max_examples=200, deadline=None, database=None)
+settings.load_profile("quick")
 
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +45,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_shrinking() -> Iterator[None]:
+    """For failures that are meant: to find the smallest example takes most of their time."""
+    before = settings.get_current_profile_name()
+    settings.register_profile("without shrinking", settings.get_profile(before), phases=[Phase.generate])
+    settings.load_profile("without shrinking")
+    yield
+    settings.load_profile(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -190,8 +190,6 @@ def refusals(group: Group) -> dict[str, str]:
     sharded: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), mt.stiefel(nn.Linear(4, 4))), mesh=group.mesh)
     attempt("constrained after", lambda: mt.orthogonal(sharded[0]))
     attempt("materialized", lambda: mt.materialize(sharded))
-    vector = nn.Parameter(group.rows(torch.ones(6)))
-    attempt("scale", lambda: RiemannianAdam([{"params": [vector], "scale": torch.ones(6)}]))
     pit = shard_vocabulary(mt.PIT(9, 4), group.mesh)
     attempt("id", lambda: pit.embed(torch.tensor([1, 9])))
     attempt("target", lambda: pit.loss(torch.ones(1, 4), torch.tensor([-1])))

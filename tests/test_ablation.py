@@ -141,6 +141,43 @@ def test_bad_arms_are_refused_before_anything_is_written(arms: str, message: str
     assert not (tmp_path / "out").exists()
 
 
+def test_several_budgets_each_in_its_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shared = ["--preset", "tiny-for-tests", "--data", f"text:{corpus}", "--device", "cpu", "--batch-size", "4"]
+    shared += ["--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004", "--seeds", "1", "--out", str(out)]
+    shared += ["--arms", "transpose,pit-trainable", "--tokens", "128, 256"]
+    main(["ablate", *shared, "--dry-run"])
+    assert [re.findall(r"--steps (\d+)", line) for line in capsys.readouterr().out.splitlines()] == [["2"]] * 2 + [
+        ["4"]
+    ] * 2
+    assert not out.exists()
+    main(["ablate", *shared])
+    for tokens in (128, 256):
+        rows = json.loads((out / f"tokens-{tokens}/summary.json").read_text())
+        assert [(row["arm"], row["tokens"]) for row in rows] == [("transpose", tokens), ("pit-trainable", tokens)]
+        assert (out / f"tokens-{tokens}/report.html").is_file()
+    assert (out / "report.html").is_file()
+    both = AblateConfig(
+        out=out, arms="transpose,pit-trainable", seeds=1, tokens="128,256",
+        settings=settings(corpus, steps=Settings.steps, eval_every=None, device="cpu"),
+    )  # fmt: skip
+    assert [row["tokens"] for row in ablate(both)] == [128, 128, 256, 256]
+
+
+@pytest.mark.parametrize(("tokens", "changes", "message"), [
+    ("64,64", {}, "different numbers of tokens"),
+    ("63", {}, "each at least the 64 of a step"),
+    ("64,-128", {}, "different numbers of tokens"),
+    ("1e5", {}, "different numbers of tokens"),
+    ("64", {"steps": 3}, "expected steps or tokens, got both"),
+])  # fmt: skip
+def test_bad_budgets_are_refused(
+    tokens: str, changes: dict[str, int], message: str, tmp_path: Path, corpus: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AblateConfig(out=tmp_path, tokens=tokens, settings=settings(corpus, **{"steps": Settings.steps, **changes}))
+
+
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
     interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true", settings(corpus, steps=9))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from training_runs import SHAPE, TINY, text
 
 from benchmarks import _command
 from benchmarks._command import ROOT, Options
@@ -18,6 +19,7 @@ from benchmarks._limits import refuse_large, refuse_slow, refuse_square
 from benchmarks._memory import peak_of_step
 from benchmarks.page import main as page
 from benchmarks.page import render
+from manifold_tying.models import PRESETS
 
 PEER_MODULES = ("geotorch", "pogo", "pogo.base", "transformers", "liger_kernel.transformers", "peft")
 
@@ -462,3 +464,18 @@ def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> 
 def test_headings_of_the_page_are_unique() -> None:
     headings = [line for line in render(ROOT / "benchmarks/results").splitlines() if line.startswith("## ")]
     assert len(headings) == len(set(headings)) > 6
+
+
+def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("benchmarks.pit_parts")
+    monkeypatch.setitem(PRESETS, TINY, SHAPE)
+    out = tmp_path / "parts.json"
+    arguments = ["--preset", TINY, "--data", f"text:{text(tmp_path)}", "--tokens", "3072", "--seeds", "1"]
+    arguments += ["--out", str(out)]
+    module.main([*arguments, "--variants", "pit", "two-transforms"])
+    first = json.loads(out.read_text())["rows"]
+    module.main(arguments)  # adds what is missing
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[:2] == first and [row["variant"] for row in rows] == list(module.VARIANTS)
+    assert {row["variant"] for row in rows if row["delta_ti"] < 1e-4} == {"pit", "scalar"}
+    assert len({row["val_loss"] for row in rows}) == len(rows)

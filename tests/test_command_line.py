@@ -1,8 +1,10 @@
 """What the command line says: its own words where something is wrong, and no comparison that the page would not make."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +129,14 @@ def test_the_terminal_compares_what_the_page_compares(
     apart = f"untied+data=text:{other}"
     assert f"{apart}: validation loss" in said and "There is no other arm to compare it with" in said
     assert len(re.findall(r"lowest", said)) == 1  # of untied and transpose
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """As in ``manifold-tying ablate --help | head -1``."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "manifold_tying", "ablate", "--help"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == ""

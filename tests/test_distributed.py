@@ -177,7 +177,6 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("policy", "torch.autocast"),
         ("constrained after", "constrain it first, then shard"),
         ("materialized", "distributed over processes"),
-        ("scale", "works for matrices only"),
         ("id", "expected token ids from 0 to 8"),
         ("target", "expected token ids from 0 to 8"),
     ],

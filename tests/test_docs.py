@@ -1,6 +1,7 @@
 """The examples of README and docs run as they stand."""
 
 import re
+import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,19 @@ def test_readme_has_the_recipe_of_the_command() -> None:
     model = build_model(config)
     assert names["model"].config == model.config and str(names["model"].interface) == str(model.interface)
     groups = (names["optimizer"].param_groups, build_optimizer(model, config.settings).param_groups)
-    shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in of] for of in groups)
+    shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in listed] for listed in groups)
     assert shown == used
+    moved = []
+    of: Any
+    for of, optimizer in ((names["model"], names["optimizer"]), (model, build_optimizer(model, config.settings))):
+        factor = of.interface.parametrizations.cholesky_factor.original
+        before, factor.grad = factor.detach().clone(), torch.ones_like(factor)
+        optimizer.state.clear()  # what the README's step left
+        optimizer.step()
+        moved.append((factor - before).detach())
+    assert torch.allclose(moved[0], moved[1], rtol=1e-3) and moved[0][1, 0].item() == pytest.approx(
+        0.1 * moved[0][0, 0].item(), rel=1e-3
+    )
 
 
 def save_checkpoint(folder: Path) -> None:
@@ -137,3 +149,13 @@ def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     names = run_page("docs/poet.md", program("docs/poet.md"))
     assert len(names["taken"]) == 4 * 7 and (tmp_path / "adapter.safetensors").exists()
     assert "orthogonal equivalence on 28 linear layers" in capsys.readouterr().out
+
+
+def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: None) -> None:
+    names = run_page("docs/testing.md", program("docs/testing.md"))
+    assert "retr lands on the manifold" in capsys.readouterr().out
+    atoms, codes, signals = names["atoms"], names["codes"], names["signals"]
+    assert (atoms.norm(dim=0) - 1).abs().max() < 1e-5
+    assert (signals - codes @ atoms.T).square().mean() < 0.1 * signals.square().mean()
+    machine = unittest.defaultTestLoader.loadTestsFromTestCase(names["TestMyModel"])
+    assert machine.countTestCases() == 1 and unittest.TextTestRunner().run(machine).wasSuccessful()

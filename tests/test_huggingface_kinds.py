@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep_transformers
 import torch
 import transformers
 from huggingface_models import _BODY, D, V, build, difference, ids, logits
@@ -148,3 +149,21 @@ def test_a_config_that_another_model_has_as_well_is_left_alone(tmp_path: Path) -
     mt.convert(text)
     assert text.config.get_text_config() is text.model.language_model.config
     assert halves(text)
+
+
+@pytest.mark.parametrize("kind", ["MistralLarge4ForConditionalGeneration", "SpeechT5ForSpeechToText"])
+def test_names_and_parametrizations_of_a_models_own_survive(kind: str, tmp_path: Path) -> None:
+    """One has its embedding in the file as tok_embeddings, the other a weight norm, which export leaves in place."""
+    if (made := getattr(transformers, kind, None)) is None:
+        pytest.skip(f"this version of transformers has no {kind}")
+    model = sweep_transformers.build(made)
+    mt.convert(model, bridge=True)
+    mt.save(model, tmp_path / "saved")
+    state = mt.load(tmp_path / "saved").state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    mt.export(model, tmp_path / "exported")
+    exported, report = made.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values()), report
+    E, W_out = halves(model)[0].interface.materialize(torch.float32)
+    torch.testing.assert_close(exported.get_input_embeddings().weight, E)
+    torch.testing.assert_close(exported.get_output_embeddings().weight, W_out.T)

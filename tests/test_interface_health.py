@@ -61,7 +61,7 @@ def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
     ]
     command += ["--sequence-length", "16", "--val-tokens", "128", "--eval-every", "4", "--checkpoint-every", "2"]
     with pytest.raises(SystemExit) as stopped:
-        main([*command, "--transform-lr", "1.0", "--out", str(tmp_path / "out")])
+        main([*command, "--transform-lr", "1.0", "--off-diagonal-scale", "1.0", "--out", str(tmp_path / "out")])
     said = " ".join(capsys.readouterr().err.split())
     assert stopped.value.code == 2 and "step 4 of pit-trainable, seed 0: the token interface is lost" in said
     assert "--transform-lr, here 1)" in said and "step-00000002 is kept" in said
@@ -73,7 +73,7 @@ def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
 
 def test_the_other_arms_of_an_ablation_are_trained(tmp_path: Path, corpus: Path) -> None:
     settings = config(tmp_path, corpus).settings
-    arms = "pit-frozen+transform_lr=1.0,pit-frozen,transpose"
+    arms = "pit-frozen+transform_lr=1.0+off_diagonal_scale=1,pit-frozen,transpose"
     lost, *rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings))
     assert "the token interface is lost" in lost["failed"] and all(row["val_loss"] > 0 for row in rows)
 
@@ -83,7 +83,7 @@ def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
 ) -> None:
     out = tmp_path / "run"
     with pytest.warns(RuntimeWarning) as warned:
-        train(config(out, corpus, "pit-frozen", transform_lr=0.3))
+        train(config(out, corpus, "pit-frozen", transform_lr=0.3, off_diagonal_scale=1.0))
     said = [str(one.message) for one in warned]
     assert len(said) == 2
     assert "step 4 of pit-frozen, seed 0: cond(T) is" in said[0] and "above 1000" in said[0]

@@ -1,7 +1,10 @@
-"""The wheel: what it holds, and that it works in an empty environment."""
+"""The distributions: what they hold, and that they work in an empty environment."""
 
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -11,10 +14,20 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+PACKAGE = {
+    str(path.relative_to(ROOT)) for path in (ROOT / "manifold_tying").rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT))
+    """Built from the source distribution."""
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def build(source: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
     (built,) = out.glob("*.whl")
     return built
 
@@ -25,13 +38,46 @@ def run(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_wheel_holds_every_module_once(wheel: Path) -> None:
+def modules_of(wheel: Path) -> set[str]:
+    """Files of the wheel without its metadata, each there once."""
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
-    assert {"manifold_tying/optim/_adam.py", "manifold_tying/models/_llama.py", "manifold_tying/py.typed"} <= set(names)
-    assert {f"manifold_tying/training/report/{name}" for name in ("page.html", "report.css", "report.js")} <= set(names)
-    tops = {name.split("/")[0] for name in names}
-    assert tops == {"manifold_tying", next(top for top in tops if top.endswith(".dist-info"))}
+    return {name for name in names if ".dist-info/" not in name}
+
+
+def test_distributions_hold_the_package_and_nothing_else_to_import(wheel: Path) -> None:
+    assert modules_of(wheel) == PACKAGE and "manifold_tying/optim/_adam.py" in PACKAGE
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2]: member for name in archive.getnames() if (member := archive.getmember(name))}
+    assert PACKAGE <= held.keys() and not [name for name, member in held.items() if member.issym()]
+
+
+def test_a_checkout_without_symbolic_links_builds_the_same(wheel: Path, tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = run("git", "ls-files", "--stage", cwd=ROOT).splitlines()
+    for mode, name in ((line.split()[0], line.partition("\t")[2]) for line in listed):
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if mode == "120000":
+            copy.write_text(os.readlink(ROOT / name))  # what git leaves where it cannot make links
+        elif (ROOT / name).is_file():
+            shutil.copyfile(ROOT / name, copy)
+    assert (tmp_path / "source/optim").read_text() == "manifold_tying/optim"
+    assert modules_of(build(tmp_path / "source", tmp_path / "dist")) == modules_of(wheel)
+
+
+def test_the_top_of_the_repository_links_to_the_package() -> None:
+    for name in ("optim", "models"):
+        assert (ROOT / name).resolve() == ROOT / "manifold_tying" / name
+
+
+def test_an_editable_install_shows_the_package_alone(tmp_path: Path) -> None:
+    program = (
+        "import manifold_tying.optim, importlib.util as u; print([n for n in ('optim', 'models') if u.find_spec(n)])"
+    )
+    assert run(sys.executable, "-P", "-c", program, cwd=tmp_path).strip() == "[]"
 
 
 @pytest.mark.slow
@@ -55,6 +101,9 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
         "print(mt.linalg.defect(layer.weight).item() < 1e-6, mt.__file__)\n"
     )
     assert run(python, "-c", program, cwd=tmp_path).startswith(f"True {environment}")
+    command = [python, "-c", "import manifold_tying.testing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "pip install 'manifold-tying[testing]'" in done.stderr
     command = [str(environment / "bin" / "manifold-tying"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "pip install 'manifold-tying[train]'" in done.stderr

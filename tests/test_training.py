@@ -21,6 +21,8 @@ from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, train
 from manifold_tying.training._build import FINAL_RATE, build_model, build_optimizer, clipped_parameters, rate_factor
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
+from manifold_tying.training._evaluation import evaluate
+from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.tying import PIT
 
@@ -173,6 +175,22 @@ def test_schedule_warms_up_and_decays() -> None:
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
 
 
+def test_the_memory_slows_down_with_the_steps(tmp_path: Path, corpus: Path) -> None:
+    """From step n on, its rate alone has a further factor √(n / step)."""
+    settings = Settings(steps=100, warmup_steps=10)
+    factors = [rate_factor(step, settings, 20) / rate_factor(step, settings) for step in range(100)]
+    assert factors == pytest.approx([1.0] * 20 + [math.sqrt(20 / step) for step in range(20, 100)])
+    losses = {}
+    for n in (0, 2):
+        run = config(tmp_path / str(n), corpus, steps=6, warmup_steps=0, memory_slows_after=n)
+        train(run)
+        losses[n] = [json.loads(line)["loss"] for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+        optimizer = build_optimizer(build_model(resolve(run)), resolve(run).settings)
+        assert [group.get("slows_after") for group in optimizer.param_groups].count(n) == (n > 0)
+    assert losses[0][:4] == losses[2][:4]  # three steps at the whole rate: step 2 is the first with √(2 / 2)
+    assert all(a != b for a, b in zip(losses[0][4:], losses[2][4:], strict=True))
+
+
 def test_optimizer_gives_every_part_its_rate(tmp_path: Path, corpus: Path) -> None:
     run = resolve(config(tmp_path, corpus, lr=1e-3, memory_lr=2e-3, transform_lr=3e-3, weight_decay=0.1))
     model = build_model(run)
@@ -190,10 +208,27 @@ def test_optimizer_gives_every_part_its_rate(tmp_path: Path, corpus: Path) -> No
     assert memory not in clipped and clipped == set(parameters.values()) - {memory}
 
 
+def test_the_transforms_off_diagonal_has_its_share_of_the_rate(tmp_path: Path, corpus: Path) -> None:
+    """Adam's first step moves every entry by its rate."""
+    moved = {}
+    for share in (None, 0.0, 0.5):
+        run = resolve(config(tmp_path, corpus, transform_lr=1e-3, off_diagonal_scale=share))
+        model = build_model(run)
+        optimizer = build_optimizer(model, run.settings)
+        stored = dict(model.named_parameters())["interface.parametrizations.cholesky_factor.original"]
+        stored.grad = torch.ones_like(stored)
+        before = stored.detach().clone()
+        optimizer.step()
+        step = (before - stored).detach()
+        assert torch.allclose(step.diagonal(), torch.full((step.shape[0],), 1e-3), rtol=1e-3)
+        moved[share] = (step.tril(-1).sum() / step.diagonal().sum()).item() * 2 / (step.shape[0] - 1)
+    assert moved == pytest.approx({None: 0.1, 0.0: 0.0, 0.5: 0.5}, rel=1e-3)
+
+
 def test_explicit_settings_win_over_the_recipe() -> None:
     given = Settings(
-        lr=1.0, memory_lr=2.0, transform_lr=3.0, table_std=4.0, embedding_norm=False, warmup_steps=0, eval_every=7,
-        diagonal="softplus", retraction="qr",
+        lr=1.0, memory_lr=2.0, memory_slows_after=7, betas=(0.5, 0.6), transform_lr=3.0, off_diagonal_scale=5.0, table_std=4.0,
+        embedding_norm=False, warmup_steps=0, eval_every=7, diagonal="softplus", retraction="qr",
     )  # fmt: skip
     run = TrainConfig(out=Path("x"), settings=given)
     assert resolve(run) == run
@@ -326,17 +361,27 @@ def test_failed_save_leaves_no_checkpoint(tmp_path: Path, corpus: Path, monkeypa
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
-def test_nan_names_the_parameter(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["blocks.1.mlp.down.weight", "interface.parametrizations.memory.original"])
+def test_nan_names_the_parameter(name: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory's gradient is not in the norm that is clipped."""
     real = build_model
 
     def poisoned(run: TrainConfig) -> Any:
         model = real(run)
-        dict(model.named_parameters())["blocks.1.mlp.down.weight"].register_hook(lambda grad: grad * float("nan"))
+        dict(model.named_parameters())[name].register_hook(lambda grad: grad * float("nan"))
         return model
 
     monkeypatch.setattr("manifold_tying.training._loop.build_model", poisoned)
-    with pytest.raises(ValueError, match=r"gradient of parameter blocks\.1\.mlp\.down\.weight holds NaN"):
+    expected = rf"step 1 of pit-trainable, seed 0: the loss is .* gradient of parameter {re.escape(name)} holds NaN"
+    with pytest.raises(ValueError, match=expected):
         train(config(tmp_path / "run", corpus))
+
+
+def test_an_evaluation_weighs_batches_by_their_tokens() -> None:
+    """The last batch is shorter than the others."""
+    ids = torch.arange(7.0)
+    batches = [(ids[:4], ids[:4]), (ids[4:6], ids[4:6]), (ids[6:], ids[6:])]
+    assert evaluate(lambda ids, _: ids.mean(), batches, torch.device("cpu"), Processes()) == ids.mean().item()
 
 
 @pytest.mark.cuda

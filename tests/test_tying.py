@@ -91,29 +91,6 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
             interface.embed(bad)
 
 
-@every_interface
-def test_materialized_tables_are_copies(name: str) -> None:
-    interface = INTERFACES[name]()
-    before = [t.clone() for t in interface.materialize()]
-    for t in interface.materialize():
-        t.zero_()
-    for a, b in zip(before, interface.materialize(), strict=True):
-        assert torch.equal(a, b)
-
-
-@every_interface
-def test_copies_are_independent_and_equal(name: str) -> None:
-    interface = INTERFACES[name]()
-    twin = copy.deepcopy(interface)
-    hidden = torch.randn(3, D)
-    before = interface.logits(hidden)
-    assert torch.equal(twin.logits(hidden), before)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(1.5)
-    assert torch.equal(interface.logits(hidden), before) and not torch.equal(twin.logits(hidden), before)
-
-
 @pytest.mark.parametrize("name", ["transpose", "pit-frozen", "pit-bridge"])
 @pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"

@@ -47,6 +47,7 @@ from manifold_tying.linalg._rows import distributed_like as distributed_like
 from manifold_tying.linalg._rows import first_row as first_row
 from manifold_tying.linalg._rows import is_distributed as is_distributed
 from manifold_tying.linalg._rows import local as local
+from manifold_tying.linalg._rows import local_like as local_like
 from manifold_tying.linalg._rows import normal_rows_ as normal_rows_
 from manifold_tying.linalg._rows import nothing_to_add as nothing_to_add
 from manifold_tying.linalg._rows import orthonormalize_rows_ as orthonormalize_rows_

@@ -37,6 +37,15 @@ def local(X: Any) -> Tensor:
     return X.to_local() if is_distributed(X) else X
 
 
+def local_like(whole: Tensor, X: Any) -> Tensor:
+    """This process's part of ``whole``, which every process holds, where X is distributed; ``whole`` itself elsewhere."""
+    if not is_distributed(X):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, X.device_mesh, X.placements, src_data_rank=None).to_local()
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Let FSDP2 put the sharded parameters back, where a forward without a backward has left the gathered copies in place.
 

@@ -76,7 +76,7 @@ class Stiefel(geoopt.Manifold):
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
             # The curve has a limit; entries past 1e4 are as good as there, and their products would leave float32's range.
-            u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True)).clamp(max=1)
+            u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True).clamp_min(1e4))  # a form with a gradient at 0
             moved = cayley_step(x, u, None if self.retraction == "cayley" else self.terms)
             # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; the others only grow.
             shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1

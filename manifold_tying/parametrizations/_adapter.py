@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from manifold_tying._json import NotJSON, parsed
 from manifold_tying.parametrizations._equivalence import Equivalence, equivalences
 from manifold_tying.parametrizations._equivalence_layer import register_equivalence
 from manifold_tying.parametrizations._equivalence_options import Sizes, check_seed, check_terms
@@ -86,9 +87,9 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
     try:
-        described: dict[str, Any] = json.loads(metadata["equivalences"])
+        described: dict[str, Any] = parsed(metadata["equivalences"])
         changes = [_Change.planned(_unwrapped(model), name, values, tensors) for name, values in described.items()]
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, NotJSON) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
     if len({change.weight for change in changes}) != len(changes):
         raise ValueError(

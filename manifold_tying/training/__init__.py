@@ -1,8 +1,8 @@
 """Training runs and ablations. Needs the packages of the extra ``train``."""
 
-from manifold_tying.training._extra import needs_extra as _needs_extra
+from manifold_tying._extra import needs_extra as _needs_extra
 
-with _needs_extra():
+with _needs_extra("train", "training and the command line need"):
     from manifold_tying.training._ablation import AblateConfig as AblateConfig
     from manifold_tying.training._ablation import ablate as ablate
     from manifold_tying.training._checkpoint import checkpoints as checkpoints

@@ -43,6 +43,8 @@ class AblateConfig:
     tables; each may change settings: pit-trainable+memory_lr=0.003+body=poet-block."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
+    tokens: str | None = None
+    """Training tokens of several budgets in place of steps, separated by commas; each has its own folder tokens-N in DIR."""
     dry_run: bool = False
     """Train nothing and print one command per run, for a scheduler; ablate afterwards only collects their results."""
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -50,7 +52,30 @@ class AblateConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.seeds <= MOST_SEEDS:
             raise ValueError(f"expected seeds {'>= 1' if self.seeds < 1 else f'<= {MOST_SEEDS}'}, got {self.seeds}")
-        self.runs()
+        if self.tokens is None:
+            self.runs()
+        else:
+            self.budgets()  # each checks its own runs
+
+    def budgets(self) -> "list[AblateConfig]":
+        """The same experiment at each budget of ``tokens``; this one alone where there is none."""
+        if self.tokens is None:
+            return [self]
+        size = self.settings.tokens_per_step
+        counts = budgets_of(self.tokens, size)
+        if self.settings.steps != Settings.steps:
+            raise ValueError(
+                f"expected steps or tokens, got both: {self.settings.steps} and {self.tokens}; leave one out"
+            )
+        return [
+            dataclasses.replace(
+                self,
+                out=self.out / f"tokens-{count}",
+                tokens=None,
+                settings=dataclasses.replace(self.settings, steps=round(count / size)),
+            )
+            for count in counts
+        ]
 
     def runs(self) -> list[tuple[str, TrainConfig]]:
         """(arm, resolved run) in the order in which they are trained: all arms of one seed, then the next."""
@@ -72,6 +97,17 @@ class AblateConfig:
         return runs
 
 
+def budgets_of(tokens: str, least: int) -> list[int]:
+    """Numbers of tokens separated by commas; ValueError where they are not different numbers of at least ``least``."""
+    words = [word.strip() for word in tokens.split(",")]
+    counts = [int(word) for word in words if word.isdecimal() and int(word) >= least]
+    if len(set(counts)) < len(words):
+        raise ValueError(
+            f"expected different numbers of tokens, each at least the {least} of a step, separated by commas; got {tokens!r}"
+        )
+    return counts
+
+
 def _check_different(arms: Mapping[str, TrainConfig]) -> None:
     """ValueError where two arms would train the same model twice."""
     first: dict[str, str] = {}
@@ -87,10 +123,14 @@ def _check_different(arms: Mapping[str, TrainConfig]) -> None:
 def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:
     """Run what is missing and return the summary rows, which are also written to ``OUT/summary.json``.
 
+    With ``tokens``, the rows of all budgets, one after the other; each budget's own are in its folder.
+
     Args:
         config: the experiment.
         started: called as (name of the run, its number, number of runs) before each; returns that run's observer.
     """
+    if config.tokens is not None:
+        return [row for budget in config.budgets() for row in ablate(budget, started=started)]
     runs = config.runs()
     processes = Processes.of(config.settings)
     corpora = prepare_data(config)

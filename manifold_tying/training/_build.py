@@ -1,6 +1,7 @@
 """Model, optimizer and schedules of a run."""
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,7 +27,12 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
     """The token interface of that name."""
     if name == "untied" or name == "transpose":
         assert settings.table_std is not None, "the settings are resolved"
-        return (Untied if name == "untied" else TransposeTying)(vocab_size, hidden_size, std=settings.table_std)
+        options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
+        if name == "untied":
+            return Untied(vocab_size, hidden_size, **options)
+        if settings.input_gradient_scale is not None:
+            options["input_gradient_scale"] = settings.input_gradient_scale
+        return TransposeTying(vocab_size, hidden_size, **options)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
     assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
@@ -64,7 +70,9 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     if isinstance(model.interface, PIT):
         rates |= _rotation_scales(model, settings)
         factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
-        rates[factor] = {**rates.get(factor, {}), "lr": settings.transform_lr}
+        rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
+        memory = next((name for name in rates if name.endswith(MEMORY)), f"*{MEMORY}")
+        rates[memory] = {**rates.get(memory, {}), "slows_after": settings.memory_slows_after or None}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(
@@ -73,7 +81,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         weight_decay=settings.weight_decay,
         overrides=rates,
     )
-    assert settings.lr is not None, "the settings are resolved"
+    assert settings.lr is not None and settings.betas is not None, "the settings are resolved"
     return RiemannianAdam(
         groups,
         settings.lr,
@@ -83,6 +91,15 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         fused=True if torch.device(settings.device).type == "cuda" else None,
         nonfinite="ignore",  # the loop has looked at all norms before it steps
     )
+
+
+def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of ``param_groups`` for L: ``given``, its learning rate, and the smaller one of its off-diagonal entries."""
+    rates = {**given, "lr": settings.transform_lr}
+    if settings.off_diagonal_scale is not None:
+        scale = torch.full((hidden_size, hidden_size), settings.off_diagonal_scale)
+        rates["scale"] = scale.fill_diagonal_(1.0) * given.get("scale", 1.0)
+    return rates
 
 
 def _rotation_scales(model: Model, settings: Settings) -> dict[str, dict[str, Any]]:
@@ -100,13 +117,18 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
     return MergeSchedule(model, optimizer, settings.merge_every)
 
 
-def rate_factor(step: int, settings: Settings) -> float:
-    """Learning rate over its peak at step 0, 1, ...: linear warm-up, then a cosine to ``FINAL_RATE`` at the last step."""
+def rate_factor(step: int, settings: Settings, slows_after: int | None = None) -> float:
+    """Learning rate over its peak at step 0, 1, ...: linear warm-up, then a cosine to ``FINAL_RATE`` at the last step.
+
+    From step n = ``slows_after`` on times √(n / step). The rows of a plain table grow as it trains, so that the same step
+    turns them less and less; those of an orthonormal memory cannot grow, and need a rate that falls instead.
+    """
+    slowed = 1.0 if slows_after is None else min(1.0, math.sqrt(slows_after / max(1, step)))
     warmup = settings.warmup_steps or 0
     if step < warmup:
-        return (step + 1) / warmup
+        return slowed * (step + 1) / warmup
     progress = (step - warmup) / max(1, settings.steps - 1 - warmup)
-    return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+    return slowed * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def clipped_parameters(model: Model) -> list[Tensor]:

@@ -83,12 +83,22 @@ class Settings:
     """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
     """Peak learning rate of a trainable memory."""
+    memory_slows_after: int | None = None
+    """Steps n after which a trainable memory's rate is also multiplied by √(n / step); 0 is never."""
     transform_lr: float | None = None
-    """Peak learning rate of the transform's Cholesky factor."""
+    """Peak learning rate of the transform's Cholesky factor L."""
+    off_diagonal_scale: float | None = None
+    """Learning rate of L's off-diagonal entries over transform_lr; None is 0.1, and 1 where a checkpoint is continued."""
     table_std: float | None = None
     """Standard deviation that plain token tables start with."""
     embedding_norm: bool | None = None
     """RMS-normalize the looked-up embeddings."""
+    embedding_scale: float | None = None
+    """Multiply the looked-up embeddings, after their norm if there is one; Gemma multiplies by the root of the width."""
+    input_gradient_scale: float | None = None
+    """transpose: multiply the lookup's part of the table's gradient (arXiv 2603.26663)."""
+    logit_scale: bool | None = None
+    """Plain token tables: multiply the logits by a learned scale."""
     diagonal: Diagonal | None = None
     """Map that keeps the transform's diagonal positive; exp lets its scale grow faster than softplus at the same rate. None is
     exp, of a converted checkpoint what it has."""
@@ -100,8 +110,8 @@ class Settings:
     """Adam's second moment of a trainable memory."""
     weight_decay: float = 0.0
     """Of the body's matrices; never of memory, transform or skew vectors."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's averaging of gradients and of their squares."""
+    betas: tuple[float, float] | None = None
+    """Adam's averaging of gradients and of their squares; None is 0.9, 0.99, and 0.9, 0.95 where a checkpoint is continued."""
     warmup_steps: int | None = None
     """Linear warm-up; None is a tenth of the steps, at most 1000. A cosine to a tenth of the peak follows."""
     clip: float = 1.0
@@ -143,11 +153,18 @@ class Settings:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; choose one of {choices}")
         block_size = 256 if self.block_size is None else self.block_size
         check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
+        for name, scale in (
+            ("embedding_scale", self.embedding_scale),
+            ("input_gradient_scale", self.input_gradient_scale),
+        ):
+            if scale is not None and not 0 < scale < math.inf:
+                raise ValueError(f"expected {name} > 0, got {scale}")
         at_least: dict[str, float] = {
             "steps": 1, "batch_size": 1, "sequence_length": 1, "accumulate": 1, "retract_every": 1, "warmup_steps": 0,
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "weight_decay": 0, "lr": 0,
             "memory_lr": 0, "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
-            "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1, "timeout": 1,
+            "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1, "timeout": 1, "memory_slows_after": 0,
+            "off_diagonal_scale": 0,
         }  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -157,7 +174,9 @@ class Settings:
                 raise ValueError(
                     f"expected {name} <= {LARGEST_RATE:g}, got {value}: no step of that size fits into float32"
                 )
-        if not isinstance(self.betas, tuple) or len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if self.betas is not None and not (
+            isinstance(self.betas, tuple) and len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        ):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
@@ -166,7 +185,11 @@ class Settings:
     @property
     def model(self) -> LlamaConfig:
         """The model's shape, with this run's embedding norm."""
-        return dataclasses.replace(preset(self.preset), embedding_norm=bool(self.embedding_norm))
+        return dataclasses.replace(
+            preset(self.preset),
+            embedding_norm=bool(self.embedding_norm),
+            embedding_scale=1.0 if self.embedding_scale is None else self.embedding_scale,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -204,6 +227,7 @@ class TrainConfig:
             raise ValueError(f"unknown interface {self.interface!r}; choose one of {', '.join(get_args(Interface))}")
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"expected seed {'>= 0' if self.seed < 0 else '< 2^64'}, got {self.seed}")
+        _check_tables(self.interface, self.settings)
         if "\0" in str(self.out):
             raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
 
@@ -212,7 +236,23 @@ class TrainConfig:
         unused = CONTINUED_SETTINGS if self.settings.init_from is None else ("preset", *POET_SETTINGS)
         values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*ELSEWHERE, *unused)}
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-        return {"interface": self.interface, "seed": self.seed, **settings, "betas": list(self.settings.betas)}
+        betas = self.settings.betas
+        return {
+            "interface": self.interface,
+            "seed": self.seed,
+            **settings,
+            "betas": None if betas is None else list(betas),
+        }
+
+
+def _check_tables(interface: Interface, settings: Settings) -> None:
+    """ValueError for settings of plain tables in a run that has none."""
+    needs: dict[str, tuple[Interface, ...]] = {
+        "input_gradient_scale": ("transpose",), "logit_scale": ("transpose", "untied")
+    }  # fmt: skip
+    for name, interfaces in needs.items():
+        if getattr(settings, name) is not None and interface not in interfaces:
+            raise ValueError(f"{name} belongs to {' and '.join(interfaces)}; leave it out of {interface}")
 
 
 def check_start(settings: Settings) -> None:
@@ -228,7 +268,9 @@ def check_start(settings: Settings) -> None:
         )
     if settings.bridge and settings.init_transform != defaults["init_transform"]:
         raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
-    others = ("preset", "body", "table_std", "embedding_norm")
+    others = (
+        "preset", "body", "table_std", "embedding_norm", "embedding_scale", "input_gradient_scale", "logit_scale"
+    )  # fmt: skip
     if given := [name for name in others if getattr(settings, name) != defaults[name]]:
         raise ValueError(
             f"{', '.join(given)} cannot be chosen with init_from: shape, tables and body are the checkpoint's. Leave it out"

@@ -10,6 +10,7 @@ from manifold_tying.training._hugging_face_shape import read_shape
 # At this width, where they were tried; all shrink with the width, as the body's rate from scratch does.
 WIDTH = 128
 LR, LORA_LR = 2e-3, 4e-3
+BETAS = (0.9, 0.95)
 MEMORY_STEP = 0.045  # share of an entry of Z, 1/√V, that one step may change at the peak
 TRANSFORM_FACTOR = 1.0  # of the body's rate
 # After init_transform=rotation, whose rates are by entry (rotation_scales): of the body's rate.
@@ -32,6 +33,8 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
     narrowing = WIDTH / shape.hidden_size
     lr = settings.lr if settings.lr is not None else narrowing * (LR if settings.lora_rank is None else LORA_LR)
     filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings), **interface_maps(settings, shape.interface)}
+    if settings.betas is None:
+        filled["betas"] = BETAS
     rotated = settings.init_transform == "rotation" or bool(shape.interface and shape.interface.get("rotated"))
     if pit and settings.transform_lr is None:
         filled["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else TRANSFORM_FACTOR) * lr

@@ -152,7 +152,7 @@ def _step(
     began = time.perf_counter()
     factor = rate_factor(step, settings)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * factor
+        group["lr"] = peak * rate_factor(step, settings, group.get("slows_after"))
     mean, stops = gradients(run, run.batches.batch(step), torch.device(settings.device), terminated)
     norm = linalg.whole(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
     loss, length, taken = read(run, mean, norm)

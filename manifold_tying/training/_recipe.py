@@ -15,10 +15,25 @@ TRANSFORM_FACTOR = 5.0
 BODY_LR: dict[Interface, float] = {"untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
 BODY_WIDTH = 128
 TABLE_STD = 0.06
+# Rows of the memory keep their length, so a step of constant size turns them for ever as far as at the start; the rows of a
+# plain table grow, and turn less and less. A rate that falls as one over the root of the steps does the same.
+MEMORY_SLOWS_AFTER = 60
+# Most of what T has to learn is its size, on the diagonal. At the whole rate the d² other entries are noise, and with a frozen
+# memory they drove cond(T) to 2e7 in some runs.
+OFF_DIAGONAL_SCALE = 0.1
+BETAS = (0.9, 0.99)
 # POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
-OF_PIT = ("transform_lr", "diagonal", "log_det_penalty", "diagonal_penalty", "init_transform", "bridge")
-OF_A_TRAINABLE_MEMORY = ("memory_lr", "retraction", "retract_every", "second_moment")
+OF_PIT = (
+    "transform_lr",
+    "off_diagonal_scale",
+    "diagonal",
+    "log_det_penalty",
+    "diagonal_penalty",
+    "init_transform",
+    "bridge",
+)
+OF_A_TRAINABLE_MEMORY = ("memory_lr", "memory_slows_after", "retraction", "retract_every", "second_moment")
 MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
 
@@ -38,8 +53,15 @@ def resolve(config: TrainConfig) -> TrainConfig:
         filled["table_std"] = TABLE_STD
     if pit and settings.transform_lr is None:
         filled["transform_lr"] = TRANSFORM_FACTOR * lr
-    if config.interface == "pit-trainable" and settings.memory_lr is None:
-        filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+    if pit and settings.off_diagonal_scale is None:
+        filled["off_diagonal_scale"] = OFF_DIAGONAL_SCALE
+    if settings.betas is None:
+        filled["betas"] = BETAS
+    if config.interface == "pit-trainable":
+        if settings.memory_lr is None:
+            filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+        if settings.memory_slows_after is None:
+            filled["memory_slows_after"] = MEMORY_SLOWS_AFTER
     if settings.poet:
         filled |= _poet(settings, shape.hidden_size)
     return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -54,22 +55,28 @@ def run_train(config: TrainConfig, console: Console) -> None:
 
 
 def run_ablate(config: AblateConfig, console: Console) -> None:
+    budgets = config.budgets()
     if config.dry_run:
-        for command in commands(config):
+        for command in (command for budget in budgets for command in commands(budget)):
             print(command)  # rich would break the lines
         return
+    rows: list[dict[str, Any]] = []
     with process_group(config.settings):
         processes = Processes.of(config.settings)
         console.quiet = not processes.writes
-        prepare_data(config, console.print)
-        with progress_bars(console, config.settings.steps) as started:
-            rows = ablate(config, started=started)
+        for budget in budgets:
+            prepare_data(budget, console.print)
+            with progress_bars(console, budget.settings.steps) as started:
+                found = ablate(budget, started=started)
+            if processes.writes and any("failed" not in row for row in found):
+                for part in shown(load_experiments([budget.out])):
+                    console.print(part)
+                run_report(ReportConfig((budget.out,)), console)
+            rows += found
     if not processes.writes:
         return
-    if any("failed" not in row for row in rows):
-        for part in shown(load_experiments([config.out])):
-            console.print(part)
-        run_report(ReportConfig((config.out,)), console)
+    if len(budgets) > 1 and all("failed" not in row for row in rows):
+        run_report(ReportConfig(tuple(budget.out for budget in budgets), config.out), console)
     failed = [row | {"failed": row.get("failed", DIVERGED)} for row in rows if row.get("val_loss") is None]
     if failed:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
@@ -107,6 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(
             f"error: {error}", style="bold red", highlight=False, markup=False, emoji=False, soft_wrap=True

@@ -1,5 +1,6 @@
 """The two usual token interfaces: separate tables, and one table used on both sides."""
 
+import math
 from abc import abstractmethod
 
 import torch
@@ -14,11 +15,13 @@ INITIAL_STD = 0.02  # of a fresh table, as GPT-2 and Llama have it
 
 
 class _PlainTables(TokenInterface):
-    """E and W_outᵀ are tables that need no computation: whatever ``embedding`` and ``head`` are, both (V, d)."""
+    """E and W_outᵀ are tables (V, d), the second one times a learned exp(``log_scale``) if there is one."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, std: float) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, std: float, logit_scale: bool) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
+        # (1,) and not (), which FSDP2 could not shard
+        self.log_scale = nn.Parameter(torch.zeros(1)) if logit_scale else None
 
     @property
     @abstractmethod
@@ -28,19 +31,22 @@ class _PlainTables(TokenInterface):
     @abstractmethod
     def _head(self) -> Tensor: ...
 
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self.log_scale is None else hidden * linalg.whole(self.log_scale).exp().to(hidden.dtype)
+
     def embed(self, ids: Tensor) -> Tensor:
         check_ids(ids)
         return lookup(ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return scores(hidden, self._head)
+        return scores(self._scaled(hidden), self._head)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return linear_cross_entropy(hidden, self._head, targets, ignore_index=ignore_index)
+        return linear_cross_entropy(self._scaled(hidden), self._head, targets, ignore_index=ignore_index)
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         E, head = (linalg.whole(table.detach()) for table in (self._embedding, self._head))
-        return E.clone(), head.T.contiguous()
+        return E.clone(), self._scaled(head).detach().T.clone(memory_format=torch.contiguous_format)
 
     def reset_parameters(self) -> None:
         """Draw the tables anew from torch's default generator, as at construction.
@@ -49,15 +55,27 @@ class _PlainTables(TokenInterface):
         seed on all of them, processes get what one process would.
         """
         with torch.no_grad():
-            for table in self.parameters():
-                linalg.normal_rows_(table).mul_(self.std)
+            for name, parameter in self.named_parameters():
+                if name == "log_scale":
+                    parameter.zero_()
+                else:
+                    linalg.normal_rows_(parameter).mul_(self.std)
 
 
 class Untied(_PlainTables):
-    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d), both N(0, std²) at the start."""
+    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d), both N(0, std²) at the start.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD) -> None:
-        super().__init__(vocab_size, hidden_size, std)
+    Args:
+        vocab_size: V.
+        hidden_size: d.
+        std: of the fresh tables' entries.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), 1 at the start.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD, logit_scale: bool = False
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, std, logit_scale)
         self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
         self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
 
@@ -71,11 +89,42 @@ class Untied(_PlainTables):
 
 
 class TransposeTying(_PlainTables):
-    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) at the start."""
+    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) at the start.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD) -> None:
-        super().__init__(vocab_size, hidden_size, std)
+    Args:
+        vocab_size: V.
+        hidden_size: d.
+        std: of the fresh table's entries.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), 1 at the start.
+        input_gradient_scale: multiplies the lookup's part of the table's gradient, which the head's part otherwise
+            outweighs (arXiv 2603.26663). The values do not change.
+
+    Raises:
+        ValueError: input_gradient_scale negative or not finite.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        std: float = INITIAL_STD,
+        logit_scale: bool = False,
+        input_gradient_scale: float = 1.0,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, std, logit_scale)
+        if not 0 <= input_gradient_scale < math.inf:
+            raise ValueError(f"expected a finite input_gradient_scale >= 0, got {input_gradient_scale}")
+        self.input_gradient_scale = input_gradient_scale
         self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = super().embed(ids)
+        if self.input_gradient_scale == 1.0:
+            return rows
+        return rows.detach().lerp(
+            rows, self.input_gradient_scale
+        )  # between equals: the rows, and a part of the gradient
 
     @property
     def _embedding(self) -> Tensor:

@@ -27,10 +27,12 @@ def ingredient_arms(settings: Settings) -> list[Arm]:
     lr, memory = float(resolved.lr or 0.0), float(resolved.memory_lr or 0.0)
     removed = {
         "embeddings not normalized": "embedding_norm=false",
+        "T's off-diagonal entries at T's rate": "off_diagonal_scale=1",
         "T at the body's rate": f"transform_lr={lr:.4g}",
         "Z at the body's rate": f"memory_lr={lr:.4g}",
         "Z at four times its rate": f"memory_lr={4 * memory:.4g}",
         "Z at a quarter of its rate": f"memory_lr={memory / 4:.4g}",
+        "Z's rate does not slow down": "memory_slows_after=0",
         "second moment by row": "second_moment=row",
         "second moment of the whole matrix": "second_moment=matrix",
         "retraction by QR": "retraction=qr",

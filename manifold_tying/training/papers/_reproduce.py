@@ -12,23 +12,23 @@ import torch
 import tyro
 
 from manifold_tying.models import preset
-from manifold_tying.training._ablation import MOST_SEEDS
+from manifold_tying.training._ablation import MOST_SEEDS, budgets_of
 from manifold_tying.training._command import called_as
 from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
 from manifold_tying.training._progress import Started
 from manifold_tying.training.papers import _adapted, _pit, _poet
+from manifold_tying.training.papers._budgets import budgets, candidates
 from manifold_tying.training.papers._ingredients import ingredients
 from manifold_tying.training.papers._source import trained_source
 from manifold_tying.training.papers._table import Table
-from manifold_tying.training.papers._tuned import tuned
 
 Name = Literal[
     "pit-from-scratch",
     "pit-continued",
     "pit-adaptation",
-    "pit-tuned",
+    "pit-budgets",
     "pit-ingredients",
     "poet-pretraining",
     "poet-initialization",
@@ -41,7 +41,6 @@ RECIPES: Mapping[Name, Recipe] = {
     "pit-from-scratch": _pit.from_scratch,
     "pit-continued": _pit.continued,
     "pit-adaptation": _adapted.adapted,
-    "pit-tuned": tuned,
     "pit-ingredients": ingredients,
     "poet-pretraining": _poet.pretraining,
     "poet-initialization": _poet.initialization,
@@ -49,6 +48,7 @@ RECIPES: Mapping[Name, Recipe] = {
     "poet-terms": _poet.terms,
     "poet-budget": _poet.budget,
 }
+BUDGETS = "pit-budgets"
 CONTINUED = ("pit-continued", "pit-adaptation")
 OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614_400}
 
@@ -59,8 +59,8 @@ class ReproduceConfig:
 
     pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6);
     poet-pretraining (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
-    poet-budget (Figure 5). In no paper: pit-tuned (each arm from scratch at its best of six trials) and pit-ingredients
-    (a trained memory without each part of its recipe).
+    poet-budget (Figure 5). In no paper: pit-budgets (PIT and the strongest plain tables from scratch at several numbers of
+    tokens, each at its best of four trials) and pit-ingredients (a trained memory without each part of its recipe).
     The same command again only does what is missing.
     """
 
@@ -70,8 +70,10 @@ class ReproduceConfig:
     """Folder to write to."""
     preset: str = "nano"
     """Shape of the model."""
-    tokens: int = 184_320
-    """Training tokens per run."""
+    tokens: int | str = 184_320
+    """Training tokens per run; of pit-budgets several, separated by commas."""
+    arms: str | None = None
+    """pit-budgets: only these, separated by commas."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
     data: str | None = None
@@ -92,23 +94,38 @@ class ReproduceConfig:
     def __post_init__(self) -> None:
         if self.name not in get_args(Name):
             raise ValueError(f"unknown comparison {self.name!r}; choose one of {', '.join(get_args(Name))}")
-        for name in ("tokens", "seeds", "source_tokens"):
+        for name in ("seeds", "source_tokens", *(("tokens",) if isinstance(self.tokens, int) else ())):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.seeds > MOST_SEEDS:
             raise ValueError(f"expected seeds <= {MOST_SEEDS}, got {self.seeds}")
-        preset(self.preset)
+        hidden_size = preset(self.preset).hidden_size
+        if self.name != BUDGETS and (self.arms is not None or not isinstance(self.tokens, int)):
+            raise ValueError(f"arms and several numbers of tokens belong to {BUDGETS}; leave them out of {self.name}")
+        if unknown := [arm for arm in self.chosen or () if arm not in candidates(hidden_size)]:
+            raise ValueError(f"unknown arms {', '.join(unknown)}; choose from {', '.join(candidates(hidden_size))}")
         if self.name not in CONTINUED and (given := [k for k, v in OF_CONTINUED.items() if getattr(self, k) != v]):
             raise ValueError(f"{', '.join(given)} belong to {', '.join(CONTINUED)}; leave them out of {self.name}")
         self.settings()
 
+    @property
+    def chosen(self) -> list[str] | None:
+        """The arms that were asked for; None is all."""
+        return None if self.arms is None else [arm.strip() for arm in self.arms.split(",")]
+
+    @property
+    def budgets(self) -> list[int]:
+        """Training tokens per run; several of pit-budgets."""
+        size = self.batch_size * self.sequence_length
+        return [self.tokens] if isinstance(self.tokens, int) else budgets_of(self.tokens, size)
+
     def settings(self) -> Settings:
-        """Of every run of the comparison, but for the checkpoint that it may start from."""
+        """Of every run of the comparison, but for the checkpoint that it may start from and for further budgets."""
         size = self.batch_size * self.sequence_length
         return Settings(
             preset=self.preset,
             data=self.data or ("docstrings" if self.name in CONTINUED else "stdlib"),
-            steps=max(1, round(self.tokens / max(1, size))),
+            steps=max(1, round(self.budgets[0] / max(1, size))),
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             device=self.device,
@@ -124,7 +141,10 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
             steps = max(1, round(config.source_tokens / Settings().tokens_per_step))
             source = trained_source(config.out / "source", config.preset, config.source_data, steps, started)
         settings = dataclasses.replace(settings, init_from=source, preset=Settings.preset)
-    tables = RECIPES[config.name](config.out, settings, config.seeds, started)
+    if config.name == BUDGETS:
+        tables = budgets(config.out, settings, config.budgets, config.chosen, config.seeds, started)
+    else:
+        tables = RECIPES[config.name](config.out, settings, config.seeds, started)
     described: dict[str, Any] = {
         "comparison": config.name,
         "command": _command(config),

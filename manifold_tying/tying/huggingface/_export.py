@@ -3,6 +3,7 @@
 import copy
 import os
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
         stock = type(model)(config)
-    stock.load_state_dict(_plain_state(model), assign=True)
+    stock.load_state_dict(_plain_state(model, stock.state_dict().keys()), assign=True)
     if (generation := getattr(model, "generation_config", None)) is not None:
         stock.generation_config = generation
     if any(family in config.model_type for family in ASSUME_TYING):
@@ -67,8 +68,8 @@ def _parse_dtypes(config: "PreTrainedConfig") -> None:
             _parse_dtypes(part)
 
 
-def _plain_state(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
-    """The state of the stock model with the same function."""
+def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, torch.Tensor]:
+    """The state of the stock model with the same function; parametrizations of its own, such as a weight norm, stay."""
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
@@ -76,7 +77,7 @@ def _plain_state(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if not name.startswith(replaced) and ".parametrizations." not in name
+        if not name.startswith(replaced) and (".parametrizations." not in name or name in names_of_stock)
     }
     for name, owner, attribute in constraints(model):
         if not name.startswith(replaced):

@@ -95,8 +95,8 @@ def note_name(folder: Path) -> str:
 def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
     """ValueError unless the files hold the interface that the model has, and no table beside it.
 
-    Some models rename what is above an embedding when they are written and read (multimodal ones: model.language_model to
-    language_model.model); names are compared from the embedding's own on there.
+    transformers renames modules of some models when it writes and reads them: model.language_model to language_model.model,
+    model.embed_tokens to tok_embeddings. What has an interface below it is the embedding, whatever its name.
     """
     if not files:
         return
@@ -107,12 +107,21 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
     expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in embedding.named_parameters()}
-    of_interface = _below(inside, found) | _below(outside, found)
+    of_interface = _below(inside, _as_here(inside, outside, found)) | _below(outside, found)
     if of_interface != expected:
         raise ValueError(
             f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
             f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
         )
+
+
+def _as_here(inside: str, outside: str, found: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
+    """The shapes with the model's own name for the embedding, where exactly one other module has an interface."""
+    holders = {name.partition(".interface.")[0] for name in found if ".interface." in name} - {inside, outside}
+    if len(holders) != 1:
+        return found
+    stored = holders.pop() + "."
+    return {f"{inside}.{name.removeprefix(stored)}" if name.startswith(stored) else name: found[name] for name in found}
 
 
 def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:

@@ -121,6 +121,8 @@ class Llama(nn.Module):
         x = self.interface.embed(ids).to(self.norm.weight.dtype)
         if self.config.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=_EMBEDDING_NORM_EPS)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         tables = rotary_tables(ids.shape[1], self.config.head_dim, self.config.rope_theta, ids.device)
         for block in self.blocks:
             x = block(x, tables)

@@ -96,21 +96,17 @@ class RiemannianOptimizer(Optimizer):
 
     def _checked_scale(self, p: Tensor, scale: Tensor, name: str, group: Group) -> Tensor:
         scale = scale.detach().to(p.device, p.dtype)
-        shape = p.shape[-1:] if p in self._manifolds or linalg.is_distributed(p) else p.shape
+        shape = p.shape[-1:] if p in self._manifolds else p.shape
         if scale.shape != shape or not (torch.isfinite(scale) & (scale >= 0)).all():
             raise ValueError(
                 f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
                 f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
             )
-        if linalg.is_distributed(p) and p.ndim < 2:
-            raise ValueError(
-                f"a scale works for matrices only where they are distributed over processes, but {name} is none"
-            )
         if p in self._manifolds and not isinstance(self._manifolds[p], Stiefel):
             raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {self._manifolds[p]}")
         if group["weight_decay"] != 0:
             raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
-        return scale
+        return scale if p in self._manifolds else linalg.local_like(scale, p)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.

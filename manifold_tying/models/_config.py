@@ -40,13 +40,15 @@ class LlamaConfig:
     embedding_norm: bool = False
     """RMS-normalize the looked-up embeddings, without a gain, before the first block. Without it T⁻¹ of a PIT interface
     sets the scale of the residual stream, and as T grows to sharpen the logits the embeddings vanish in it."""
+    embedding_scale: float = 1.0
+    """Multiplies the looked-up embeddings, after their norm if there is one; Gemma multiplies by √d."""
     initializer_std: float = 0.02
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             linalg.check_whole(name, getattr(self, name), 1)
         linalg.check_whole("head_dim", self.head_dim, 0, " (0: derived)")
-        for name in ("rope_theta", "norm_eps", "initializer_std"):
+        for name in ("rope_theta", "norm_eps", "initializer_std", "embedding_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
         if self.norm not in get_args(NormName):

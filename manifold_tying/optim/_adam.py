@@ -6,7 +6,6 @@ from typing import Any, Literal, get_args
 import geoopt
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import Stiefel
@@ -20,6 +19,7 @@ from manifold_tying.optim._base import (
     local_parts,
 )
 from manifold_tying.optim._finite import NonFinite
+from manifold_tying.optim._kernels import adamw_, fused_adamw_
 
 SecondMoment = Literal["element", "row", "matrix"]
 # Where the host does not wait for the device, every so many steps it does, to look whether the products still suffice.
@@ -132,53 +132,14 @@ class RiemannianAdam(RiemannianOptimizer):
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         states = [self.state[p] for p in params]
-        self._adamw(
+        adamw_(
             group,
             parts,
             local_gradients(params),
             local_parts(state["exp_avg"] for state in states),
             local_parts(state["exp_avg_sq"] for state in states),
             [state["step"] for state in states],
-            fused=group["fused"],
-            weight_decay=group["weight_decay"],
-            found_inf=self._finite.found_inf,
-        )
-
-    @staticmethod
-    def _adamw(
-        group: Group,
-        params: list[Tensor],
-        gradients: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        *,
-        fused: bool | None,
-        weight_decay: float,
-        found_inf: Tensor | None,
-    ) -> None:
-        """torch.optim.AdamW's own update."""
-        lr = group["lr"]
-        if fused and isinstance(lr, Tensor) and lr.device.type == "cpu":
-            lr = lr.item()
-        adamw(
-            params,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            foreach=None if fused else group["foreach"],
-            fused=fused,
-            has_complex=any(p.is_complex() for p in params),
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=group["eps"],
-            maximize=group["maximize"],
+            self._finite.found_inf,
         )
 
     def _update_batch(self, group: Group, manifold: geoopt.Manifold, batch: list[Tensor], projects: bool) -> None:
@@ -217,7 +178,7 @@ class RiemannianAdam(RiemannianOptimizer):
                 gradient = torch.sub(gradient, product, alpha=0.5, out=product)
             # the kernel's own count, unless it is masked: for all blocks at the last one
             steps = [state["step"] if rows is blocks[-1] else state["step"].clone() for state in states]
-            self._fused(
+            fused_adamw_(
                 group,
                 [part] if alone else list(part),
                 [gradient] if alone else list(gradient),
@@ -230,39 +191,6 @@ class RiemannianAdam(RiemannianOptimizer):
         linalg.reorthonormalize_(X, total, fixed=ahead, keep=found_inf)
         if not alone:
             torch._foreach_copy_(points, list(X))
-
-    @staticmethod
-    def _fused(
-        group: Group,
-        params: list[Tensor],
-        gradients: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-        found_inf: Tensor | None,
-    ) -> None:
-        """The kernel behind ``adamw(fused=True)``, whose sorting by device and dtype takes longer than a small point."""
-        lr = group["lr"]
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
-            params,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            amsgrad=False,
-            lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=0.0,
-            eps=group["eps"],
-            maximize=group["maximize"],
-            grad_scale=None,
-            found_inf=found_inf,
-        )
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def _direction(
         self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]

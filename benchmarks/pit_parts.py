@@ -1,0 +1,191 @@
+"""What of PIT's result is due to W_out E = I: the same model with the tie loosened, part by part.
+
+    python -m benchmarks.pit_parts --tokens 614400 1843200 --out benchmarks/results/pit-parts-cpu.json
+
+Every variant has PIT's recipe from scratch (docs/learning-rates.md), the same batches and seeds; none is tuned again.
+E = Z T⁻¹ and W_out = T Zᵀ in all of them, with Z or T of the two sides apart, Z off the manifold, or T a number. A run that is
+in the file already is not made again.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import manifold_tying as mt
+from benchmarks._command import commit
+from manifold_tying.models import Llama
+from manifold_tying.optim import param_groups
+from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training._build import rate_factor, transform_rates
+from manifold_tying.training._evaluation import evaluate
+from manifold_tying.training._machine import machine
+from manifold_tying.training._processes import Processes
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training._run_data import load_data, run_data
+
+MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
+
+
+def _stored(pit: mt.PIT, name: str) -> Any:
+    """What holds the stored tensor of ``memory`` or ``cholesky_factor``."""
+    lists: Any = pit.parametrizations
+    return lists[name]
+
+
+class Halves(mt.TokenInterface):
+    """E of one interface and W_out of another, which may share parameters."""
+
+    def __init__(self, lookup: mt.PIT, head: mt.PIT) -> None:
+        super().__init__(lookup.vocab_size, lookup.hidden_size)
+        self.lookup, self.head = lookup, head
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.lookup.embed(ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden)
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        return self.head.loss(hidden, targets, ignore_index=ignore_index)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        return self.lookup.materialize()[0], self.head.materialize()[1]
+
+
+class ScalarTransform(Halves):
+    """T = exp(s) I: one learned number sharpens the logits."""
+
+    def __init__(self, pit: mt.PIT) -> None:
+        _stored(pit, "cholesky_factor").original.requires_grad_(False)
+        super().__init__(pit, pit)
+        self.log_scale = nn.Parameter(torch.zeros(1))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids) * (-self.log_scale).exp()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden * self.log_scale.exp())
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        return super().loss(hidden * self.log_scale.exp(), targets, ignore_index=ignore_index)
+
+
+def _pit(vocab_size: int, hidden_size: int) -> mt.PIT:
+    return mt.PIT(vocab_size, hidden_size, memory="trainable", diagonal="exp")
+
+
+def _halves(shared: Sequence[str]) -> Callable[[int, int], mt.TokenInterface]:
+    """Two sides that start alike and share those of ``memory`` and ``cholesky_factor``."""
+
+    def build(vocab_size: int, hidden_size: int) -> mt.TokenInterface:
+        lookup = _pit(vocab_size, hidden_size)
+        head = copy.deepcopy(lookup)
+        for name in shared:
+            _stored(head, name).original = _stored(lookup, name).original
+        return Halves(lookup, head)
+
+    return build
+
+
+def _free(pit: mt.PIT) -> mt.PIT:
+    """Z without its manifold, an ordinary parameter that starts orthonormal."""
+    parametrize.remove_parametrizations(pit, "memory", leave_parametrized=True)
+    point = pit.memory.detach().clone()
+    del pit.memory
+    pit.register_parameter("memory", nn.Parameter(point))
+    return pit
+
+
+VARIANTS: dict[str, tuple[str, Callable[[int, int], mt.TokenInterface]]] = {
+    "pit": ("PIT: W_out E = I", _pit),
+    "two-transforms": ("a free T' on the head's side", _halves(["memory"])),
+    "two-memories": ("a free Z' on the head's side", _halves(["cholesky_factor"])),
+    "untied": ("free T' and Z' on the head's side", _halves([])),
+    "free-memory": ("Z off the manifold", lambda V, d: _free(_pit(V, d))),
+    "scalar": ("T a number", lambda V, d: ScalarTransform(_pit(V, d))),
+    "free-scalar": ("Z off the manifold, T a number", lambda V, d: ScalarTransform(_free(_pit(V, d)))),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the experiment."""
+
+    preset: str = "nano"
+    data: str = "stdlib"
+    tokens: tuple[int, ...] = (614_400, 1_843_200)
+    """Training tokens per run."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    seeds: int = 3
+    out: Path | None = None
+    """JSON file that results are added to."""
+
+
+def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, Any]:
+    """Validation loss at the end of one run, and ‖W_out E − I‖."""
+    steps = round(tokens / Settings().tokens_per_step)
+    given = Settings(preset=options.preset, data=options.data, steps=steps)
+    run = resolve(TrainConfig(out=Path("unused"), interface="pit-trainable", seed=seed, settings=given))
+    settings = run.settings
+    data = run_data(load_data(run), settings, seed)
+    torch.manual_seed(seed)
+    shape = settings.model
+    model = Llama(shape, VARIANTS[name][1](shape.vocab_size, shape.hidden_size))
+    memory = {"lr": settings.memory_lr, "slows_after": settings.memory_slows_after}
+    rates: dict[str, dict[str, Any]] = {f"*{MEMORY}": memory, "*interface*.memory": memory}
+    rates[f"*{FACTOR}"] = transform_rates(shape.hidden_size, settings, {})
+    rates["*log_scale"] = {"lr": settings.transform_lr}
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    used = {k: v for k, v in rates.items() if any(n.endswith(k.rpartition("*")[2]) for n in names)}
+    groups = param_groups(model, manifold_lr=settings.memory_lr, overrides=used)
+    assert settings.lr is not None and settings.betas is not None
+    optimizer = mt.optim.RiemannianAdam(groups, settings.lr, settings.betas)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    clipped = [p for n, p in model.named_parameters() if p.requires_grad and not n.endswith((MEMORY, ".memory"))]
+    for step in range(settings.steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * rate_factor(step, settings, group.get("slows_after"))
+        ids, targets = data.batches.batch(step)
+        optimizer.zero_grad()
+        model.loss(ids, targets).backward()
+        torch.nn.utils.clip_grad_norm_(clipped, settings.clip)
+        optimizer.step()
+    loss = evaluate(model.loss, data.held_out, torch.device("cpu"), Processes.of(settings))
+    E, W_out = model.interface.materialize()
+    off = (W_out.double() @ E.double() - torch.eye(shape.hidden_size)).norm().item()
+    return {"variant": name, "tokens": tokens, "seed": seed, "val_loss": loss, "delta_ti": off}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    kept: dict[str, Any] = {"rows": []}
+    if options.out is not None and options.out.exists():
+        kept = json.loads(options.out.read_text(encoding="utf-8"))
+    kept |= {
+        "preset": options.preset,
+        "data": options.data,
+        "commit": commit(),
+        "machine": machine(torch.device("cpu")),
+    }
+    there = {(row["variant"], row["tokens"], row["seed"]) for row in kept["rows"]}
+    for tokens in options.tokens:
+        for seed in range(options.seeds):
+            for name in options.variants:
+                if (name, tokens, seed) not in there:
+                    row = trained(options, name, tokens, seed)
+                    print(row, flush=True)
+                    kept["rows"].append(row)
+                    if options.out is not None:
+                        options.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

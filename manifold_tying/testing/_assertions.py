@@ -1,0 +1,71 @@
+"""Assertions with tolerances derived from dtype, size and condition number."""
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying.linalg import symmetric
+
+
+def rounding(dtype: torch.dtype, size: int, condition: float = 1.0) -> float:
+    """16 ε √size κ: the rounding error allowed in an entry of order 1 that is a sum of ``size`` products.
+
+    The error of a sum of n products grows like √n ε (Higham and Mary 2019). A problem of condition κ amplifies errors in its
+    data by κ. The factor 16 covers a chain of several such operations.
+    """
+    return 16 * torch.finfo(dtype).eps * max(size, 1) ** 0.5 * condition
+
+
+def _require(error: Tensor | float, allowed: float, what: str) -> None:
+    """AssertionError unless error <= allowed; NaN fails."""
+    error = float(torch.as_tensor(error).max()) if torch.as_tensor(error).numel() else 0.0
+    if not error <= allowed:
+        raise AssertionError(f"{what} is {error:.3g}; rounding allows {allowed:.3g}")
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
+    """The largest difference is at most :func:`rounding` times the largest entry of ``expected``, 1 at least."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
+    if actual.numel():
+        wide = actual.detach().double(), expected.detach().double()
+        size = max(1.0, wide[1].abs().max().item())
+        dtype = min(actual.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).bits)
+        rows = actual.shape[-1] if actual.ndim else 1
+        _require((wide[0] - wide[1]).abs().max() / size, rounding(dtype, rows, condition), f"{what}: the difference")
+
+
+def assert_orthonormal(X: Tensor) -> None:
+    """Orthonormal columns, or rows where X (..., n, p) is wide: the defect ‖XᵀX - I‖_F / √p is at most :func:`rounding` (n)."""
+    tall = X.detach().mT if X.shape[-2] < X.shape[-1] else X.detach()
+    _require(linalg.defect(tall), rounding(X.dtype, tall.shape[-2]), "the defect ‖XᵀX - I‖_F / √p")
+
+
+def assert_spd(T: Tensor) -> None:
+    """T (..., d, d) is symmetric to rounding and its eigenvalues are positive."""
+    wide = T.detach().double()
+    size = wide.abs().amax().item() if wide.numel() else 0.0
+    allowed = rounding(T.dtype, T.shape[-1])
+    _require((wide - wide.mT).abs().max() / max(size, 1e-300), allowed, "the asymmetry ‖T - Tᵀ‖_max / ‖T‖_max")
+    lowest = torch.linalg.eigvalsh(symmetric(wide))[..., 0].min().item()
+    # an eigenvalue smaller than T's rounding can come out negative
+    if not lowest > -allowed * size or size == 0:
+        raise AssertionError(f"the smallest eigenvalue is {lowest:.3g}, expected a positive one")
+
+
+def assert_interface_consistent(E: Tensor, W_out: Tensor) -> None:
+    """W_out E = I to rounding: ‖W_out E - I‖_F / √d at most :func:`rounding` (V) times ‖W_out‖ ‖E‖ (PIT, equation 6)."""
+    wide = W_out.detach().double(), E.detach().double()
+    d = E.shape[-1]
+    condition = float(torch.linalg.matrix_norm(wide[0], 2) * torch.linalg.matrix_norm(wide[1], 2))
+    error = torch.linalg.matrix_norm(wide[0] @ wide[1] - torch.eye(d, dtype=torch.float64, device=E.device)) / d**0.5
+    _require(error, rounding(E.dtype, E.shape[0], condition), "‖W_out E - I‖_F / √d")
+
+
+def assert_same_spectrum(actual: Tensor, expected: Tensor) -> None:
+    """Both matrices (..., n, p) have the same singular values, like W = R W0 P and W0 with orthogonal R and P (POET)."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
+    ours, theirs = (torch.linalg.svdvals(a.detach().double()) for a in (actual, expected))
+    allowed = rounding(actual.dtype, max(actual.shape[-2:]))
+    _require((ours - theirs).abs().max() / theirs.max(), allowed, "the largest relative difference of singular values")

@@ -1,0 +1,80 @@
+"""Contracts: lists of laws, each of which hypothesis tries to break separately."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+Subject = TypeVar("Subject")
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+class NotApplicable(Exception):
+    """Raised by a law that does not apply to the subject or the example."""
+
+
+@dataclass(frozen=True)
+class Law(Generic[Subject]):
+    """A named property: ``holds(subject, draw)`` takes examples from ``draw`` and raises if one breaks it."""
+
+    name: str
+    holds: Callable[[Subject, Draw], None]
+
+
+class BrokenLaws(AssertionError):
+    """One or more laws of a contract are broken.
+
+    ``broken`` maps each law's name to the error and the smallest example that causes it.
+    """
+
+    def __init__(self, subject: str, broken: dict[str, str]) -> None:
+        self.broken = broken
+        laws = "".join(f"\n\n{name}\n    {text}" for name, text in broken.items())
+        super().__init__(f"{subject} breaks {len(broken)} law{'s' * (len(broken) > 1)}:{laws}")
+
+
+def check(laws: Sequence[Law[Subject]], subject: Subject, label: str, skip: Collection[str]) -> None:
+    """Check every law except those in ``skip``, with hypothesis' current profile.
+
+    Raises:
+        BrokenLaws: lists all broken laws.
+        ValueError: a name in ``skip`` is not a law of this contract.
+    """
+    if unknown := set(skip) - {law.name for law in laws}:
+        names = "".join(f"\n  {law.name}" for law in laws)
+        raise ValueError(
+            f"expected laws of this contract in skip=, got {', '.join(sorted(unknown))}; there are:{names}"
+        )
+    broken = {law.name: text for law in laws if law.name not in skip and (text := _what_breaks(law, subject))}
+    if broken:
+        raise BrokenLaws(label, broken)
+
+
+def _what_breaks(law: Law[Subject], subject: Subject) -> str:
+    """The error and the smallest example that breaks the law; empty if none was found."""
+    drawn: list[str] = []
+
+    @settings(deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def law_holds(data: st.DataObject) -> None:
+        drawn.clear()
+
+        def draw(strategy: st.SearchStrategy[Any]) -> Any:
+            value = data.draw(strategy)
+            drawn.append(repr(value))
+            return value
+
+        try:
+            law.holds(subject, draw)
+        except NotApplicable:
+            return
+
+    try:
+        law_holds()
+    except Exception as error:  # any exception from user code breaks the law
+        first = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+        example = " ".join(f"{i}: {text}" for i, text in enumerate(drawn, start=1))
+        return f"{first}{error}" + (f"\n    example: {example}" if drawn else "")
+    return ""

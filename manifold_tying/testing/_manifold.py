@@ -1,0 +1,317 @@
+"""The contract of a manifold."""
+
+import functools
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import geoopt
+import numpy as np
+import scipy.stats
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from manifold_tying.testing._assertions import assert_close
+from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
+from manifold_tying.testing._manifold_subject import (
+    CHAIN,
+    Subject,
+    assert_on_manifold,
+    assert_tangent,
+    event,
+    implemented,
+    inner,
+    metric_condition,
+    projected,
+    unit_vector,
+)
+from manifold_tying.testing._strategies import BATCHES, SEEDS, ambient, points, random_point
+
+LENGTHS = (1.0, 0.0, 1e-9, 0.1, 3.0, 1e4)  # of tangent vectors passed to retr
+
+
+def _close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
+    assert_close(actual, expected, what, CHAIN * condition)
+
+
+def _projection_lands(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    assert_on_manifold(subject.manifold, projected(subject, x + draw(st.sampled_from([0.1, 1e-6, 0.5])) * v))
+
+
+def _projection_keeps(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    y = projected(subject, x + 0.3 * v)
+    _close(subject.manifold.projx(x), x, "projx(x) - x")
+    _close(subject.manifold.projx(y), y, "projx(projx(y)) - projx(y)")
+
+
+def _projection_is_nearest(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    outside = x + 0.1 * v
+    nearest = projected(subject, outside)
+
+    def distance(y: Tensor) -> Tensor:
+        return (outside - y).square().sum(event(subject)).sqrt()
+
+    others = [x, *(subject.manifold.retr(nearest, subject.tangent(draw, nearest, size)) for size in (0.3, 1e-2))]
+    for other in others:
+        excess = (distance(nearest) - distance(other)).max().item()
+        if excess > 1e-7:  # the distance is flat near its minimum
+            raise AssertionError(f"another point of the manifold is nearer by {excess:.3g} than projx(y)")
+
+
+def _vectors_are_tangent(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    u = subject.manifold.proju(x, v)
+    assert_tangent(subject.manifold, x, u)
+    assert_tangent(subject.manifold, x, subject.manifold.egrad2rgrad(x, v))
+    _close(subject.manifold.proju(x, u), u, "proju(x, u) - u for a tangent u")
+
+
+def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    u = subject.tangent(draw, x)
+    normal = v - subject.manifold.proju(x, v)
+    product = inner(subject, x, normal, u)
+    _close(product, torch.zeros_like(product), "<v - proju(x, v), u>", metric_condition(subject, x))
+
+
+def _gradient_is_for_the_metric(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    u = subject.tangent(draw, x)
+    product = inner(subject, x, subject.manifold.egrad2rgrad(x, v), u)
+    _close(product, (v * u).sum(event(subject)), "<egrad2rgrad(x, v), u>_x - tr vᵀu", metric_condition(subject, x))
+
+
+def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
+    x, _ = subject.draw(draw)
+    u, v, w = (subject.tangent(draw, x) for _ in range(3))
+    product, condition = functools.partial(inner, subject), metric_condition(subject, x)
+    _close(product(x, u, v), product(x, v, u), "<u, v> - <v, u>", condition)
+    _close(
+        product(x, u + 2 * w, v), product(x, u, v) + 2 * product(x, w, v), "<u + 2w, v> - <u, v> - 2<w, v>", condition
+    )
+    _close(product(x, u), product(x, u, u), "<u> - <u, u>", condition)
+    lengths, moved = product(x, u), u.abs().amax(event(subject)) > 1e-6
+    if (lengths[moved] <= 0).any() or (lengths < -1e-12).any():
+        raise AssertionError(f"<u, u> is {lengths.min().item():.3g} for a tangent u that is not 0")
+
+
+def _retraction_lands(subject: Subject, draw: Draw) -> None:
+    x, _ = subject.draw(draw)
+    assert_on_manifold(
+        subject.manifold, subject.manifold.retr(x, draw(st.sampled_from(LENGTHS)) * unit_vector(subject, draw, x))
+    )
+
+
+def _retraction_starts_at_the_point(subject: Subject, draw: Draw) -> None:
+    x, _ = subject.draw(draw)
+    _close(subject.manifold.retr(x, torch.zeros_like(x)), x, "retr(x, 0) - x")
+
+
+def _retraction_moves_along(subject: Subject, draw: Draw) -> None:
+    _moves_along(subject, draw, subject.manifold.retr, "retr")
+
+
+def _geodesic_moves_along(subject: Subject, draw: Draw) -> None:
+    _moves_along(subject, draw, implemented(subject.manifold.expmap), "expmap")
+
+
+def _moves_along(subject: Subject, draw: Draw, move: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
+    x, _ = subject.draw(draw)
+    u, h = unit_vector(subject, draw, x), 1e-4
+    difference = (move(x, h * u) - move(x, -h * u)) / (2 * h)
+    _require_near(difference, u, 1e-5, f"the derivative of {name}(x, t u) at t = 0, minus u,")
+
+
+def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    u = draw(st.sampled_from([0.0, 0.3])) * unit_vector(subject, draw, x)
+    direction = unit_vector(subject, draw, x)
+    leaf, h = u.clone().requires_grad_(), 1e-5
+    (subject.manifold.retr(x, leaf) * v).sum().backward()
+    if leaf.grad is None:
+        raise AssertionError("retr(x, u) has no gradient with respect to u")
+    slope = ((subject.manifold.retr(x, u + h * direction) - subject.manifold.retr(x, u - h * direction)) * v).sum() / (
+        2 * h
+    )
+    _require_near((leaf.grad * direction).sum(), slope, 1e-5, "the gradient of retr, minus the difference quotient,")
+
+
+def _retraction_has_its_order(subject: Subject, draw: Draw) -> None:
+    expmap = implemented(subject.manifold.expmap)
+    x, _ = subject.draw(draw)
+    u = unit_vector(subject, draw, x)
+    times = np.logspace(-2.5, -1.5, 5)
+    errors = [(subject.manifold.retr(x, t * u) - expmap(x, t * u)).abs().max().item() for t in times]
+    if max(errors) < 1e-12:
+        return
+    slope = float(np.polyfit(np.log(times), np.log(np.maximum(errors, 1e-300)), 1)[0])
+    if slope < subject.order + 0.9:  # 0.1 covers higher-order terms at t = 0.03
+        raise AssertionError(
+            f"retr(x, t u) leaves the geodesic like t^{slope:.2f}; a retraction of order {subject.order} does like "
+            f"t^{subject.order + 1}"
+        )
+
+
+def _logarithm_inverts(subject: Subject, draw: Draw) -> None:
+    logmap, expmap = implemented(subject.manifold.logmap), implemented(subject.manifold.expmap)
+    x, _ = subject.draw(draw)
+    u = 0.5 * unit_vector(subject, draw, x)
+    _require_near(logmap(x, expmap(x, u)), u, 1e-6, "logmap(x, expmap(x, u)) - u")
+
+
+def _transport_is_tangent(subject: Subject, draw: Draw) -> None:
+    x, y, u = _transported(subject, draw)
+    assert_tangent(subject.manifold, y, subject.manifold.transp(x, y, u))
+
+
+def _transport_is_linear(subject: Subject, draw: Draw) -> None:
+    x, y, u = _transported(subject, draw)
+    w, transp = subject.tangent(draw, x), subject.manifold.transp
+    _close(transp(x, y, u + 2 * w), transp(x, y, u) + 2 * transp(x, y, w), "transp(u + 2w) - transp(u) - 2 transp(w)")
+
+
+def _transported(subject: Subject, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    x, _ = subject.draw(draw)
+    return x, subject.manifold.retr(x, 0.7 * unit_vector(subject, draw, x)), subject.tangent(draw, x)
+
+
+def _batch_is_its_elements(subject: Subject, draw: Draw) -> None:
+    x = draw(points(subject.manifold, (3, *subject.shape), device=subject.device))
+    v = draw(ambient((3, *subject.shape), device=subject.device))
+    u = subject.manifold.proju(x, v)
+    maps: dict[str, Callable[..., Tensor]] = {
+        "projx": lambda x, u, v: projected(subject, x + 0.01 * v),
+        "proju": lambda x, u, v: subject.manifold.proju(x, v),
+        "egrad2rgrad": lambda x, u, v: subject.manifold.egrad2rgrad(x, v),
+        "retr": lambda x, u, v: subject.manifold.retr(x, 0.3 * u),
+        "inner": lambda x, u, v: inner(subject, x, u, u),
+    }
+    for name, function in maps.items():
+        together, alone = function(x, u, v), torch.stack([function(*one) for one in zip(x, u, v, strict=True)])
+        _close(together, alone, f"{name} of a batch, minus that of its elements")
+
+
+def _dtype_and_device_stay(subject: Subject, draw: Draw) -> None:
+    for dtype in (torch.float64, torch.float32):
+        x, v = subject.draw(draw, dtype)
+        u = subject.manifold.proju(x, v)
+        y = subject.manifold.retr(x, 0.3 * u)
+        results = {
+            "random": x, "proju": u, "retr": y, "projx": subject.manifold.projx(x), "transp": subject.manifold.transp(x, y, u),
+            "egrad2rgrad": subject.manifold.egrad2rgrad(x, v), "inner": subject.manifold.inner(x, u),
+        }  # fmt: skip
+        for name, result in results.items():
+            if (result.dtype, result.device.type) != (dtype, v.device.type):
+                raise AssertionError(f"{name} of {dtype} on {v.device} is {result.dtype} on {result.device}")
+        assert_on_manifold(subject.manifold, y)
+
+
+def _checks_see_what_is_off(subject: Subject, draw: Draw) -> None:
+    x, v = subject.draw(draw)
+    if subject.manifold.check_point_on_manifold(x * math.nan):
+        raise AssertionError("check_point_on_manifold accepts NaN")
+    normal = v - subject.manifold.proju(x, v)
+    size = normal.norm()
+    if size < 1e-3 * v.norm():  # an open set: every vector is tangent
+        return
+    if subject.manifold.check_vector_on_tangent(x, v):
+        raise AssertionError("check_vector_on_tangent accepts a vector with a normal part")
+    if subject.manifold.check_point_on_manifold(x + normal / size):
+        raise AssertionError("check_point_on_manifold accepts x + n with a normal n of length 1")
+
+
+def _random_points_are_points(subject: Subject, draw: Draw) -> None:
+    shape = (*draw(st.sampled_from(BATCHES)), *subject.shape)
+    x = implemented(subject.manifold.random)(*shape, dtype=torch.float64, device=subject.device)
+    if tuple(x.shape) != shape:
+        raise AssertionError(f"random{shape} has the shape {tuple(x.shape)}")
+    assert_on_manifold(subject.manifold, x.detach().as_subclass(Tensor))
+    again = subject.manifold.random(*shape, dtype=torch.float64, device=subject.device)
+    if math.prod(subject.shape) > 1 and torch.equal(x, again):
+        raise AssertionError("random gives the same point twice")
+
+
+def _random_points_are_uniform(subject: Subject, draw: Draw) -> None:
+    """X and QX have the same distribution for orthogonal Q: two-sample Kolmogorov-Smirnov tests with p > 1e-12.
+
+    A thorough run makes tens of thousands of these tests, so a larger bound gives false alarms.
+    """
+    if not subject.uniform:
+        raise NotApplicable
+    n = subject.shape[-2] if len(subject.shape) > 1 else subject.shape[-1]
+    x = random_point(subject.manifold, (4000, *subject.shape), draw(SEEDS), torch.float64, subject.device)
+    Q = torch.linalg.qr(draw(ambient((n, n), device=subject.device)))[0]
+    X = x.view(len(x), n, -1)
+    turned = Q @ X
+    for i in range(X.shape[-1]):
+        for j in range(i + 1):
+            ours, theirs = (a[:, 0, i] + a[:, -1, j] for a in (X, turned))
+            p = scipy.stats.ks_2samp(ours.cpu().numpy(), theirs.cpu().numpy()).pvalue
+            if p < 1e-12:
+                raise AssertionError(f"X and QX have different distributions for an orthogonal Q, p = {p:.1g}")
+
+
+def _require_near(actual: Tensor, expected: Tensor, allowed: float, what: str) -> None:
+    error = (actual - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    if not error <= allowed:
+        raise AssertionError(f"{what} is {error:.3g}; allowed is {allowed:.0e}")
+
+
+MANIFOLD_LAWS: tuple[Law[Subject], ...] = (
+    Law("the checks reject what is off the manifold", _checks_see_what_is_off),
+    Law("random points are on the manifold", _random_points_are_points),
+    Law("random points are uniform", _random_points_are_uniform),
+    Law("projx lands on the manifold", _projection_lands),
+    Law("projx is idempotent", _projection_keeps),
+    Law("projx is the nearest point", _projection_is_nearest),
+    Law("proju and egrad2rgrad give tangent vectors", _vectors_are_tangent),
+    Law("proju is orthogonal", _projection_is_orthogonal),
+    Law("egrad2rgrad is the gradient for the metric", _gradient_is_for_the_metric),
+    Law("inner is a metric", _inner_is_a_metric),
+    Law("retr lands on the manifold", _retraction_lands),
+    Law("retr(x, 0) is x", _retraction_starts_at_the_point),
+    Law("retr moves along the vector", _retraction_moves_along),
+    Law("retr has its order", _retraction_has_its_order),
+    Law("retr has a gradient", _retraction_has_a_gradient),
+    Law("expmap moves along the vector", _geodesic_moves_along),
+    Law("logmap inverts expmap", _logarithm_inverts),
+    Law("transp gives tangent vectors", _transport_is_tangent),
+    Law("transp is linear", _transport_is_linear),
+    Law("a batch equals its elements", _batch_is_its_elements),
+    Law("dtype and device are preserved", _dtype_and_device_stay),
+)
+
+
+def check_manifold(
+    manifold: geoopt.Manifold,
+    shape: tuple[int, ...],
+    *,
+    order: int = 1,
+    uniform: bool = False,
+    device: Any = None,
+    skip: Collection[str] = (),
+) -> None:
+    """Check every law of ``MANIFOLD_LAWS`` on random points, single and batched.
+
+    Args:
+        manifold: a ``geoopt.Manifold``.
+        shape: shape of one point.
+        order: order of the retraction: retr(x, t u) is within O(t^(order + 1)) of the geodesic. Ignored without an expmap.
+        uniform: claim that the distribution of random points is invariant under rotations, x -> Qx.
+        device: device of the points.
+        skip: names of laws to leave out.
+
+    Raises:
+        BrokenLaws: names each broken law and the smallest example.
+        ValueError: a name in ``skip`` is not a law, or no point has that shape.
+
+    >>> check_manifold(Stiefel("polar"), (5, 2), order=2, uniform=True)
+    """
+    ok, reason = manifold.check_point(torch.empty(shape), explain=True)
+    if not ok:
+        raise ValueError(f"expected the shape of a point of {manifold}, got {shape}: {reason}")
+    check(MANIFOLD_LAWS, Subject(manifold, shape, order, uniform, device), f"{manifold} at {shape}", skip)

@@ -1,0 +1,106 @@
+"""A manifold under check, and what its laws and those of optimizers share."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import geoopt
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from manifold_tying.testing._assertions import rounding
+from manifold_tying.testing._laws import Draw, NotApplicable
+from manifold_tying.testing._strategies import BATCHES, ambient, points, tangent_vectors, unit
+
+# Manifold operations chain decompositions and solves; rounding() alone bounds one product.
+CHAIN = 1e3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The manifold, the shape of a point, and what the caller claims about them."""
+
+    manifold: geoopt.Manifold
+    shape: tuple[int, ...]
+    order: int
+    uniform: bool
+    device: Any
+
+    def draw(self, draw: Draw, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """A point, or a batch of them, and ambient vectors of length about 1."""
+        shape = (*draw(st.sampled_from(BATCHES)), *self.shape)
+        x = draw(points(self.manifold, shape, dtype=dtype, device=self.device))
+        v = draw(ambient(shape, dtype=dtype, device=self.device))
+        return x, v / math.prod(self.shape) ** 0.5
+
+    def tangent(self, draw: Draw, x: Tensor, size: float = 1.0) -> Tensor:
+        return draw(tangent_vectors(self.manifold, x, size=size))
+
+
+def assert_on_manifold(manifold: geoopt.Manifold, x: Tensor) -> None:
+    """The manifold's own point check passes with a tolerance of 1000 times :func:`rounding`."""
+    atol = _allowed(x)
+    ok, reason = manifold.check_point_on_manifold(x, explain=True, atol=atol, rtol=atol)
+    if not ok:
+        raise AssertionError(f"not on {manifold}: {reason}")
+
+
+def assert_tangent(manifold: geoopt.Manifold, x: Tensor, u: Tensor) -> None:
+    """The manifold's own tangent check passes with a tolerance of 1000 times :func:`rounding`, scaled by x and u."""
+    atol = _allowed(x) * max(1.0, float(u.abs().max()) * max(1.0, float(x.abs().max()))) if u.numel() else 0.0
+    ok, reason = manifold.check_vector_on_tangent(x, u, explain=True, atol=atol, rtol=atol)
+    if not ok:
+        raise AssertionError(f"not tangent to {manifold}: {reason}")
+
+
+def _allowed(x: Tensor) -> float:
+    return rounding(x.dtype, max(x.shape[-2:], default=1), CHAIN)
+
+
+def inner(subject: Subject, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
+    product, batch = subject.manifold.inner(x, u, v), x.shape[: -len(subject.shape)]
+    if product.shape != batch:
+        raise AssertionError(
+            f"inner of points {tuple(x.shape)} has the shape {tuple(product.shape)}, not {tuple(batch)}"
+        )
+    return product
+
+
+def projected(subject: Subject, outside: Tensor) -> Tensor:
+    """projx; it may raise ValueError if no nearest point exists, e.g. for -1 and positive definite matrices."""
+    try:
+        return subject.manifold.projx(outside)
+    except ValueError:
+        raise NotApplicable from None
+
+
+def event(subject: Subject) -> tuple[int, ...]:
+    return tuple(range(-len(subject.shape), 0))
+
+
+def unit_vector(subject: Subject, draw: Draw, x: Tensor) -> Tensor:
+    """A tangent vector of length 1 in the metric, shortened until no entry exceeds 1."""
+    u = subject.manifold.proju(x, draw(ambient(tuple(x.shape), dtype=x.dtype, device=x.device)))
+    u = unit(subject.manifold, x, u)
+    return u / u.abs().max().clamp_min(1.0)
+
+
+def metric_condition(subject: Subject, x: Tensor) -> float:
+    """Error amplification of the metric: the squared condition number of a matrix, the conformal factor of a vector."""
+    if len(subject.shape) < 2:
+        return 1 / max(1e-6, float((1 - x.square().sum(-1)).abs().min())) ** 2
+    return float(torch.linalg.cond(x.detach()).max()) ** 2
+
+
+def implemented(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method; its NotImplementedError skips the law."""
+
+    def call(*args: Any, **options: Any) -> Tensor:
+        try:
+            return method(*args, **options)
+        except NotImplementedError:
+            raise NotApplicable from None
+
+    return call

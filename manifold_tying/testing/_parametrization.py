@@ -1,0 +1,242 @@
+"""The contract of a constraint that is registered through torch.nn.utils.parametrize."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from manifold_tying.optim import RiemannianAdam
+from manifold_tying.parametrizations import materialize, parametrized
+from manifold_tying.testing._assertions import assert_close
+from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
+from manifold_tying.testing._strategies import SEEDS, ambient
+
+CHAIN = 1e2  # condition numbers of random weights
+
+
+@contextmanager
+def _may_refuse() -> Iterator[None]:
+    """A constraint may reject a weight by a ValueError, e.g. -I has no positive definite matrix near it."""
+    try:
+        yield
+    except ValueError:
+        raise NotApplicable from None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The constraint, the plain layer, the parameter's name, and an assertion for constrained weights."""
+
+    put_on: Callable[[Any], Any]
+    layer: nn.Module
+    name: str
+    holds: Callable[[Tensor], None] | None
+
+    def build(self, draw: Draw) -> nn.Module:
+        """A constrained copy of the layer with a random weight."""
+        module = copy.deepcopy(self.layer)
+        with torch.no_grad():
+            getattr(module, self.name).copy_(draw(ambient(tuple(self.weight(module).shape))))
+        with _may_refuse():
+            return self.put_on(module)
+
+    def moved(self, draw: Draw) -> nn.Module:
+        """Like build(), after a few training steps."""
+        module = self.build(draw)
+        train(module, self.name, draw(SEEDS), draw(st.sampled_from([1, 3])))
+        return module
+
+    def weight(self, module: nn.Module) -> Tensor:
+        """The constrained weight, detached."""
+        return getattr(module, self.name).detach().clone()
+
+    def check_weight(self, module: nn.Module) -> None:
+        """Raise if the weight violates the constraint."""
+        if self.holds is None:
+            raise NotApplicable
+        self.holds(self.weight(module))
+
+
+def train(module: nn.Module, name: str, seed: int, steps: int) -> None:
+    """Take Riemannian Adam steps on random linear losses; for a trivialization this is AdamW."""
+    optimizer = RiemannianAdam(module.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weight = getattr(module, name)
+        C = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        (weight * C).sum().backward()
+        optimizer.step()
+
+
+def _keeps_shape_and_dtype(subject: Subject, draw: Draw) -> None:
+    before, after = subject.weight(subject.layer), subject.weight(subject.build(draw))
+    if (after.shape, after.dtype) != (before.shape, before.dtype):
+        raise AssertionError(
+            f"the weight was {tuple(before.shape)} of {before.dtype}, it becomes {tuple(after.shape)} of {after.dtype}"
+        )
+
+
+def _holds(subject: Subject, draw: Draw) -> None:
+    module = subject.build(draw)
+    subject.check_weight(module)
+    before = subject.weight(module)
+    train(module, subject.name, draw(SEEDS), draw(st.sampled_from([1, 3, 20])))
+    subject.check_weight(module)
+    if before.numel() > 1 and torch.equal(subject.weight(module), before):
+        raise AssertionError("training does not move the weight")
+
+
+def _assigning_projects(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    weight = subject.weight(module)
+    with _may_refuse():
+        setattr(module, subject.name, draw(ambient(tuple(weight.shape))).to(weight.dtype))
+    subject.check_weight(module)
+
+
+def _assigning_itself_changes_nothing(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    before = subject.weight(module)
+    setattr(module, subject.name, before)
+    assert_close(subject.weight(module), before, "module.weight = module.weight", CHAIN)
+
+
+def _state_dict_keeps(subject: Subject, draw: Draw) -> None:
+    module, other = subject.moved(draw), subject.build(draw)
+    torch.save(module.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    _require_equal(subject, other, module, "a layer that loaded the state_dict")
+
+
+def _copies_are_equal_and_independent(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    before, twin = subject.weight(module), copy.deepcopy(module)
+    _require_equal(subject, twin, module, "a deep copy")
+    train(twin, subject.name, draw(SEEDS), 1)
+    if not torch.equal(subject.weight(module), before):
+        raise AssertionError("training a deep copy changes the original")
+    _plain(twin)
+    if not torch.equal(subject.weight(module), before):
+        raise AssertionError("removing the constraint from a deep copy changes the original")
+
+
+def _pickle_keeps_or_refuses(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    try:
+        dumped = pickle.dumps(module)
+    except RuntimeError:  # as torch's own parametrizations refuse
+        raise NotApplicable from None
+    _require_equal(subject, pickle.loads(dumped), module, "a pickled layer")
+
+
+def _dtype_changes_keep(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    before = subject.weight(module)
+    module.double()
+    assert_close(subject.weight(module).to(before.dtype), before, "the weight after .double()", CHAIN)
+    module.to(before.dtype)
+    assert_close(subject.weight(module), before, "the weight after .double() and back", CHAIN)
+
+
+def _plain_layer_keeps(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw)
+    before = subject.weight(module)
+    keys = set(subject.layer.state_dict())
+    _plain(module)
+    if set(module.state_dict()) != keys or not isinstance(getattr(module, subject.name), nn.Parameter):
+        raise AssertionError("after removing the constraint the layer has other parameters than before")
+    if not torch.equal(subject.weight(module), before):
+        raise AssertionError("removing the constraint changes the weight")
+
+
+def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
+    module = subject.moved(draw).double()
+    parts = parametrized(module)[subject.name]
+    if not isinstance(parts.original, Tensor):
+        raise NotApplicable
+    stored = parts.original
+    C, direction = draw(ambient(tuple(subject.weight(module).shape))), draw(ambient(tuple(stored.shape)))
+
+    def loss() -> Tensor:
+        return (getattr(module, subject.name) * C).sum()
+
+    (gradient,) = torch.autograd.grad(loss(), stored)
+    start, h, sides = stored.detach().clone(), 1e-6, []
+    for side in (1, -1):
+        with torch.no_grad():
+            stored.copy_(start + side * h * direction)
+            sides.append(loss())
+    quotient, ours = (sides[0] - sides[1]) / (2 * h), (gradient * direction).sum()
+    error = float((ours - quotient).abs()) / max(1.0, float(quotient.abs()))
+    if not error < 1e-5:
+        raise AssertionError(f"the gradient is {ours:.6g} along a direction, the difference quotient {quotient:.6g}")
+
+
+def _plain(module: nn.Module) -> None:
+    """Remove the constraint, ours or any other."""
+    materialize(module)
+    if parametrize.is_parametrized(module):
+        for name in list(parametrized(module)):
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+
+
+def _require_equal(subject: Subject, actual: nn.Module, expected: nn.Module, what: str) -> None:
+    difference = (subject.weight(actual) - subject.weight(expected)).abs().max()
+    if not difference == 0:
+        raise AssertionError(f"{what} has a weight that differs by {difference:.3g}")
+
+
+PARAMETRIZATION_LAWS: tuple[Law[Subject], ...] = (
+    Law("shape and dtype are preserved", _keeps_shape_and_dtype),
+    Law("the constraint holds, at once and after training", _holds),
+    Law("assigning projects", _assigning_projects),
+    Law("assigning the current weight changes nothing", _assigning_itself_changes_nothing),
+    Law("gradients match finite differences", _gradients_are_difference_quotients),
+    Law("state_dict preserves the weight", _state_dict_keeps),
+    Law("deep copies are equal and independent", _copies_are_equal_and_independent),
+    Law("pickling preserves the weight or is refused", _pickle_keeps_or_refuses),
+    Law("dtype changes preserve the weight", _dtype_changes_keep),
+    Law("removing the constraint preserves the weight", _plain_layer_keeps),
+)
+
+
+def check_parametrization(
+    put_on: Callable[[Any], Any],
+    layer: nn.Module,
+    name: str = "weight",
+    *,
+    holds: Callable[[Tensor], None] | None = None,
+    skip: Collection[str] = (),
+) -> None:
+    """Check every law of ``PARAMETRIZATION_LAWS`` on copies of a layer with random weights.
+
+    Args:
+        put_on: constrains ``layer.name`` in place through ``torch.nn.utils.parametrize`` and returns the layer.
+        layer: a plain layer, float32 or wider. It is not modified.
+        name: the constrained parameter.
+        holds: raises if a weight violates the constraint, for instance :func:`assert_orthonormal`. If None, the laws that
+            need it are skipped.
+        skip: names of laws to leave out.
+
+    Raises:
+        BrokenLaws: names each broken law and the smallest example.
+        ValueError: a name in ``skip`` is not a law; ``put_on`` registers no parametrization of ``layer.name``.
+
+    >>> check_parametrization(orthogonal, nn.Linear(3, 5), holds=assert_orthonormal)
+    """
+    label = f"{getattr(put_on, '__name__', 'the constraint')} on {type(layer).__name__}.{name}"
+    if not parametrize.is_parametrized(put_on(copy.deepcopy(layer)), name):
+        raise ValueError(
+            f"expected put_on to register a parametrization of {type(layer).__name__}.{name}; it has none after it"
+        )
+    check(PARAMETRIZATION_LAWS, Subject(put_on, layer, name, holds), label, skip)

@@ -1,0 +1,124 @@
+"""Strategies for shapes, matrices, points and vectors. They shrink towards small and well-conditioned examples."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import geoopt
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+SEEDS = st.integers(0, 2**31 - 1)
+BATCHES: Sequence[tuple[int, ...]] = ((), (1,), (3,), (2, 2))
+
+
+def tall_shapes(
+    *, max_columns: int = 8, max_extra: int = 12, batched: bool = True
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes (..., n, p) with 1 <= p <= max_columns and p <= n <= p + max_extra."""
+    batches = st.sampled_from(BATCHES if batched else BATCHES[:1])
+    sizes = st.tuples(st.integers(1, max_columns), st.integers(0, max_extra))
+    return st.builds(lambda batch, size: (*batch, sum(size), size[0]), batches, sizes)
+
+
+@st.composite
+def matrices(
+    draw: Any, shape: tuple[int, ...], *, condition: float = 1e3, scale: float = 1.0, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Matrices U diag(h) Vᵀ of a given shape (..., n, p), with U and V uniform and h from scale / condition to scale.
+
+    Args:
+        draw: supplied by hypothesis.
+        shape: shape of the result, tall or wide.
+        condition: upper bound of the condition number, which shrinks to 1.
+        scale: the largest singular value.
+        dtype: dtype of the result; it is computed in float64.
+    """
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+    decades = draw(st.floats(0, math.log10(condition)))
+    *batch, n, p = shape
+    small = min(n, p)
+    U, V = (_orthonormal(generator, *batch, rows, small) for rows in (n, p))
+    h = torch.logspace(0, -decades, small, dtype=torch.float64)
+    return (scale * (U * h) @ V.mT).to(dtype)
+
+
+def _orthonormal(generator: torch.Generator, *shape: int) -> Tensor:
+    Q, R = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+
+
+@st.composite
+def spd_matrices(draw: Any, d: int, *, condition: float = 1e3, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Symmetric positive definite (d, d), eigenvalues around 1, condition number up to ``condition``. Shrinks to I."""
+    Q = _orthonormal(torch.Generator().manual_seed(draw(SEEDS)), d, d)
+    half = draw(st.floats(0, math.log10(condition))) / 2
+    T = (Q * torch.logspace(-half, half, d, dtype=torch.float64)) @ Q.mT
+    return ((T + T.mT) / 2).to(dtype)
+
+
+@st.composite
+def skew_vectors(draw: Any, b: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The b (b - 1) / 2 entries below the diagonal of a skew-symmetric (b, b): normal, times a factor from 0 to ``scale``."""
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+    entries = torch.randn(b * (b - 1) // 2, generator=generator, dtype=torch.float64)
+    return (draw(st.floats(0, scale)) * entries).to(dtype)
+
+
+def token_ids(vocab_size: int, *, max_dims: int = 2, max_side: int = 5) -> st.SearchStrategy[Tensor]:
+    """int64 ids below vocab_size, of 0 to ``max_dims`` dimensions; some are empty."""
+    shapes = st.lists(st.integers(0, max_side), max_size=max_dims)
+    return shapes.flatmap(
+        lambda shape: st.lists(
+            st.integers(0, vocab_size - 1), min_size=math.prod(shape), max_size=math.prod(shape)
+        ).map(lambda ids: torch.tensor(ids, dtype=torch.int64).view(shape))
+    )
+
+
+@st.composite
+def ambient(draw: Any, shape: tuple[int, ...], *, dtype: torch.dtype = torch.float64, device: Any = None) -> Tensor:
+    """Standard normal entries."""
+    generator = torch.Generator().manual_seed(
+        draw(SEEDS) + 2**31
+    )  # disjoint from the seeds of points, so that vectors are independent of them
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+@st.composite
+def points(
+    draw: Any,
+    manifold: geoopt.Manifold,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: Any = None,
+) -> Tensor:
+    """Random points of a manifold: ``manifold.random``, or ``manifold.projx`` of a normal tensor where it has none."""
+    return random_point(manifold, shape, draw(SEEDS), dtype, device)
+
+
+def random_point(
+    manifold: geoopt.Manifold, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: Any
+) -> Tensor:
+    """The random point for a seed. Restores torch's generator."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed seeds all devices and takes 1 ms
+        try:
+            x = manifold.random(*shape, dtype=dtype)
+        except NotImplementedError:
+            x = manifold.projx(torch.randn(shape, dtype=dtype))
+    return x.detach().as_subclass(Tensor).to(device)
+
+
+@st.composite
+def tangent_vectors(draw: Any, manifold: geoopt.Manifold, point: Tensor, *, size: float = 1.0) -> Tensor:
+    """Tangent vectors at a point with length from 0 to ``size`` in the manifold's metric."""
+    u = manifold.proju(point, draw(ambient(tuple(point.shape), dtype=point.dtype, device=point.device)))
+    return draw(st.floats(0, size)) * unit(manifold, point, u)
+
+
+def unit(manifold: geoopt.Manifold, point: Tensor, u: Tensor) -> Tensor:
+    """u normalized in the manifold's metric, or zero if u is only rounding, as on St(1, 1)."""
+    norm = manifold.norm(point, u, keepdim=True)
+    return torch.where(u.abs().amax() > 1e-5, u / norm.clamp_min(1e-30), 0.0)

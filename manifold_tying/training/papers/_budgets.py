@@ -1,0 +1,163 @@
+"""Pretraining from scratch at several budgets, every arm tuned at each by the same number of trials: does PIT's lead last?"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifold_tying.models import preset
+from manifold_tying.training._arms import parse_arm
+from manifold_tying.training._config import Interface, Settings, TrainConfig
+from manifold_tying.training._progress import Started
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
+from manifold_tying.training.papers._pit import TRANSPOSE
+from manifold_tying.training.papers._table import Table, nats
+from manifold_tying.training.papers._throughout import interface_table
+from manifold_tying.training.report._numbers import DASH, fixed
+from manifold_tying.training.report._statistics import mean, paired_differences
+
+Factors = Mapping[str, float]
+# What each trial multiplies the recipe's values with. Twice the body's rate won nowhere; longer runs want less of it.
+_ALL: tuple[Factors, ...] = ({}, {"lr": 0.5}, {"lr": 0.25})
+TABLES: tuple[Factors, ...] = (*_ALL, {"lr": 0.5, "table_std": 1 / 3})
+TRANSFORM: tuple[Factors, ...] = (*_ALL, {"transform_lr": 0.5})
+GRADIENT_SCALE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An arm and how it is tuned."""
+
+    label: str
+    interface: Interface
+    trials: Sequence[Factors]
+    changes: str = ""
+    """As ``ablate --arms`` takes them after the interface."""
+
+
+def candidates(hidden_size: int) -> dict[str, Candidate]:
+    """Every plain table that is known to do well, and PIT, by the name that ``--arms`` takes."""
+    plain: dict[str, tuple[str, Interface, str]] = {
+        "transpose": (TRANSPOSE, "transpose", ""),
+        "transpose-scaled": (f"{TRANSPOSE}, embeddings times √d", "transpose", f"embedding_scale={hidden_size**0.5:.4g}"),
+        "transpose-normalized": (f"{TRANSPOSE}, embeddings normalized", "transpose", "embedding_norm=true"),
+        "transpose-gradient": (
+            f"{TRANSPOSE}, lookup's gradients times {GRADIENT_SCALE:g}", "transpose",
+            f"input_gradient_scale={GRADIENT_SCALE:g}",
+        ),
+        "transpose-logits": (f"{TRANSPOSE}, learned logit scale", "transpose", "logit_scale=true"),
+        "untied": ("untied", "untied", ""),
+        "untied-normalized": ("untied, embeddings normalized", "untied", "embedding_norm=true"),
+    }  # fmt: skip
+    found = {key: Candidate(label, interface, TABLES, changes) for key, (label, interface, changes) in plain.items()}
+    return {
+        **found,
+        "pit-frozen": Candidate("PIT, Z frozen", "pit-frozen", TRANSFORM),
+        "pit-trainable": Candidate("PIT, Z trained", "pit-trainable", TRANSFORM),
+    }
+
+
+def trial_specs(candidate: Candidate, settings: Settings) -> list[str]:
+    """The trials of an arm as ``ablate --arms`` takes them; the first is the recipe's own."""
+    spec = "+".join(part for part in (candidate.interface, candidate.changes) if part)
+    interface, own = parse_arm(spec, settings)
+    resolved = resolve(TrainConfig(out=Path(), interface=interface, settings=own)).settings
+    # T's rate follows the body's where it is not given, so a trial of the one names the other
+    names = sorted({name for factors in candidate.trials for name in factors})
+    usual = {name: float(getattr(resolved, name)) for name in names}
+    return [
+        "+".join([spec, *(f"{name}={usual[name] * factors.get(name, 1.0):.4g}" for name in names if factors)])
+        for factors in candidate.trials
+    ]
+
+
+def budgets(
+    out: Path,
+    settings: Settings,
+    tokens: Sequence[int],
+    arms: Sequence[str] | None,
+    seeds: int,
+    started: Started | None,
+) -> list[Table]:
+    """At each number of tokens all trials with seed 0, then the best of each arm with every seed.
+
+    Args:
+        out: gets a folder tokens-N for each budget.
+        settings: of every run, but for its steps.
+        tokens: the budgets.
+        arms: keys of :func:`candidates`; None is all.
+        seeds: for the chosen settings.
+        started: called before every run.
+    """
+    known = candidates(preset(settings.preset).hidden_size)
+    chosen = {key: known[key] for key in arms or known}
+    trained: dict[int, Trained] = {}
+    tables: list[Table] = []
+    for count in tokens:
+        own = dataclasses.replace(settings, steps=max(1, round(count / settings.tokens_per_step)))
+        trained[count], of_budget = _tuned(out / f"tokens-{count}", own, chosen, seeds, started)
+        tables += of_budget
+    return [_lead(trained, {candidate.label for candidate in chosen.values() if candidate.trials is TABLES}), *tables]
+
+
+def _tuned(
+    out: Path, settings: Settings, chosen: Mapping[str, Candidate], seeds: int, started: Started | None
+) -> tuple[Trained, list[Table]]:
+    specs = {candidate.label: trial_specs(candidate, settings) for candidate in chosen.values()}
+    if started is not None:
+        started = functools.partial(started, steps=settings.steps)
+    everything = [Arm(label=label, spec=spec) for label in specs for spec in specs[label]]
+    tried = train_arms(out, everything, settings, 1, started)
+    losses = {arm.spec: tried.values(arm, "val_loss").get(0) for arm in everything}
+    body, best = [], []
+    for label, of_arm in specs.items():
+        finished = [spec for spec in of_arm if losses[spec] is not None]
+        lowest = min(finished, key=lambda spec: losses[spec] or 0.0, default=None)
+        if lowest is not None:
+            best.append(Arm(label=label, spec=lowest))
+        for spec in of_arm:
+            loss = losses[spec]
+            cell = DASH if loss is None else fixed(loss, 3)
+            body.append([label, f"`{spec}`", cell, "yes" if spec == lowest else ""])
+    budget = f"{settings.steps * settings.tokens_per_step:,} tokens"
+    trials = Table(
+        title=f"The trials, {budget}, seed 0",
+        head=["arm", "settings", "loss (nats/token)", "chosen"],
+        body=body,
+        notes=["What is not named has the recipe's value (docs/learning-rates.md).", *tried.failures()],
+    )
+    trained = train_arms(out, best, settings, seeds, started)
+    notes = [
+        f"{size(settings)}, validation.",
+        "Seed 0 also chose the settings, for every arm among the same number of trials.",
+    ]
+    return trained, [
+        loss_table(f"Every arm at the best of its trials, {budget}", trained, None, notes),
+        interface_table(f"The interface during training, {budget}", trained),
+        trials,
+    ]
+
+
+def _lead(trained: Mapping[int, Trained], plain: set[str]) -> Table:
+    """The loss of every arm at every budget, and how far the best plain arm is above PIT with a trained memory."""
+    labels = list(dict.fromkeys(arm.label for one in trained.values() for arm in one.arms))
+    losses = {
+        count: {arm.label: arm_losses for arm in one.arms if (arm_losses := one.values(arm, "val_loss"))}
+        for count, one in trained.items()
+    }
+    body = [
+        [label, *(nats(list(of_budget.get(label, {}).values())) for of_budget in losses.values())] for label in labels
+    ]
+    pit = candidates(1)["pit-trainable"].label
+    if pit in labels and plain & set(labels):
+        lead = ["best plain arm above PIT, Z trained (paired)"]
+        for of_budget in losses.values():
+            means = {label: mean(list(values.values())) for label, values in of_budget.items() if label in plain}
+            strongest = min(means, key=lambda label: means[label], default=None)
+            difference = paired_differences(of_budget[strongest], of_budget.get(pit, {})) if strongest else []
+            lead.append(f"{nats(difference, signed=True)} ({strongest})" if difference else DASH)
+        body.append(lead)
+    head = ["arm, loss (nats/token)", *(f"{count:,} tokens" for count in trained)]
+    return Table(title="Every arm at every budget", head=head, body=body)

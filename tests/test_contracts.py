@@ -1,0 +1,298 @@
+"""Our manifolds, constraints, optimizers and interfaces under the contracts that users run on theirs; and some of geoopt's."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, orthogonal, spd, stiefel
+from manifold_tying import testing as mtt
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD
+
+# ---- manifolds
+
+RETRACTIONS: dict[str, tuple[Stiefel, int]] = {
+    "polar": (Stiefel("polar"), 2),
+    "qr": (Stiefel("qr"), 1),
+    "cayley": (Stiefel("cayley"), 1),
+    "cayley-neumann": (Stiefel("cayley-neumann"), 1),
+    "cayley-neumann, three terms": (Stiefel("cayley-neumann", terms=3), 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("retraction", "shape"),
+    [(name, shape) for name in RETRACTIONS for shape in ((7, 3), (4, 4))] + [("polar", (6, 1)), ("cayley", (6, 1))],
+)
+def test_stiefel(retraction: str, shape: tuple[int, int]) -> None:
+    manifold, order = RETRACTIONS[retraction]
+    mtt.check_manifold(manifold, shape, order=order, uniform=True)
+
+
+@pytest.mark.parametrize("d", [1, 4])
+def test_spd(d: int) -> None:
+    mtt.check_manifold(SPD(), (d, d), order=2)
+
+
+# Of geoopt 0.5.1: a shape, and the laws that it breaks.
+GEOOPT: dict[str, tuple[Any, tuple[int, ...], list[str]]] = {
+    "Sphere": (geoopt.Sphere(), (5,), []),
+    "EuclideanStiefel": (geoopt.EuclideanStiefel(), (5, 2), ["retr has a gradient"]),
+    "SymmetricPositiveDefinite": (geoopt.SymmetricPositiveDefinite(), (3, 3), []),
+    "PoincareBall": (
+        geoopt.PoincareBall().double(),
+        (4,),
+        [  # without keepdim inner broadcasts one point's metric to all the others; one ball has one dtype
+            "a batch equals its elements",
+            "dtype and device are preserved",
+            "egrad2rgrad is the gradient for the metric",
+            "inner is a metric",
+            "proju is orthogonal",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GEOOPT)
+def test_geoopts_manifolds(name: str) -> None:
+    manifold, shape, broken = GEOOPT[name]
+    mtt.check_manifold(manifold, shape, skip=broken)
+
+
+# ---- optimizers
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "Adam": lambda params: RiemannianAdam(params, lr=0.05),
+    "Adam by row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
+    "SGD": lambda params: RiemannianSGD(params, lr=0.05),
+    "SGD, momentum": lambda params: RiemannianSGD(params, lr=0.05, momentum=0.5, nesterov=True),
+    "slow SGD": lambda params: RiemannianSGD(params, lr=1e-3, momentum=0.5),
+}
+POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "polar": (Stiefel("polar"), (6, 2)),
+    "qr": (Stiefel("qr"), (4, 4)),
+    "cayley": (Stiefel("cayley"), (6, 2)),
+    "cayley-neumann": (Stiefel("cayley-neumann"), (6, 2)),
+    "SPD": (SPD(), (3, 3)),
+    **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
+}
+CASES = [
+    *(("Adam", points) for points in POINTS),
+    *((name, points) for name in ("Adam by row", "SGD", "SGD, momentum") for points in ("polar", "Sphere")),
+    *(("slow SGD", points) for points in ("SPD", "PoincareBall")),
+]
+
+
+@pytest.mark.parametrize(("name", "points"), CASES)
+def test_optimizers(name: str, points: str) -> None:
+    # the metric scales the steps: no rate fits all points
+    far = ["it converges to a known optimum"] if points == "SPD" or name == "slow SGD" else []
+    mtt.check_optimizer(OPTIMIZERS[name], *POINTS[points], skip=far)
+
+
+@pytest.mark.parametrize("retraction", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_geoopts_optimizers_move_our_points(retraction: Any) -> None:
+    manifold = Stiefel(retraction)
+    mtt.check_optimizer(lambda params: geoopt.optim.RiemannianSGD(params, lr=0.05, momentum=0.5), manifold)
+    mtt.check_optimizer(
+        lambda params: geoopt.optim.RiemannianAdam(params, lr=0.05),
+        manifold,
+        skip=["maximize mirrors minimize", "a saved state resumes bit for bit", "deep copies resume bit for bit"],
+    )
+
+
+# ---- parametrizations
+
+
+def flat(weight: Tensor) -> None:
+    mtt.assert_orthonormal(weight.flatten(1))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]] = {
+    "tall": (lambda: nn.Linear(3, 5), "weight", mtt.assert_orthonormal),
+    "wide": (lambda: nn.Linear(5, 3), "weight", mtt.assert_orthonormal),
+    "square": (lambda: nn.Linear(4, 4), "weight", mtt.assert_orthonormal),
+    "convolution": (lambda: nn.Conv2d(2, 4, 3), "weight", flat),
+    "transposed": (lambda: nn.ConvTranspose1d(1, 8, 3), "weight", flat),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", mtt.assert_orthonormal),
+}
+ORTHONORMAL: dict[str, Callable[..., Any]] = {
+    "stiefel": stiefel,
+    "stiefel, cayley": partial(stiefel, retraction="cayley"),
+    **{kind: partial(orthogonal, map=kind) for kind in ("polar", "qr", "cayley", "cayley-neumann")},
+}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "layer"),
+    [(name, layer) for name in ORTHONORMAL for layer in ("tall", "wide", "square", "convolution")]
+    + [(name, layer) for name in ("stiefel", "polar") for layer in ("transposed", "attention")],
+)
+def test_orthonormal_weights(constraint: str, layer: str) -> None:
+    make, name, holds = LAYERS[layer]
+    mtt.check_parametrization(lambda module: ORTHONORMAL[constraint](module, name), make(), name, holds=holds)
+
+
+@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+def test_spd_weights(diagonal: Any) -> None:
+    mtt.check_parametrization(
+        lambda layer: spd(layer, "weight", diagonal=diagonal), nn.Linear(4, 4), holds=mtt.assert_spd
+    )
+
+
+@pytest.mark.parametrize("scheme", ["block", "full"])
+def test_equivalence(scheme: Any) -> None:
+    mtt.check_parametrization(lambda layer: equivalence(layer, scheme=scheme, block_size=2), nn.Linear(4, 6))
+
+
+# Broken laws of torch 2.13. A deep copy shares the class from which remove_parametrizations deletes the weight. Householder
+# vectors store signs on the diagonal and truncate them to integers, so any change of the diagonal changes the weight.
+SHARED_CLASS = "deep copies are equal and independent"
+TORCH = {
+    "matrix_exp": [SHARED_CLASS],
+    "cayley": [SHARED_CLASS],
+    "householder": [SHARED_CLASS, "gradients match finite differences"],
+}
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_torchs_own(kind: str) -> None:
+    mtt.check_parametrization(
+        lambda layer: parametrizations.orthogonal(layer, orthogonal_map=kind),
+        nn.Linear(3, 5),
+        holds=mtt.assert_orthonormal,
+        skip=TORCH[kind],
+    )
+
+
+@pytest.mark.parametrize("kind", ["matrix_exp", "householder"])
+def test_what_torchs_own_breaks_is_still_so(kind: str, without_shrinking: None) -> None:
+    with pytest.raises(mtt.BrokenLaws) as caught:
+        mtt.check_parametrization(
+            lambda layer: parametrizations.orthogonal(layer, orthogonal_map=kind),
+            nn.Linear(3, 5),
+            holds=mtt.assert_orthonormal,
+        )
+    assert SHARED_CLASS in caught.value.broken and set(caught.value.broken) <= set(TORCH[kind])
+
+
+# ---- token interfaces
+
+INTERFACES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "untied": (lambda: Untied(11, 4), False),
+    "untied, one column": (lambda: Untied(5, 1), False),
+    "untied, scaled": (lambda: Untied(11, 4, logit_scale=True), False),
+    "transpose": (lambda: TransposeTying(11, 4), False),
+    "transpose, one column": (lambda: TransposeTying(5, 1), False),
+    "PIT, frozen": (lambda: PIT(11, 4, memory="frozen"), True),
+    "PIT, trainable": (lambda: PIT(11, 4, memory="trainable"), True),
+    "PIT, exp": (lambda: PIT(11, 4, memory="trainable", diagonal="exp", retraction="cayley"), True),
+    "PIT from a table": (lambda: PIT.from_embedding(torch.randn(11, 4), transform="head"), True),
+    "PIT with a bridge": (lambda: PIT.from_embedding(torch.randn(11, 4), bridge=True), False),
+}
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_interfaces(name: str) -> None:
+    make, consistent = INTERFACES[name]
+    mtt.check_token_interface(make, consistent=consistent)
+
+
+# ---- anything, in any order
+
+TestConstraints = mtt.ConstraintMachine.TestCase
+
+
+class Spoiled(mtt.ConstraintMachine):
+    """Writes to a stored tensor behind the optimizer's back."""
+
+    def make_model(self, data: st.DataObject) -> nn.Module:
+        return nn.ModuleList([stiefel(nn.Linear(3, 5))])
+
+    @rule()
+    def spoil(self) -> None:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.mul_(1.5)
+
+
+def test_the_machine_sees_a_point_that_left(without_shrinking: None) -> None:
+    with pytest.raises(AssertionError, match="the defect"):
+        run_state_machine_as_test(Spoiled, settings=settings.default)
+
+
+# ---- strategies and assertions
+
+
+@given(st.data())
+def test_matrices_have_the_condition_and_scale_that_were_asked_for(data: st.DataObject) -> None:
+    shape = data.draw(mtt.tall_shapes())
+    h = torch.linalg.svdvals(data.draw(mtt.matrices(shape, condition=50.0, scale=3.0)))
+    torch.testing.assert_close(h[..., 0], torch.full(shape[:-2], 3.0, dtype=h.dtype))
+    assert (h[..., 0] / h[..., -1]).max() <= 50 * (1 + 1e-9)
+
+
+@given(st.data())
+def test_spd_matrices_skew_vectors_and_ids(data: st.DataObject) -> None:
+    mtt.assert_spd(data.draw(mtt.spd_matrices(5, condition=1e4)))
+    assert data.draw(mtt.skew_vectors(4)).shape == (6,)
+    ids = data.draw(mtt.token_ids(7))
+    assert ids.dtype == torch.int64 and ids.ndim <= 2 and bool(((ids >= 0) & (ids < 7)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_assertions_accept_rounding_and_refuse_a_thousand_times_that(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    X = torch.linalg.qr(torch.randn(200, 30, dtype=torch.float64))[0].to(dtype)
+    eps = 1e3 * mtt.rounding(dtype, 200)
+    T = torch.eye(30, dtype=dtype)
+    bent = T.clone()
+    bent[0, 1] += eps
+    # each: an assertion, what it accepts, and what it refuses
+    cases: list[tuple[Callable[..., None], tuple[Tensor, ...], tuple[Tensor, ...]]] = [
+        (mtt.assert_orthonormal, (X,), (X * (1 + eps),)),
+        (mtt.assert_orthonormal, (X.mT,), (X.mT * torch.nan,)),
+        (mtt.assert_spd, (T,), (bent,)),
+        (mtt.assert_spd, (T,), (-T,)),
+        (mtt.assert_interface_consistent, (X, X.mT), (X, X.mT * (1 + eps))),
+        (mtt.assert_same_spectrum, (X, X.flip(0, 1)), (X, (1 + eps) * X)),
+        (partial(mtt.assert_on_manifold, Stiefel()), (X,), (X * 1.1,)),
+        (partial(mtt.assert_tangent, Stiefel()), (X, X * 0), (X, X)),
+    ]
+    for check, good, bad in cases:
+        check(*good)
+        with pytest.raises(AssertionError):
+            check(*bad)
+
+
+def test_a_broken_law_is_reported_with_its_smallest_example() -> None:
+
+    class Slips(Stiefel):
+        def retr(self, x: Tensor, u: Tensor) -> Tensor:
+            return super().retr(x, u) if u.abs().max() < 1.1 else x + u
+
+    with pytest.raises(mtt.BrokenLaws) as caught:
+        mtt.check_manifold(
+            Slips(), (3, 1), skip={law.name for law in mtt.MANIFOLD_LAWS} - {"retr lands on the manifold"}
+        )
+    assert list(caught.value.broken) == ["retr lands on the manifold"]
+    assert "1: ()" in str(caught.value)  # no batch is the simplest of all
+
+
+def test_wrong_uses_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected laws of this contract in skip=, got no such law"):
+        mtt.check_manifold(Stiefel(), (3, 1), skip=["no such law"])
+    with pytest.raises(ValueError, match="the shape of a point"):
+        mtt.check_manifold(Stiefel(), (1, 3))
+    with pytest.raises(ValueError, match="accepts none of the default shapes"):
+        mtt.check_optimizer(OPTIMIZERS["Adam"], type("Stacks", (Stiefel,), {"ndim": 3})())
+    with pytest.raises(ValueError, match="expected put_on to register"):
+        mtt.check_parametrization(lambda layer: layer, nn.Linear(2, 2))
