@@ -144,11 +144,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "equivalence, weight": lambda: Weight(mt.equivalence(nn.Conv2d(3, 4, 2), block_size=3, seed=1)),
     "transpose tying": lambda: LanguageModel(mt.TransposeTying(V, D), False),
     "untied": lambda: LanguageModel(mt.Untied(V, D), False),
-    "PIT": lambda: LanguageModel(mt.PIT(V, D), False),
+    "PIT": lambda: LanguageModel(mt.PIT(V, D, memory="frozen"), False),
+    "PIT, free": lambda: LanguageModel(mt.PIT(V, D, std=0.3), False),
     "PIT, trainable": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), False),
     "PIT, logits": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), True),
-    "PIT, bounds": lambda: LanguageModel(mt.PIT(V, D, bounds=(0.1, 10.0)), False),
-    "PIT, bridge": lambda: LanguageModel(mt.PIT.from_embedding(torch.randn(V, D), bridge=True), False),
+    "PIT, bounds": lambda: LanguageModel(mt.PIT(V, D, memory="frozen", bounds=(0.1, 10.0)), False),
+    "PIT, bridge": lambda: LanguageModel(mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="frozen"), False),
 }
 
 

@@ -14,7 +14,7 @@ PROCESSES = 4
 STEPS, FEW, MERGE_EVERY = 50, 10, 20
 V, D = 49, 16  # 13, 13, 13 and 10 rows on four processes
 CONFIG = LlamaConfig(vocab_size=V, hidden_size=D, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=24)
-ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "poet")
+ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "pit-free", "poet")
 SOME = (2, 4)  # even and uneven shards, and none at all
 # Sizes of the groups. There is no ("poet", "vocabulary"): its interface is that of untied.
 RUNS: dict[tuple[str, str], tuple[int, ...]] = {
@@ -44,6 +44,8 @@ def build(arm: str) -> Llama:
     interface: mt.TokenInterface
     if arm == "transpose":
         interface = mt.TransposeTying(V, D)
+    elif arm == "pit-free":
+        interface = mt.PIT(V, D, std=0.3)
     elif arm.startswith("pit"):
         interface = mt.PIT(V, D, memory="trainable" if arm == "pit-trainable" else "frozen")
     else:

@@ -461,7 +461,7 @@ def main(rank: int, folder: Path, port: int) -> None:
             run(f"{arm} {layout}", groups[size - 1], trained, arm, layout)
     for group in (groups[size - 1] for size in SOME):
         run("moved", group, moved)
-        for arm in ("untied", "pit-trainable"):
+        for arm in ("untied", "pit-trainable", "pit-free"):
             run(f"{arm} from meta", group, from_meta, arm)
         run("scores", group, scores_of)
         run("second derivatives", group, second_derivatives_of)

@@ -22,7 +22,7 @@ KEYS = {
     "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",
     "delta_ti", "cond_transform", "orthogonality_error", "trainable_parameters", "evaluated_tokens", "held_out_sha256",
 }  # fmt: skip
-ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
+ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "pit-free")
 V, D = 300, 16
 
 

@@ -26,7 +26,7 @@ from manifold_tying.training.data import Batches, open_tokens, prepare
 from manifold_tying.tying.huggingface import PITEmbedding
 
 V, D, N = 300, 16, 16
-ARMS: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable")
+ARMS: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable", "pit-free")
 TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
 
 

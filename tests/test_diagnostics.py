@@ -56,7 +56,7 @@ def test_condition_is_numpys(d: int, decades: float, seed: int) -> None:
 
 
 def test_condition_of_an_interface() -> None:
-    pit = mt.PIT(30, 5).double()
+    pit = mt.PIT(30, 5, memory="frozen").double()
     assert condition(pit.transform) == pytest.approx(1, abs=1e-6)
     pit.cholesky_factor = torch.diag(torch.tensor([1.0, 1.0, 2.0, 1.0, 10.0], dtype=torch.float64))
     assert condition(pit.transform) == pytest.approx(100)

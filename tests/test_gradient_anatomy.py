@@ -30,7 +30,8 @@ V, D = 40, 8
 INTERFACES: dict[str, Any] = {
     "untied": lambda: mt.Untied(V, D),
     "transpose": lambda: mt.TransposeTying(V, D, std=0.5),
-    "pit-frozen": lambda: mt.PIT(V, D),
+    "pit-frozen": lambda: mt.PIT(V, D, memory="frozen"),
+    "pit-free": lambda: mt.PIT(V, D),
     "pit-trainable": lambda: mt.PIT(V, D, memory="trainable"),
     "pit-bridge": lambda: mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="trainable"),
 }
@@ -243,7 +244,7 @@ def test_row_norms_against_frequency() -> None:
     # negative control, and a table whose rows are all alike
     assert abs(row_norms(torch.randn(300, 4), counts).rank_correlation) < 0.2
     assert math.isnan(row_norms(torch.ones(300, 4), counts).rank_correlation)
-    Z = mt.PIT(300, 4).memory
+    Z = mt.PIT(300, 4, memory="frozen").memory
     assert sum(b.tokens * b.mean for b in row_norms(Z, counts).buckets) <= (300 * 4) ** 0.5
     for wrong in (table[0], table[:3]):
         with pytest.raises(ValueError, match=r"\(V, d\)"):

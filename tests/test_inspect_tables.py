@@ -142,7 +142,7 @@ def test_a_converted_model(tmp_path: Path) -> None:
             super().__init__()
             self.interface = interface
 
-    pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", diagonal="exp", bounds=(0.5, 4.0))
+    pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", memory="frozen", diagonal="exp", bounds=(0.5, 4.0))
     model = hugging_face("llama")
     model.set_input_embeddings(Half(pit))
     model.set_output_embeddings(Half(pit))

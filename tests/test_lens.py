@@ -74,7 +74,7 @@ def reference(interface: mt.TokenInterface | None = None, **options: Any) -> mod
         vocab_size=V, hidden_size=D, num_layers=LAYERS, num_heads=2, num_kv_heads=1, intermediate_size=24,
         initializer_std=0.3, **options,
     )  # fmt: skip
-    model = models.Llama(config, mt.PIT(V, D) if interface is None else interface)
+    model = models.Llama(config, mt.PIT(V, D, memory="frozen") if interface is None else interface)
     torch.nn.init.uniform_(model.norm.weight, 0.5, 2)
     return model
 

@@ -30,7 +30,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "equivalence, drawn": lambda: equivalence(nn.Linear(D, 12), block_size=4, init="uniform-spectrum", seed=0),
     "untied": lambda: Untied(V, D),
     "transpose tying": lambda: TransposeTying(V, D),
-    "PIT": lambda: PIT(V, D),
+    "PIT": lambda: PIT(V, D, memory="frozen"),
+    "PIT, free": lambda: PIT(V, D),
     "PIT, trainable": lambda: PIT(V, D, memory="trainable"),
 }
 every_model = pytest.mark.parametrize("name", MODELS)

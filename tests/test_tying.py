@@ -35,8 +35,8 @@ def set_transform(pit: PIT, T: Tensor) -> PIT:
     return pit
 
 
-def pit_with(condition: float = 30.0, **options: Any) -> PIT:
-    return set_transform(PIT(V, D, **options), random_spd(D, condition))
+def pit_with(condition: float = 30.0, **options: Any) -> Any:  # a ManifoldPIT, whose private parts some tests use
+    return set_transform(PIT(V, D, **{"memory": "frozen", **options}), random_spd(D, condition))
 
 
 def table(rows: int = V, columns: int = D, seed: int = 0) -> Tensor:
@@ -50,7 +50,9 @@ INTERFACES: dict[str, Callable[[], TokenInterface]] = {
     "transpose": lambda: TransposeTying(V, D),
     "pit-frozen": lambda: pit_with(memory="frozen"),
     "pit-trainable": lambda: pit_with(memory="trainable"),
-    "pit-bridge": lambda: PIT.from_embedding(table().float(), bridge=True),
+    "pit-bridge": lambda: PIT.from_embedding(table().float(), bridge=True, memory="frozen"),
+    "pit-free": lambda: PIT.from_embedding(table().float(), transform="head"),
+    "pit-free-bridge": lambda: PIT.from_embedding(table().float(), bridge=True),
 }
 every_interface = pytest.mark.parametrize("name", INTERFACES)
 
@@ -155,7 +157,7 @@ def test_the_interface_is_consistent_whatever_the_transform(
     d: int, extra: int, decades: float, double: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    pit = PIT(d + extra, d)
+    pit = PIT(d + extra, d, memory="frozen")
     bound = 1e-4
     if double:
         pit, bound = pit.double(), 1e-12
@@ -172,10 +174,10 @@ def test_the_interface_is_consistent_whatever_the_transform(
 
 
 def test_random_start_is_orthonormal_with_identity_transform() -> None:
-    pit = PIT(200, 16)
+    pit = PIT(200, 16, memory="frozen")
     assert defect(pit.memory) <= 1e-6
     torch.testing.assert_close(pit.transform, torch.eye(16), rtol=0, atol=1e-6)
-    assert not torch.equal(pit.memory, PIT(200, 16).memory)
+    assert not torch.equal(pit.memory, PIT(200, 16, memory="frozen").memory)
 
 
 @pytest.mark.parametrize("diagonal", ["softplus", "exp"])
@@ -194,7 +196,7 @@ def test_transform_stays_positive_definite_under_violent_training(diagonal: Any)
 
 
 def test_bounds_hold_the_diagonal() -> None:
-    pit = PIT(V, D, bounds=(0.5, 2.0))
+    pit = PIT(V, D, memory="frozen", bounds=(0.5, 2.0))
     with torch.no_grad():
         next(p for p in pit.parameters() if p.requires_grad).add_(20 * torch.randn(D, D))
     diagonal = pit.cholesky_factor.diagonal()
@@ -210,20 +212,20 @@ def test_bounds_that_would_change_where_it_starts_are_refused(options: dict[str,
     diagonal = torch.linalg.cholesky(T).diagonal()
     low, high = float(diagonal.min()), float(diagonal.max())
     around = (0.99 * low, 1.01 * high)
-    pit = PIT.from_embedding(table(), bounds=around, **options)
+    pit = PIT.from_embedding(table(), memory="frozen", bounds=around, **options)
     torch.testing.assert_close(pit.transform, T)
     with torch.no_grad():
         next(p for p in pit.parameters() if p.requires_grad).add_(20 * torch.randn(D, D))
     assert pit.cholesky_factor.diagonal().max() <= around[1]
     for bounds in ((1.01 * low, 2 * high), (0.5 * low, 0.99 * high), (2 * high, 3 * high)):
         with pytest.raises(ValueError, match=f"{low:.4g} to {high:.4g}, got .{bounds[0]}"):
-            PIT.from_embedding(table(), bounds=bounds, **options)
+            PIT.from_embedding(table(), memory="frozen", bounds=bounds, **options)
 
 
 def test_bounds_without_the_identity_are_refused() -> None:
     for bounds in ((2.0, 4.0), (0.25, 0.5)):
         with pytest.raises(ValueError, match="1 to 1, got"):
-            PIT(V, D, bounds=bounds)
+            PIT(V, D, memory="frozen", bounds=bounds)
 
 
 # Starting from a table
@@ -236,7 +238,7 @@ def test_from_embedding(dtype: torch.dtype) -> None:
     # float32: a few roundings times the condition of the table, about 3
     close: Any = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
     kinds: tuple[Any, ...] = ("identity", "head", "embedding")
-    start = {kind: PIT.from_embedding(E0.to(dtype), transform=kind) for kind in kinds}
+    start = {kind: PIT.from_embedding(E0.to(dtype), transform=kind, memory="frozen") for kind in kinds}
     for pit in start.values():
         assert pit.memory.dtype == dtype and defect(pit.memory) <= (1e-6 if dtype == torch.float32 else 1e-14)
         torch.testing.assert_close(pit.memory.double(), torch.from_numpy(U), **close)
@@ -251,7 +253,7 @@ def test_from_embedding(dtype: torch.dtype) -> None:
 
 def test_bridge_is_the_tied_model_exactly() -> None:
     E0 = table().float()
-    pit, tied = PIT.from_embedding(E0, bridge=True), TransposeTying(V, D)
+    pit, tied = PIT.from_embedding(E0, bridge=True, memory="frozen"), TransposeTying(V, D)
     tied.weight.data.copy_(E0)
     ids, hidden = torch.randint(V, (3, 4)), torch.randn(3, 4, D)
     E, W_out = pit.materialize()
@@ -273,14 +275,14 @@ def test_from_embedding_takes_one_polar_factor_and_no_random_numbers(dtype: torc
         U = polar(weight.double())[0]
     before = torch.get_rng_state()
     with FlopCounterMode(display=False) as taken:
-        pit = PIT.from_embedding(weight, **options)
+        pit = PIT.from_embedding(weight, **{"memory": "frozen", **options})
     assert torch.equal(torch.get_rng_state(), before)
     assert taken.get_total_flops() < 1.1 * one.get_total_flops()
     torch.testing.assert_close(pit.memory.detach(), U.to(dtype), rtol=0, atol=0)
     assert defect(pit.memory.detach()) < (1e-7 if dtype == torch.float32 else 1e-14)
     # the counter and the generator do see a random interface
     with FlopCounterMode(display=False) as random:
-        PIT(2000, 32)
+        PIT(2000, 32, memory="frozen")
     assert random.get_total_flops() > 0.5 * one.get_total_flops()
     assert not torch.equal(torch.get_rng_state(), before)
 
@@ -331,9 +333,9 @@ def test_tables_that_pit_cannot_start_from(case: str) -> None:
 )
 def test_unknown_options_list_the_choices(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PIT(V, D, **options)
+        PIT(V, D, **{"memory": "frozen", **options})
     with pytest.raises(ValueError, match=message):
-        PIT.from_embedding(table(), **options)
+        PIT.from_embedding(table(), **{"memory": "frozen", **options})
 
 
 def test_more_errors() -> None:

@@ -23,7 +23,7 @@ from manifold_tying.tying.huggingface._folder import (
 from manifold_tying.tying.huggingface._names import table_names
 
 _OURS = "interface."
-_MEMORY = "parametrizations.memory.original"
+_MEMORY, _FREE = "parametrizations.memory.original", "table"
 
 
 class SavedTables(NamedTuple):
@@ -77,7 +77,7 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = read_object(folder / "state.json", DAMAGED)
     sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
     tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
-    if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or _MEMORY in tensors):
+    if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
         raise ValueError(f"{folder} holds no token interface that is known here; it has {found}")
     step, config = state.get("step"), state.get("config")
@@ -86,7 +86,7 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     kind = f"checkpoint of step {step}"
     if "weight" in tensors:
         return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
-    if _MEMORY not in tensors:
+    if "embedding" in tensors:
         return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
     pit = _pit(tensors, folder, config)
     return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
@@ -120,12 +120,14 @@ def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) -> PIT:
-    options = check_options({name: config[name] for name in ("diagonal", "bounds") if config.get(name) is not None})
-    if tensors[_MEMORY].ndim != 2:
-        raise ValueError(f"expected a memory (V, d) in {folder}, got a tensor of shape {tuple(tensors[_MEMORY].shape)}")
-    V, d = tensors[_MEMORY].shape
+    free = _FREE in tensors
+    names = () if free else ("diagonal", "bounds")
+    options = check_options({name: config[name] for name in names if config.get(name) is not None})
+    stored = tensors[_FREE if free else _MEMORY]
+    if stored.ndim != 2:
+        raise ValueError(f"expected a memory (V, d) in {folder}, got a tensor of shape {tuple(stored.shape)}")
     with torch.device("meta"):  # the tensors are there already
-        pit = PIT(V, d, **options)
+        pit = PIT(*stored.shape, memory="free" if free else "frozen", **options)
     try:
         if "bridge" in tensors:
             pit.bridge = torch.nn.Parameter(tensors["bridge"])
@@ -145,7 +147,8 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     entry = recorded_options(folder)
     where = weight_map(folder)
     family = f"Hugging Face {config.get('model_type', 'model')}"
-    converted = [name.removesuffix(_MEMORY) for name in where if name.endswith(_OURS + _MEMORY)]
+    stored = tuple(_OURS + name for name in (_MEMORY, _FREE))
+    converted = [name[: name.rindex(_OURS) + len(_OURS)] for name in where if name.endswith(stored)]
     if converted:  # by this package; the two halves share one interface
         names = [name for name in where if name.startswith(converted[0])]
         tensors = {

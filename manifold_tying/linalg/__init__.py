@@ -45,6 +45,7 @@ from manifold_tying.linalg._rows import check_rows as check_rows
 from manifold_tying.linalg._rows import defect as defect
 from manifold_tying.linalg._rows import distributed_like as distributed_like
 from manifold_tying.linalg._rows import first_row as first_row
+from manifold_tying.linalg._rows import gram_in_double as gram_in_double
 from manifold_tying.linalg._rows import is_distributed as is_distributed
 from manifold_tying.linalg._rows import local as local
 from manifold_tying.linalg._rows import local_like as local_like

@@ -151,7 +151,7 @@ def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
     every process, where Y is rank-deficient or not finite: U is then not determined by p x p numbers.
     """
     for _ in range(2):
-        G = total(_gram_in_double(Y))
+        G = total(gram_in_double(Y))
         eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
         smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
         if not (smallest > 1e-13 * largest).all():
@@ -167,7 +167,8 @@ def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
     return Y
 
 
-def _gram_in_double(Y: Tensor) -> Tensor:
+def gram_in_double(Y: Tensor) -> Tensor:
+    """YᵀY in float64, (..., n, p) to (..., p, p), a block of rows at a time."""
     G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
     for rows in row_blocks(Y):
         part = Y[..., rows, :].double()
@@ -219,5 +220,5 @@ def defect(X: Tensor) -> Tensor:
     """
     if is_distributed(X):
         X = X.detach()
-    G = row_total(X)(_gram_in_double(local(X)))
+    G = row_total(X)(gram_in_double(local(X)))
     return torch.linalg.matrix_norm(G - identity_like(G)) / X.shape[-1] ** 0.5

@@ -60,7 +60,7 @@ def constrained_layers(draw: Any) -> nn.Module:
 
 @st.composite
 def token_interfaces(draw: Any, *, vocab_size: int = 11, hidden_size: int = 4) -> TokenInterface:
-    """An Untied, a TransposeTying or a PIT with a frozen or a trainable memory, from scratch or from a table."""
+    """An Untied, a TransposeTying or a PIT with any memory, from scratch or from a table."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw(SEEDS))
         kind = draw(st.sampled_from(["untied", "transpose", "pit", "pit from a table"]))
@@ -68,7 +68,7 @@ def token_interfaces(draw: Any, *, vocab_size: int = 11, hidden_size: int = 4) -
             return Untied(vocab_size, hidden_size)
         if kind == "transpose":
             return TransposeTying(vocab_size, hidden_size)
-        memory = draw(st.sampled_from(["frozen", "trainable"]))
+        memory = draw(st.sampled_from(["free", "frozen", "trainable"]))
         if kind == "pit":
             return PIT(vocab_size, hidden_size, memory=memory)
         U, H = polar(torch.randn(vocab_size, hidden_size))

@@ -13,7 +13,7 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
-from manifold_tying.tying import PIT, Memory, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 from manifold_tying.tying.huggingface import halves, rotation_scales
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
@@ -33,6 +33,9 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
         if settings.input_gradient_scale is not None:
             options["input_gradient_scale"] = settings.input_gradient_scale
         return TransposeTying(vocab_size, hidden_size, **options)
+    if name == "pit-free":
+        assert settings.table_std is not None, "the settings are resolved"
+        return PIT(vocab_size, hidden_size, memory="free", std=settings.table_std)
     memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
     assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
     return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
@@ -67,8 +70,8 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     alone; POET's paper reports 0.01 over all and does not say of what.
     """
     rates: dict[str, dict[str, Any]] = {}
-    if isinstance(model.interface, PIT):
-        rates |= _rotation_scales(model, settings)
+    rates |= _rotation_scales(model)
+    if isinstance(model.interface, ManifoldPIT):
         factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
         rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
         memory = next((name for name in rates if name.endswith(MEMORY)), f"*{MEMORY}")
@@ -102,9 +105,13 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
     return rates
 
 
-def _rotation_scales(model: Model, settings: Settings) -> dict[str, dict[str, Any]]:
+def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
     """Of a model whose residual stream was rotated, so that one rate fits all columns of its tables."""
-    if not isinstance(model, HuggingFaceModel) or not halves(model.model)[0].rotated:
+    if (
+        not isinstance(model.interface, PIT)
+        or not isinstance(model, HuggingFaceModel)
+        or not halves(model.model)[0].rotated
+    ):
         return {}
     return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
 

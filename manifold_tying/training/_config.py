@@ -15,7 +15,7 @@ from manifold_tying.training._machine import check_device
 from manifold_tying.tying.huggingface._convert import Start
 
 LARGEST_RATE = 1e34  # Adam divides its first steps by 1 - beta, and their size is a float32
-Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable"]
+Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-free"]
 Body = Literal["adamw", "poet-block", "poet-full"]
 CONTINUED_SETTINGS = ("init_from", "init_transform", "bridge", "lora_rank")  # of no run from scratch
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
@@ -77,8 +77,8 @@ class Settings:
     out_share: float | None = None
     """POET: share of the parameters that goes to R, the rest to P; None is the same block size on both sides."""
     lr: float | None = None
-    """Peak learning rate of the body, or of its low-rank updates, and of plain token tables; with POET of what it does not
-    rotate."""
+    """Peak learning rate of the body, or of its low-rank updates, and of plain and free token tables; with POET, of every
+    parameter that is not rotated."""
     equivalence_lr: float | None = None
     """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
@@ -90,7 +90,7 @@ class Settings:
     off_diagonal_scale: float | None = None
     """Learning rate of L's off-diagonal entries over transform_lr; None is 0.1, and 1 where a checkpoint is continued."""
     table_std: float | None = None
-    """Standard deviation that plain token tables start with."""
+    """Standard deviation that plain and free token tables start with."""
     embedding_norm: bool | None = None
     """RMS-normalize the looked-up embeddings."""
     embedding_scale: float | None = None

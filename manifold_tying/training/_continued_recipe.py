@@ -32,11 +32,14 @@ def resolve_continued(config: TrainConfig) -> TrainConfig:
     pit = config.interface.startswith("pit")
     narrowing = WIDTH / shape.hidden_size
     lr = settings.lr if settings.lr is not None else narrowing * (LR if settings.lora_rank is None else LORA_LR)
-    filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings), **interface_maps(settings, shape.interface)}
+    apart = pit and config.interface != "pit-free"
+    filled: dict[str, object] = {"lr": lr, **schedule_lengths(settings)}
+    if apart:
+        filled |= interface_maps(settings, shape.interface)
     if settings.betas is None:
         filled["betas"] = BETAS
     rotated = settings.init_transform == "rotation" or bool(shape.interface and shape.interface.get("rotated"))
-    if pit and settings.transform_lr is None:
+    if apart and settings.transform_lr is None:
         filled["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else TRANSFORM_FACTOR) * lr
     if config.interface == "pit-trainable" and settings.memory_lr is None:
         filled["memory_lr"] = ROTATED_MEMORY_FACTOR * lr if rotated else narrowing * MEMORY_STEP / shape.vocab_size**0.5
@@ -63,7 +66,13 @@ def _check_converted(settings: Settings, interface: Interface, recorded: Mapping
     if not interface.startswith("pit"):
         raise ValueError(
             f"{folder} is converted already: it has Z and T in the place of tables, and {interface} starts from a table. "
-            "Choose pit-frozen or pit-trainable, or go on from the checkpoint that it was converted from"
+            "Choose a PIT interface, or go on from the checkpoint that it was converted from"
+        )
+    if (recorded["memory"] == "free") != (interface == "pit-free"):
+        held = "one free table" if recorded["memory"] == "free" else "Z and T apart"
+        raise ValueError(
+            f"{folder} holds {held}, which {interface} does not train. Choose another PIT interface, or go on from the "
+            "checkpoint that it was converted from"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     if given := [name for name in ("init_transform", "bridge") if getattr(settings, name) != defaults[name]]:
@@ -71,9 +80,9 @@ def _check_converted(settings: Settings, interface: Interface, recorded: Mapping
             f"{', '.join(given)} cannot be chosen, since {folder} is converted already: Z and T go on as they are. Leave it "
             "out, or go on from the checkpoint that it was converted from"
         )
-    if settings.diagonal not in (None, recorded["diagonal"]):
+    if settings.diagonal not in (None, recorded.get("diagonal")):
         raise ValueError(
-            f"expected diagonal={recorded['diagonal']}, the map that the transform in {folder} is stored by, got "
+            f"expected diagonal={recorded.get('diagonal')}, the map that the transform in {folder} is stored by, got "
             f"{settings.diagonal}; leave it out"
         )
 

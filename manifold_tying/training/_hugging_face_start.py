@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from manifold_tying.training._config import Interface, Settings
 
 
+MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainable", "pit-free": "free"}
+
+
 def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
     """The checkpoint in float32 with the arm's token interface.
 
@@ -28,15 +31,15 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     the Z and T of a converted one.
     """
     assert settings.init_from is not None
-    memory: Memory = "frozen" if interface == "pit-frozen" else "trainable"
-    assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
+    memory = MEMORIES.get(interface)
     if recorded_options(settings.init_from) is not None:
-        return _go_on(load(settings.init_from, dtype=torch.float32), memory, settings.retraction)
+        converted = load(settings.init_from, dtype=torch.float32)
+        return converted if memory == "free" else _go_on(converted, memory == "trainable", settings.retraction)
     model = load_stock(settings.init_from, dtype=torch.float32)
     read_tables(model)  # refuses what is untied, whatever the arm
     if interface == "untied":
         _untie(model)
-    elif interface != "transpose":
+    elif memory is not None:
         convert(
             model,
             transform=settings.init_transform,
@@ -48,14 +51,14 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     return model
 
 
-def _go_on(model: "PreTrainedModel", memory: Memory, retraction: Retraction) -> "PreTrainedModel":
+def _go_on(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
     """The converted model with its memory frozen or trainable as the arm says, whichever it was, and so recorded."""
     stored = parametrized(halves(model)[0].interface)["memory"]
     point = stored[0]
-    assert isinstance(point, OnStiefel)
+    assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
     point.manifold = Stiefel(retraction)
     mark_point(stored)
-    stored.original.requires_grad_(memory == "trainable")
+    stored.original.requires_grad_(trains)
     record(model)
     return model
 

@@ -37,8 +37,8 @@ class ConvertConfig:
     the residual stream first, and keeps the function as far as the final norm's gain is even."""
     bridge: bool = False
     """Keep the function exactly, by a d x d matrix on both sides; gives up W_out E = I at the level of the model."""
-    memory: Literal["frozen", "trainable"] = "frozen"
-    """Whether Z is to be trained."""
+    memory: Literal["free", "frozen", "trainable"] = "free"
+    """One free table, which any optimizer trains, or Z and T apart, with Z frozen or to be trained on its manifold."""
     source: Literal["input", "output"] | None = None
     """Which of two untied tables to keep."""
 

@@ -24,12 +24,12 @@ def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict
     if abs(condition) > LARGEST_CONDITION:  # below zero: written by a version that rounding misled
         found["cond_transform"] = (
             f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits. Train with a lower "
-            "--transform-lr"
+            "--transform-lr (with a free table, --lr)"
         )
     if not bridge and delta_ti is not None and delta_ti > LARGEST_DELTA_TI:
         found["delta_ti"] = (
             f"ΔTI = ‖W_out E - I‖ is {delta_ti:.2g}, above {LARGEST_DELTA_TI:g}: W_out no longer inverts E to "
-            "working accuracy. Train with a lower --transform-lr"
+            "working accuracy. Train with a lower --transform-lr (with a free table, --lr)"
         )
     return found
 

@@ -12,7 +12,9 @@ from manifold_tying.training._continued_recipe import interface_maps, resolve_co
 MEMORY_STEP = 0.3
 TRANSFORM_FACTOR = 5.0
 # At the width below; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it.
-BODY_LR: dict[Interface, float] = {"untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3}
+BODY_LR: dict[Interface, float] = {
+    "untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3, "pit-free": 4e-3
+}  # fmt: skip
 BODY_WIDTH = 128
 TABLE_STD = 0.06
 # Rows of the memory keep their length, so a step of constant size turns them for ever as far as at the start; the rows of a
@@ -24,15 +26,9 @@ OFF_DIAGONAL_SCALE = 0.1
 BETAS = (0.9, 0.99)
 # POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
-OF_PIT = (
-    "transform_lr",
-    "off_diagonal_scale",
-    "diagonal",
-    "log_det_penalty",
-    "diagonal_penalty",
-    "init_transform",
-    "bridge",
-)
+OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
+OF_A_TRANSFORM = ("transform_lr", "off_diagonal_scale", "diagonal")
+OF_PIT = ("log_det_penalty", "diagonal_penalty", "init_transform", "bridge")
 OF_A_TRAINABLE_MEMORY = ("memory_lr", "memory_slows_after", "retraction", "retract_every", "second_moment")
 MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
@@ -43,17 +39,19 @@ def resolve(config: TrainConfig) -> TrainConfig:
     if settings.init_from is not None:
         return resolve_continued(config)
     shape = preset(settings.preset)
-    pit = config.interface.startswith("pit")
+    pit, apart = config.interface.startswith("pit"), config.interface in OF_A_MEMORY
     lr = settings.lr if settings.lr is not None else BODY_LR[config.interface] * BODY_WIDTH / shape.hidden_size
     filled: dict[str, object] = {"lr": lr}
     if settings.embedding_norm is None:
         filled["embedding_norm"] = pit
-    filled |= schedule_lengths(settings) | interface_maps(settings)
-    if not pit and settings.table_std is None:
+    filled |= schedule_lengths(settings)
+    if apart:
+        filled |= interface_maps(settings)
+    if not apart and settings.table_std is None:
         filled["table_std"] = TABLE_STD
-    if pit and settings.transform_lr is None:
+    if apart and settings.transform_lr is None:
         filled["transform_lr"] = TRANSFORM_FACTOR * lr
-    if pit and settings.off_diagonal_scale is None:
+    if apart and settings.off_diagonal_scale is None:
         filled["off_diagonal_scale"] = OFF_DIAGONAL_SCALE
     if settings.betas is None:
         filled["betas"] = BETAS
@@ -92,9 +90,10 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
 
 def used_settings(config: TrainConfig) -> dict[str, Any]:
     """What identifies a resolved run, without the settings that its interface and its body do not use."""
-    pit, settings = config.interface.startswith("pit"), config.settings
+    settings, apart = config.settings, config.interface in OF_A_MEMORY
     unused = {
-        *(("table_std",) if pit else OF_PIT),
+        *(("table_std",) if apart else OF_A_TRANSFORM),
+        *(() if config.interface.startswith("pit") else OF_PIT),
         *(() if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY),
         *(() if settings.poet else POET_SETTINGS),
     }
@@ -106,8 +105,8 @@ def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bo
     return {
         "lr": settings.lr,
         "memory_lr": settings.memory_lr if interface == "pit-trainable" else None,
-        "transform_lr": settings.transform_lr if interface.startswith("pit") else None,
+        "transform_lr": settings.transform_lr if interface in OF_A_MEMORY else None,
         "equivalence_lr": settings.equivalence_lr if settings.poet else None,
-        "table_std": None if interface.startswith("pit") else settings.table_std,
+        "table_std": None if interface in OF_A_MEMORY else settings.table_std,
         "embedding_norm": settings.embedding_norm,
     }

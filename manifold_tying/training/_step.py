@@ -13,7 +13,7 @@ from torch import Tensor
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
-from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._evaluation import Batch, autocast
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._interface_health import health_warnings, is_lost
@@ -140,14 +140,19 @@ def check_interface(run: Run, step: int, measured: Mapping[str, Any], warned: se
         saved = run.processes.first(lambda: [path.name for path in checkpoints(run.config.out)])
         raise Diverged(
             f"{name}: the token interface is lost. ΔTI = ‖W_out E - I‖ is {measured['delta_ti']:.2g} and cond(T) is "
-            f"{measured['cond_transform']:.2g}; from ΔTI = 1 on W_out need not undo E at all. Lower the learning rate of T "
-            f"(--transform-lr, here {run.config.settings.transform_lr:g}) and choose another --out"
-            + (f"; {saved[-1]} is kept" if saved else "")
+            f"{measured['cond_transform']:.2g}; from ΔTI = 1 on W_out need not undo E at all. {_advice(run.config.settings)} "
+            "and choose another --out" + (f"; {saved[-1]} is kept" if saved else "")
         )
     for quantity, text in health_warnings(measured, bridge=bridge).items():
         if quantity not in warned and run.processes.writes:
             warnings.warn(f"{name}: {text}", RuntimeWarning, stacklevel=2)
         warned.add(quantity)
+
+
+def _advice(settings: Settings) -> str:
+    if settings.transform_lr is None:
+        return f"Lower the learning rate of the free table (--lr, here {settings.lr:g})"
+    return f"Lower the learning rate of T (--transform-lr, here {settings.transform_lr:g})"
 
 
 def _penalty(config: TrainConfig, model: Model) -> Tensor | float:

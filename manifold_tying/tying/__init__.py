@@ -1,6 +1,8 @@
 """Token interfaces: embedding and head as one module."""
 
+from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
+from manifold_tying.tying._manifold_pit import ManifoldPIT as ManifoldPIT
 from manifold_tying.tying._parallel import shard_model as shard_model
 from manifold_tying.tying._parallel import shard_vocabulary as shard_vocabulary
 from manifold_tying.tying._pit import PIT as PIT

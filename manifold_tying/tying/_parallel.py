@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from manifold_tying.parametrizations import OnStiefel, constraints, parametrized
+from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.interface import TokenInterface
 
 if TYPE_CHECKING:  # importing them takes as long as half of torch, and few need them
@@ -55,7 +56,7 @@ def shard_model(
     if low:
         _check_trivializations(model, interfaces)
     for interface in interfaces:
-        wide = any(True for _ in constraints(interface))
+        wide = isinstance(interface, PIT) or any(True for _ in constraints(interface))
         fully_shard(
             interface,
             mesh=mesh,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from manifold_tying.parametrizations import constraints
+from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._entry import METHOD
 from manifold_tying.tying.huggingface._files import write as write
@@ -113,13 +114,16 @@ def _read(folder: Path, **options: Any) -> "PreTrainedModel":
 
 @torch.no_grad()
 def check_memory(interface: PIT) -> None:
-    """ValueError unless every number is finite and ZᵀZ is about I, tried on a few vectors."""
+    """ValueError unless every number is finite and ZᵀZ is about I, tried on a few vectors; a free table has full rank."""
     if any(tensor.is_meta for tensor in interface.parameters()):
         return  # offloaded: not in memory now
     if broken := [name for name, tensor in interface.named_parameters() if not torch.isfinite(tensor).all()]:
         raise ValueError(
             f"expected finite numbers in the interface, got NaN or Inf in {', '.join(broken)}: the weights are damaged"
         )
+    if isinstance(interface, FreePIT):
+        interface.embed(torch.zeros(1, dtype=torch.int64, device=interface.table.device))
+        return
     Z = interface.memory
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)

@@ -40,10 +40,10 @@ def convert(
     *,
     transform: Start = "head",
     bridge: bool = False,
-    memory: Memory = "frozen",
+    memory: Memory = "free",
     source: Source | None = None,
-    retraction: Retraction = "polar",
-    diagonal: Diagonal = "softplus",
+    retraction: Retraction | None = None,
+    diagonal: Diagonal | None = None,
 ) -> M:
     """Replace the tied tables of a transformers causal language model by a :class:`manifold_tying.PIT` interface, in place.
 
@@ -61,9 +61,10 @@ def convert(
         bridge: keep the model's function exactly: T = I, and a trainable d x d matrix, H at the start, applied to embeddings
             and to hidden states. It gives up W_out E = I at the level of the model: only Z and T have it then, not the maps
             from tokens to hidden states and back.
-        memory: "frozen" (the paper's default) or "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``:
-            an ordinary optimizer leaves the manifold.
-        retraction, diagonal: as for :class:`manifold_tying.PIT`.
+        memory: "free", one table that any optimizer trains; or Z and T apart, with Z "frozen" (the paper's form) or
+            "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``: an ordinary optimizer leaves the
+            manifold.
+        retraction, diagonal: of a frozen or trainable memory, see :class:`manifold_tying.PIT`; polar and softplus.
         source: for a model with two different tables, the one to keep, "input" or "output". The other is lost, with a warning.
 
     Returns:
@@ -87,8 +88,7 @@ def convert(
         transform="embedding" if transform == "rotation" else transform,
         bridge=bridge,
         memory=memory,
-        retraction=retraction,
-        diagonal=diagonal,
+        **{name: given for name, given in (("retraction", retraction), ("diagonal", diagonal)) if given is not None},
     )
     if tables.untied:
         warnings.warn(

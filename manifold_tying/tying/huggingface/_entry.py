@@ -49,6 +49,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "padding_idx": ((lambda value: value is None or _is_index(value)), "null or a token's id"),
     "rotated": _IS_BOOL,
 }
+_OF_A_POINT = {"retraction", "diagonal", "bounds"}  # a free table has none of them
 _OPTIONAL = {"rotated"}  # checkpoints of the first versions lack it
 
 
@@ -59,7 +60,8 @@ def check_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
             f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; use a newer manifold-tying"
         )
     options = check_options({name: value for name, value in entry.items() if name not in ("quant_method", "format")})
-    if missing := _OPTIONS.keys() - _OPTIONAL - options.keys():
+    unused = _OF_A_POINT if options.get("memory") == "free" else set()
+    if missing := _OPTIONS.keys() - _OPTIONAL - unused - options.keys():
         raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}; save the converted model again")
     return dict(entry)
 

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying.parametrizations import CholeskyFactor, OnStiefel
 from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.huggingface._entry import FORMAT, METHOD, REQUIRES
 from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
@@ -114,21 +115,30 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
     """What rebuilds the modules without their tensors, as config.json holds it; ValueError for a materialized interface."""
-    if not all(parametrize.is_parametrized(embedding.interface, name) for name in ("memory", "cholesky_factor")):
+    return {
+        **interface_options(embedding.interface),
+        "bridge": embedding.interface.bridge is not None,
+        "scale": embedding.scale,
+        "padding_idx": embedding.padding_idx,
+        "rotated": embedding.rotated,
+    }
+
+
+def interface_options(interface: PIT) -> dict[str, Any]:
+    """The arguments of :class:`manifold_tying.PIT` that rebuild an interface without its tensors."""
+    if isinstance(interface, FreePIT):
+        return {"memory": "free"}
+    if not all(parametrize.is_parametrized(interface, name) for name in ("memory", "cholesky_factor")):
         raise ValueError(
             "expected a memory with ZᵀZ = I and a Cholesky factor, but the interface's constraints were taken off, as "
             "materialize(model) does; export the model, or load it again and materialize its other layers alone"
         )
-    memory = parametrized(embedding.interface)["memory"]
-    point, factor = memory[0], parametrized(embedding.interface)["cholesky_factor"][0]
+    memory = parametrized(interface)["memory"]
+    point, factor = memory[0], parametrized(interface)["cholesky_factor"][0]
     assert isinstance(point, OnStiefel) and isinstance(factor, CholeskyFactor)
     return {
         "memory": "trainable" if memory.original.requires_grad else "frozen",
         "retraction": point.manifold.retraction,
         "diagonal": factor.diagonal,
         "bounds": factor.bounds and list(factor.bounds),
-        "bridge": embedding.interface.bridge is not None,
-        "scale": embedding.scale,
-        "padding_idx": embedding.padding_idx,
-        "rotated": embedding.rotated,
     }

@@ -58,13 +58,15 @@ class InterfaceLoader(HfQuantizer):
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **_: Any) -> None:
         embedding = halves(model)[0]
         check_memory(embedding.interface)
-        memory = parametrized(embedding.interface)["memory"]
-        # transformers puts new parameters there, which require gradients
-        memory.original.requires_grad_(self.quantization_config.options["memory"] == "trainable")
-        mark_point(memory)
-        Z = embedding.interface.memory.detach()
-        if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
-            embedding.interface.memory = Z  # read from float32, which .double() projects as well
+        kind = self.quantization_config.options["memory"]
+        if kind != "free":
+            memory = parametrized(embedding.interface)["memory"]
+            # transformers puts new parameters there, which require gradients
+            memory.original.requires_grad_(kind == "trainable")
+            mark_point(memory)
+            Z = embedding.interface.memory.detach()
+            if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
+                embedding.interface.memory = Z  # read from float32, which .double() projects as well
         embedding.weight = nn.Parameter(embedding.weight.new_empty(embedding.num_embeddings, 0), requires_grad=False)
         self.quantization_config.format = FORMAT
         del model.hf_quantizer
@@ -97,7 +99,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
     with torch.device("meta"):
         interface = PIT(V, d, **options)
         if bridge:
-            interface.bridge = nn.Parameter(torch.empty_like(interface.cholesky_factor))
+            interface.bridge = nn.Parameter(torch.empty(d, d, dtype=interface._table().dtype))
     interface = interface.to(linalg.working_dtype(dtype))
     bias = getattr(head, "bias", None)
     new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)

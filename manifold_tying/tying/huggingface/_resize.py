@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations import parametrized
+from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pit import PIT
 
 if TYPE_CHECKING:
@@ -24,21 +25,21 @@ def resize_token_embeddings(
 ) -> "PITEmbedding":
     """What a converted model's ``resize_token_embeddings`` does: rows of Z are cut off or appended, Y, and Z' = Y (YᵀY)^(-1/2).
 
-    T (and a bridge) stay, so every token's embedding and logit move by as much as YᵀY is away from I; a warning says by how
-    much. That much cannot be had for less: W_out E = I ties the rows to each other. A head's bias is cut off or padded by
-    zeros.
+    T (and a bridge) stay, so every token's embedding and logit move by as much as YᵀY is away from I; of a free table the
+    logits stay and the embeddings move. A warning says by how much. That cannot be had for less: W_out E = I ties the rows to
+    each other. A head's bias is cut off or padded by zeros.
 
     Args:
         model: converted by :func:`manifold_tying.convert`; changed in place.
         new_num_tokens: the new V; None for the present one.
         pad_to_multiple_of: round V up to a multiple of it.
-        mean_resizing: new rows are the mean row of Z (all equal: for a trainable memory), or, where False, Gaussian with the
+        mean_resizing: new rows are the mean row of Z or W (all equal: for one that trains), or, where False, Gaussian with the
             mean square of the old ones.
 
     Returns:
         the new embedding.
     """
-    from manifold_tying.tying.huggingface._install import halves, install, make_halves, options
+    from manifold_tying.tying.huggingface._install import halves, install, interface_options, make_halves
 
     embedding, head = halves(model)
     old = embedding.interface
@@ -49,7 +50,7 @@ def resize_token_embeddings(
         return embedding
     if V < old.hidden_size:
         raise ValueError(f"expected at least d = {old.hidden_size} tokens, since ZᵀZ = I needs V >= d; got {V}")
-    new = _resized(old, V, options(embedding), mean_resizing, embedding.weight.dtype)
+    new = _resized(old, V, interface_options(old), mean_resizing, embedding.weight.dtype)
     bias = None if head.bias is None else _padded(head.bias, V)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
@@ -60,10 +61,11 @@ def resize_token_embeddings(
                 module._parameters[name] = bias
     model.config.get_text_config().vocab_size = V
     model.vocab_size = V
+    stays = "Logits" if isinstance(new, FreePIT) else "T"
     warnings.warn(
-        f"vocabulary {old.vocab_size} -> {V}: rows of the memory were {'appended' if V > old.vocab_size else 'cut off'}, and "
-        f"all rotated and scaled so that ZᵀZ = I; the rows of tokens that stay moved by {_moved(old, new):.1e} of their norm, "
-        "and with them embeddings and logits. T and the body stay",
+        f"vocabulary {old.vocab_size} -> {V}: rows were {'appended' if V > old.vocab_size else 'cut off'}. W_out E = I ties "
+        f"all rows to each other, so the embeddings of tokens that stay moved by {_moved(old, new):.1e} of their norm. {stays} "
+        "and the body stay",
         stacklevel=2,
     )
     return halves(model)[0]
@@ -71,14 +73,15 @@ def resize_token_embeddings(
 
 @torch.no_grad()
 def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.dtype) -> PIT:
-    Z = old.memory.double()
+    Z = old._table().double()
     if V < old.vocab_size:
         Y = Z[:V]
-        smallest = torch.linalg.eigvalsh(linalg.gram(Y))[0].clamp_min(0).sqrt()
+        squares = torch.linalg.eigvalsh(linalg.gram(Y))
+        smallest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
         if not smallest > 1e-5:
             raise ValueError(
-                f"cannot cut the vocabulary off at {V}: the rows that stay do not span the hidden space (smallest singular "
-                f"value {smallest:.0e}), so no memory with ZᵀZ = I has them; keep more tokens"
+                f"cannot cut the vocabulary off at {V}: the rows that stay do not span the hidden space (smallest / largest "
+                f"singular value {smallest:.0e}), so no memory with ZᵀZ = I has them; keep more tokens"
             )
     else:
         added = V - old.vocab_size
@@ -88,12 +91,14 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
             else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
         )
         Y = torch.cat([Z, rows])
-    keep = {name: options[name] for name in ("memory", "retraction", "diagonal", "bounds")}
-    new = PIT(V, old.hidden_size, **keep).to(Z.device, old.memory.dtype)
-    new.memory = linalg.polar(Y)[0].to(old.memory.dtype)
-    new.cholesky_factor = old.cholesky_factor
-    factors = [parametrized(pit)["cholesky_factor"].original for pit in (old, new)]
-    factors[1].requires_grad_(factors[0].requires_grad)
+    new = PIT(V, old.hidden_size, **options).to(Z.device, old._table().dtype)
+    if isinstance(new, FreePIT):
+        new.table.copy_(Y)
+    else:
+        new.memory = linalg.polar(Y)[0].to(old.memory.dtype)
+        new.cholesky_factor = old.cholesky_factor
+        factors = [parametrized(pit)["cholesky_factor"].original for pit in (old, new)]
+        factors[1].requires_grad_(factors[0].requires_grad)
     if old.bridge is not None:
         new.bridge = old.bridge
     return new.to(dtype)
@@ -107,5 +112,6 @@ def _padded(bias: nn.Parameter, V: int) -> nn.Parameter:
 
 def _moved(old: PIT, new: PIT) -> float:
     n = min(old.vocab_size, new.vocab_size)
-    before: Tensor = old.memory[:n].detach().double()
-    return float((new.memory[:n].detach() - before).norm() / before.norm())
+    ids = torch.arange(n, device=old._table().device)
+    before: Tensor = old.embed(ids).double()
+    return float((new.embed(ids) - before).norm() / before.norm())

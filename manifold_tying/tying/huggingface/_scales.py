@@ -1,11 +1,12 @@
 """Learning rates by entry for a model whose residual stream was rotated."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying.huggingface._install import halves
 from manifold_tying.tying.huggingface._rotate import final_norm
 
@@ -26,7 +27,7 @@ def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | fl
         groups = param_groups(model, manifold_lr=1e-3, overrides=rotation_scales(model))
         optimizer = RiemannianAdam(groups, lr=1e-3)
 
-    T leaves the diagonal as it is trained; t is its diagonal then.
+    T leaves the diagonal as it is trained; t is its diagonal then. A free table W = Z T takes t_j² for its column j.
 
     Returns:
         full name of a parameter: {"scale": factors of its updates, "weight_decay": 0.0}.
@@ -38,12 +39,12 @@ def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | fl
     if not embedding.rotated:
         raise ValueError("expected a model that was converted with transform='rotation'; others need no scales")
     t = embedding.interface.transform.diagonal().clone()
-    factor = (t[:, None] * t.sqrt()).tril(-1) + torch.diag(t)
-    stored = parametrized(embedding.interface)
-    scales = {
-        stored["memory"].original: t,
-        stored["cholesky_factor"].original: factor,
-        final_norm(model).weight: t**-2,
-    }
+    scales: dict[nn.Parameter, Tensor] = {final_norm(model).weight: t**-2}
+    if isinstance(embedding.interface, FreePIT):
+        scales[embedding.interface.table] = t**2
+    else:
+        stored = parametrized(embedding.interface)
+        memory, factor = (cast(nn.Parameter, stored[name].original) for name in ("memory", "cholesky_factor"))
+        scales |= {memory: t, factor: (t[:, None] * t.sqrt()).tril(-1) + torch.diag(t)}
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: {"scale": scale, "weight_decay": 0.0} for parameter, scale in scales.items()}

@@ -11,7 +11,7 @@ from manifold_tying.tying._pit import PIT
 
 
 def head_weight(interface: PIT, dtype: torch.dtype) -> Tensor:
-    """Z T Bᵀ (V, d) in dtype, lazily; at once in compiled code, which drops what is unused, and for a sharded memory."""
+    """W_outᵀ (V, d) in dtype, lazily; at once in compiled code, which drops what is unused, and for a sharded memory."""
     parameters = tuple(interface.parameters())
     if torch.compiler.is_compiling() or any(map(linalg.is_distributed, parameters)):
         return _compute(interface, dtype)
@@ -19,9 +19,7 @@ def head_weight(interface: PIT, dtype: torch.dtype) -> Tensor:
 
 
 def _compute(interface: PIT, dtype: torch.dtype) -> Tensor:
-    with linalg.full_precision(interface.memory.device):
-        right = interface.transform if interface.bridge is None else interface.transform @ interface.bridge.mT
-        return (interface.memory @ right).to(dtype)
+    return interface.head_weight.to(dtype)
 
 
 class _Lazy(Tensor):

@@ -1,0 +1,173 @@
+"""PIT as one free table W and its pseudo-inverse."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import linalg
+from manifold_tying.tying._pit import PIT, Memory, check_hidden
+from manifold_tying.tying._tables import INITIAL_STD
+from manifold_tying.tying._vocabulary import Vocabulary
+
+# Smallest over largest diagonal entry of the Cholesky factor of WᵀW, which bounds 1 / cond(W) from above.
+LEAST_PIVOT = 1e-6
+
+
+class FreePIT(PIT):
+    """PIT that stores one table W (V, d): W_out = Wᵀ and E = W (WᵀW)⁻¹. What ``PIT(memory="free")`` returns.
+
+    Every W of full column rank has unique polar factors W = Z T with ZᵀZ = I and T symmetric positive definite. So
+    W_out = T Zᵀ and E = Z T⁻¹: training W by any optimizer trains Z and T, and W_out E = I holds by algebra.
+    ``memory``, ``transform`` and ``cholesky_factor`` compute Z, T and L from W when asked for.
+
+    WᵀW, its inverse and the rows of E are computed in float64 and rounded once, so ‖W_out E - I‖_F / √d is at most
+    6e-8 cond(W) in float32. (WᵀW)⁻¹ is kept until W changes, except on a GPU while gradients are needed: to ask
+    whether W has changed makes the host wait for the device.
+
+    Args:
+        vocab_size: V >= d.
+        hidden_size: d.
+        memory: "free".
+        std: of the entries of W at the start.
+
+    Raises:
+        ValueError: vocab_size < hidden_size, or, from ``embed`` and the attributes, a W of deficient rank.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = INITIAL_STD) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.std = std
+        dtype = linalg.working_dtype(torch.get_default_dtype())
+        self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * std)
+        self._kept: tuple[Any, Tensor] | None = None  # a fingerprint of W and (WᵀW)⁻¹
+
+    @classmethod
+    def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> PIT:
+        with torch.device("meta"):
+            pit = cls(*Z.shape, **options)
+        pit = pit.to_empty(device=Z.device)
+        pit.table = nn.Parameter((Z @ T).to(dtype).contiguous())
+        return pit
+
+    @property
+    def memory(self) -> Tensor:  # type: ignore[override]  # computed, so it cannot be assigned
+        """Z, (V, d): the orthonormal polar factor of W."""
+        return linalg.polar(linalg.whole(self.table))[0]
+
+    @property
+    def transform(self) -> Tensor:
+        """T, (d, d): the symmetric polar factor of W."""
+        return linalg.polar(linalg.whole(self.table))[1]
+
+    @property
+    def cholesky_factor(self) -> Tensor:  # type: ignore[override]
+        """L, (d, d), with T = L Lᵀ."""
+        return torch.linalg.cholesky(self.transform)
+
+    @property
+    def head_weight(self) -> Tensor:
+        if self.bridge is None:
+            return self.table
+        with linalg.full_precision(self._like.device):
+            return self.table @ self.bridge.mT
+
+    def _table(self) -> Tensor:
+        return self.table
+
+    def _divide(self, rows: Tensor) -> Tensor:
+        """rows (WᵀW)⁻¹."""
+        inverse = None if linalg.is_transformed() else self._inverse_gram()
+        return _divide(rows, linalg.local(self.table), inverse, Vocabulary.of(self.table))
+
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        check_hidden(hidden)
+        if self.bridge is not None:
+            with linalg.full_precision(hidden.device):
+                hidden = (hidden.to(self.bridge.dtype) @ self.bridge).to(hidden.dtype)
+        return hidden, self.table
+
+    def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            W = linalg.whole(self.table)
+            wide = W.double()
+            return self._with_bridge(wide @ _inverse_gram(W), wide.mT, dtype or W.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        linalg.normal_rows_(self.table).mul_(self.std)
+
+    def _inverse_gram(self) -> Tensor:
+        """(WᵀW)⁻¹ in float64, computed again only where W has changed."""
+        W = self.table.detach()
+        may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or not linalg.has_values(linalg.local(W)) or not may_ask:
+            return _inverse_gram(W)
+        mark = (_fingerprint(W), W.dtype, W.device)
+        if self._kept is None or self._kept[0] != mark:
+            self._kept = mark, _inverse_gram(W)
+        return self._kept[1]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, memory='free'" + (", bridge=True" if self.bridge is not None else "")
+
+
+@torch.no_grad()
+def _fingerprint(W: Tensor) -> float:
+    """vᵀWᵀWv for a fixed v, by one product with a vector: it changes when WᵀW does.
+
+    Version counters would be cheaper, but whatever writes through ``.data`` leaves them as they are: EMA weights, some
+    optimizers, fused kernels of other libraries.
+    """
+    rows = linalg.local(W)
+    v = torch.arange(1, rows.shape[1] + 1, dtype=W.dtype, device=W.device).sin()
+    s = (rows @ v).double()
+    return float(linalg.row_total(W)(s @ s))
+
+
+@torch.no_grad()
+def _inverse_gram(W: Tensor) -> Tensor:
+    """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError for a W of deficient rank.
+
+    NaN where W is not finite, and on a device that the host does not wait for also where the rank is deficient.
+    """
+    G = linalg.row_total(W)(linalg.gram_in_double(linalg.local(W)))
+    L, info = torch.linalg.cholesky_ex(G)
+    if G.device.type == "cpu" and linalg.has_values(G) and not torch.compiler.is_compiling():
+        pivots = L.diagonal()
+        if torch.isfinite(G).all() and (info != 0 or pivots.min() < LEAST_PIVOT * pivots.max()):
+            raise ValueError(
+                f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
+                "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
+            )
+    return torch.cholesky_inverse(L).where(info == 0, torch.nan)
+
+
+class _Divide(torch.autograd.Function):
+    """rows G⁻¹ with G = WᵀW. With e = rows G⁻¹ and Y = ē G⁻¹ the gradients are Y for rows and -W (eᵀY + Yᵀe) for W."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: Vocabulary) -> Tensor:
+        e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
+        linalg.save(ctx, (rows, W, inverse, vocabulary), e)
+        return e
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (_, W, inverse, _), (e,) = linalg.saved(ctx)
+        Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
+        grad_W = None
+        if ctx.needs_input_grad[1]:
+            S = e.mT @ Y
+            grad_W = W @ (S + S.mT).neg_()
+        return Y, grad_W, None, None
+
+
+def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: Vocabulary) -> Tensor:
+    wide = W.double()
+    L = torch.linalg.cholesky(vocabulary.summed(wide.mT @ wide))
+    return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
+
+
+_divide = linalg.closed_form(_Divide, _plain)

@@ -1,0 +1,138 @@
+"""PIT with its memory on the Stiefel manifold and the transform as a Cholesky factor."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from manifold_tying import linalg
+from manifold_tying.manifolds import Retraction
+from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
+from manifold_tying.tying._pit import PIT, Memory, check_hidden
+from manifold_tying.tying._start import check_bounds
+from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
+
+
+class ManifoldPIT(PIT):
+    """PIT that stores Z, a point of St(V, d), and L with T = L Lᵀ: what ``PIT(memory="frozen" | "trainable")`` returns.
+
+    Starts from a random orthonormal memory and T = I.
+
+    Args:
+        vocab_size: V >= d.
+        hidden_size: d.
+        memory: "frozen" (the paper's default) or "trainable", to be moved by a Riemannian optimizer.
+        retraction: by which that optimizer keeps ZᵀZ = I, see :class:`manifold_tying.Stiefel`.
+        diagonal: "softplus" or "exp", the map that keeps L's diagonal positive.
+        bounds: optional (low, high) clamp of L's diagonal, with low <= 1 <= high, where it starts.
+
+    Raises:
+        ValueError: vocab_size < hidden_size, an unknown retraction or diagonal, or bounds without 0 < low < high and
+            low <= 1 <= high.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        memory: Memory = "frozen",
+        retraction: Retraction = "polar",
+        diagonal: Diagonal = "softplus",
+        bounds: Bounds | None = None,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size)
+        dtype = linalg.working_dtype(torch.get_default_dtype())
+        factor = CholeskyFactor(diagonal, bounds, dtype)
+        if factor.bounds is not None:
+            check_bounds(torch.ones(1, device="cpu"), factor.bounds)
+        Z = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype), requires_grad=memory == "trainable")
+        self.register_parameter("memory", Z)
+        stiefel(self, "memory", retraction=retraction)
+        self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size, dtype=dtype)))
+        parametrize.register_parametrization(self, "cholesky_factor", factor)
+
+    @classmethod
+    def _from_factors(
+        cls, Z: Tensor, T: Tensor, dtype: torch.dtype, *, bounds: Bounds | None = None, **options: Any
+    ) -> PIT:
+        L = torch.linalg.cholesky(T).contiguous()
+        clamp = CholeskyFactor(bounds=bounds).bounds
+        if clamp is not None:
+            check_bounds(L.diagonal(), clamp)
+        with torch.device("meta"):  # a random memory would be drawn and projected in vain
+            pit = cls(*Z.shape, **options)
+        stored = parametrized(pit)
+        cast(CholeskyFactor, stored["cholesky_factor"][0]).bounds = clamp  # here 1 need not lie between them
+        pit = pit.to(dtype).to_empty(device=Z.device)
+        with torch.no_grad():
+            stored["memory"].original.copy_(Z)  # orthonormal already; assigning pit.memory would project again
+        pit.cholesky_factor = L.to(dtype)
+        return pit
+
+    @property
+    def head_weight(self) -> Tensor:
+        with linalg.full_precision(self._like.device):
+            right = self.transform if self.bridge is None else self.transform @ self.bridge.mT
+            return self.memory @ right
+
+    def _table(self) -> Tensor:
+        return self.memory
+
+    def _divide(self, rows: Tensor) -> Tensor:
+        """rows T⁻¹, by two triangular solves."""
+        return divide_by_transform(rows, self.cholesky_factor)
+
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """h T and Z.
+
+        h T is larger than the logits by about √(V/d), beyond the range of float16 where they are well inside it: for products
+        in float16 a power of two near that goes from h T to Z.
+        """
+        if linalg.product_dtype(hidden) != torch.float16:
+            return self._readout(hidden), self.memory
+        factor = 2.0 ** round(math.log2(self.vocab_size / self.hidden_size) / 2)
+        return self._readout(hidden, factor), self.memory * factor
+
+    def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
+        """h T / divisor in float32, in the dtype of h."""
+        check_hidden(hidden)
+        with linalg.full_precision(hidden.device):
+            L = self.cholesky_factor
+            h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
+            if self.bridge is not None:
+                h = h @ self.bridge
+            h = multiply_by_transform(h, L)
+            return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
+
+    def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            memory = linalg.whole(self.memory)
+            Z, L = memory.double(), self.cholesky_factor.double()
+            return self._with_bridge(divide_by_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        stored = parametrized(self)
+        Z, L = stored["memory"].original, stored["cholesky_factor"].original
+        cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)
+        eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
+        linalg.assign_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.memory.dtype
+        super()._apply(fn, recurse)
+        widened = before == torch.float32 and self.memory.dtype == torch.float64 and not self.memory.is_meta
+        if widened and parametrize.is_parametrized(self, "memory"):
+            self.memory = self.memory.detach()  # orthonormal to float32 rounding so far, and a frozen one would stay so
+        return self
+
+    def extra_repr(self) -> str:
+        # by its parameter's name, which materialize(pit) shortens
+        stored = next(p for name, p in self.named_parameters() if "memory" in name)
+        kind = "trainable" if stored.requires_grad else "frozen"
+        return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")

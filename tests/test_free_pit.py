@@ -1,0 +1,201 @@
+"""PIT as one free table: what it promises about W_out E, how often it forms WᵀW, and that any optimizer trains it."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.tying import ManifoldPIT
+
+V, D = 60, 8
+ROUNDING = 6e-8  # half a unit in the last place of a float32
+
+
+def free(condition: float = 10.0, rows: int = V, columns: int = D, seed: int = 0) -> mt.PIT:
+    """A free table with singular values spread evenly in the logarithm."""
+    generator = torch.Generator().manual_seed(seed)
+    U, _ = torch.linalg.qr(torch.randn(rows, columns, generator=generator, dtype=torch.float64))
+    Q, _ = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
+    pit = mt.PIT(rows, columns)
+    with torch.no_grad():
+        pit.table.copy_((U * torch.logspace(0, -float(torch.tensor(condition).log10()), columns)) @ Q)
+    return pit
+
+
+@torch.no_grad()
+def distance(pit: mt.PIT) -> float:
+    """‖W_out E - I‖_F / √d of the numbers that the interface computes with."""
+    E = pit.embed(torch.arange(pit.vocab_size)).double()
+    W_out = pit.logits(torch.eye(pit.hidden_size, dtype=pit.table.dtype)).double()
+    return float((W_out @ E - torch.eye(pit.hidden_size)).norm()) / pit.hidden_size**0.5
+
+
+def products(use: Callable[[], object], d: int = D) -> float:
+    """Products of 2Vd² operations that ``use`` takes."""
+    with FlopCounterMode(display=False) as counter:
+        use()
+    return counter.get_total_flops() / (2 * V * d * d)
+
+
+@given(
+    st.floats(0, 3), st.integers(1, 24), st.integers(0, 60), st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e3])
+)
+def test_w_out_inverts_e(digits: float, d: int, extra: int, seed: int, size: float) -> None:
+    pit = free(10**digits, d + extra, d, seed)
+    with torch.no_grad():
+        pit.table.mul_(size)
+    assert distance(pit) <= ROUNDING * 10**digits + 2e-7  # the latter of the copied table's own rounding, at condition 1
+    assert distance(pit.double()) <= 1e-12
+
+
+def test_a_float32_gram_matrix_would_not_do() -> None:
+    W = free(1e3).table.detach()
+    E = W @ torch.linalg.inv(W.T @ W)
+    assert (W.T @ E - torch.eye(D)).norm() > 1e-3 * D**0.5
+
+
+def test_the_polar_factors_are_the_memory_and_the_transform() -> None:
+    pit = free(50.0).double()
+    Z, T, L = pit.memory, pit.transform, pit.cholesky_factor
+    assert torch.allclose(Z @ T, pit.table) and torch.allclose(Z.T @ Z, torch.eye(D, dtype=T.dtype))
+    assert torch.allclose(T, T.T) and torch.allclose(L @ L.T, T) and torch.equal(L, L.tril())
+    on_manifold = mt.PIT(V, D, memory="trainable").double()
+    on_manifold.memory, on_manifold.cholesky_factor = Z.detach(), L.detach()
+    for ours, theirs in zip(pit.materialize(), on_manifold.materialize(), strict=True):
+        assert torch.allclose(ours, theirs)
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("transform", ["identity", "head", "embedding"])
+def test_a_table_starts_it_as_it_starts_z_and_t(transform: str, bridge: bool) -> None:
+    E0 = torch.randn(V, D, dtype=torch.float64)
+    start = {
+        memory: mt.PIT.from_embedding(E0, transform=transform, bridge=bridge, memory=memory)  # type: ignore[arg-type]
+        for memory in ("free", "trainable")
+    }
+    start["to_free"] = start["trainable"].to_free()
+    assert isinstance(start["trainable"], ManifoldPIT) and not isinstance(start["to_free"], ManifoldPIT)
+    hidden, ids = torch.randn(5, D, dtype=torch.float64), torch.arange(5)
+    for pit in start.values():
+        assert torch.allclose(pit.embed(ids), start["free"].embed(ids))
+        assert torch.allclose(pit.logits(hidden), start["free"].logits(hidden))
+
+
+def test_a_copy_by_to_free_is_a_copy() -> None:
+    pit = mt.PIT(V, D, memory="frozen")
+    twin = pit.to_free()
+    before = pit.materialize()
+    with torch.no_grad():
+        twin.table.mul_(2.0)
+    assert all(map(torch.equal, pit.materialize(), before)) and twin.table.requires_grad
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    pit = free().double()
+    ids = torch.tensor([[3, 1, 3], [0, 7, 7]])
+
+    def embed(W: Tensor) -> Tensor:
+        return torch.func.functional_call(pit, {"table": W}, (ids,))
+
+    W = pit.table.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(embed, (W,)) and torch.autograd.gradgradcheck(embed, (W,))
+    assert torch.allclose(
+        torch.func.jacrev(embed)(W), torch.autograd.functional.jacobian(lambda W: (W @ torch.linalg.inv(W.T @ W))[ids], W)
+    )
+
+
+def test_gram_matrices_are_formed_once_per_change() -> None:
+    pit = free()
+    ids = torch.arange(5)
+    once = products(lambda: pit.embed(ids)) - 5 / V  # the embedding's own product
+    assert once == pytest.approx(1.0)
+
+    def formed() -> bool:
+        return products(lambda: pit.embed(ids)) > 1
+
+    assert not formed()  # micro-batches
+    with torch.no_grad():
+        assert not formed()  # generation
+        pit.table[3, 2] += 1e-3
+    assert formed() and not formed()
+    pit.table.data.mul_(1.01)  # as EMA weights and some optimizers write
+    assert formed() and not formed()
+    pit.load_state_dict(free(seed=1).state_dict())
+    assert formed() and not formed()
+    pit.table = nn.Parameter(torch.randn(V, D))
+    assert formed() and not formed()
+    pit.double()
+    assert formed() and not formed()
+    twin = copy.deepcopy(pit)
+    with torch.no_grad():
+        twin.table.neg_()[0] *= 2
+    assert torch.allclose(twin.embed(ids), twin.materialize()[0][ids]) and not formed()
+
+
+def test_a_training_step_takes_two_large_products() -> None:
+    ids, targets = torch.arange(1), torch.arange(1)
+
+    def step(interface: mt.TokenInterface) -> float:
+        return products(lambda: interface.loss(interface.embed(ids), targets).backward())
+
+    assert step(free()) - step(mt.TransposeTying(V, D)) == pytest.approx(2.0, abs=8 / V)
+
+
+def test_a_rank_deficient_table_is_named() -> None:
+    pit = free()
+    with torch.no_grad():
+        pit.table[:, 2] = pit.table[:, 5]
+    for use in (lambda: pit.embed(torch.arange(3)), pit.materialize):
+        with pytest.raises(ValueError, match="full column rank.*duplicate or zero columns"):
+            use()
+    with torch.no_grad():
+        pit.table.fill_(torch.nan)
+    assert pit.embed(torch.arange(3)).isnan().all()  # a diverged run reports its loss
+
+
+def test_low_precision_leaves_the_table_alone() -> None:
+    pit = free().bfloat16()
+    assert pit.table.dtype == torch.float32 and pit.embed(torch.arange(3)).dtype == torch.bfloat16
+    assert pit.logits(torch.randn(3, D, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    hidden = torch.randn(7, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pit.embed(torch.arange(V)), free().bfloat16().embed(torch.arange(V)))
+        assert pit.logits(hidden).dtype == torch.bfloat16
+
+
+def test_torch_optimizers_train_it_as_ours_do() -> None:
+    trained = []
+    for make in (
+        lambda pit: torch.optim.AdamW(pit.parameters(), lr=1e-2, weight_decay=0.0),
+        lambda pit: RiemannianAdam(param_groups(pit), lr=1e-2),
+    ):
+        pit = free()
+        optimizer, generator = make(pit), torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range(30):
+            ids, targets = torch.randint(V, (2, 40), generator=generator)
+            optimizer.zero_grad()
+            loss = pit.loss(pit.embed(ids), (ids + 1) % V)
+            loss.backward()
+            optimizer.step()  # a warning is an error here
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] and distance(pit) <= 1e-5
+        trained.append(losses)
+    assert trained[0] == trained[1]
+
+
+def test_options_of_another_memory_are_refused() -> None:
+    for options in ({"retraction": "qr"}, {"bounds": (0.5, 2.0)}, {"diagonal": "exp"}):
+        with pytest.raises(ValueError, match="memory='free' has no"):
+            mt.PIT(V, D, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="memory='free' has no"):
+            mt.PIT.from_embedding(torch.randn(V, D), **options)
+    with pytest.raises(ValueError, match="memory='frozen' has no std"):
+        mt.PIT(V, D, memory="frozen", std=0.1)
