@@ -199,7 +199,7 @@ def test_low_rank_updates_are_merged_and_touch_nothing_else(
             assert torch.equal(before[name], after[name]) == (name not in matrices), name
     shapes = [before[name].shape for name in matrices]
     trained = sum(2 * (rows + columns) for rows, columns in shapes)
-    trained += {"pit-frozen": D * D, "pit-trainable": D * D + V * D}.get(interface, 0)
+    trained += {"pit-frozen": D * D, "pit-trainable": D * D + V * D, "pit-free": V * D}.get(interface, 0)
     assert row["trainable_parameters"] == trained
     if own:
         assert row["defect"] <= 1e-6
@@ -229,7 +229,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
     """The source as `manifold-tying convert` leaves it, but for settings that are not the defaults of a run."""
     folder = tmp_path_factory.mktemp("converted")
     model = AutoModelForCausalLM.from_pretrained(source)
-    mt.save(mt.convert(model, transform="rotation", retraction="cayley", diagonal="softplus"), folder)
+    mt.save(mt.convert(model, transform="rotation", memory="frozen", retraction="cayley", diagonal="softplus"), folder)
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     return folder
 
@@ -352,10 +352,11 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     (untied / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     refused("different tables", untied)
     converted = tmp_path / "converted"
-    mt.save(mt.convert(build(**TINY)), converted)
+    mt.save(mt.convert(build(**TINY), memory="frozen"), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    refused("is converted already: .* transpose starts from a table. Choose pit-frozen or pit-trainable", converted)
+    refused("is converted already: .* transpose starts from a table. Choose a PIT interface", converted)
     refused("is converted already: .* untied starts from a table", converted, "untied")
+    refused("holds Z and T apart, which pit-free does not train", converted, "pit-free")
     refused("^init_transform cannot be chosen", converted, "pit-frozen", init_transform="rotation")
     refused("^bridge cannot be chosen", converted, "pit-frozen", bridge=True)
     refused("expected diagonal=softplus.* got exp; leave it out", converted, "pit-frozen", diagonal="exp")
@@ -393,7 +394,7 @@ def test_rotation_scales_move_a_table_evenly() -> None:
 
 
 def test_rotation_scales_are_for_rotated_models(tmp_path: Path) -> None:
-    model = mt.convert(build(**TINY), transform="rotation")
+    model = mt.convert(build(**TINY), transform="rotation", memory="frozen")
     mt.save(model, tmp_path / "saved")
     loaded = mt.load(tmp_path / "saved")
     expected, found = mt.tying.huggingface.rotation_scales(model), mt.tying.huggingface.rotation_scales(loaded)
@@ -402,6 +403,7 @@ def test_rotation_scales_are_for_rotated_models(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="vocabulary 300 -> 310"):
         loaded.resize_token_embeddings(310)
     assert len(mt.tying.huggingface.rotation_scales(loaded)) == 3
+    assert len(mt.tying.huggingface.rotation_scales(mt.convert(build(**TINY), transform="rotation"))) == 2
     with pytest.raises(ValueError, match="transform='rotation'; others need no scales"):
         mt.tying.huggingface.rotation_scales(mt.convert(build(**TINY)))
     with pytest.raises(ValueError):

@@ -204,7 +204,7 @@ def test_save_load_and_export(family: str, bridge: bool, tmp_path: Path) -> None
 
 
 def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -> None:
-    model = trained(mt.convert(build(), bridge=True)).to(torch.bfloat16)
+    model = trained(mt.convert(build(), bridge=True, memory="frozen")).to(torch.bfloat16)
     mt.export(model, tmp_path)
     pit = interface(model)
     Z, L, B = (t.detach().double().numpy() for t in (pit.memory, pit.cholesky_factor, pit.bridge))
@@ -215,7 +215,7 @@ def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -
 
 
 def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
-    model = mt.convert(build())
+    model = mt.convert(build(), memory="frozen")
     mt.save(model, tmp_path / "saved")
     model.save_pretrained(tmp_path / "plain")  # as the Trainer does
     program = (
@@ -234,7 +234,7 @@ def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
 
 
 def test_importing_us_does_not_import_transformers_and_still_registers(tmp_path: Path) -> None:
-    mt.save(mt.convert(build()), tmp_path)
+    mt.save(mt.convert(build(), memory="frozen"), tmp_path)
     program = (
         "import sys, manifold_tying\n"
         "assert not any(name.split('.')[0] in ('transformers', 'peft', 'safetensors') for name in sys.modules)\n"
@@ -252,7 +252,7 @@ def test_importing_us_does_not_import_transformers_and_still_registers(tmp_path:
     "damage", ["tie flag", "format", "bridge", "shape", "stock table", "memory", "lost", "no entry"]
 )
 def test_checkpoints_whose_parts_disagree_are_refused(damage: str, tmp_path: Path) -> None:
-    mt.save(mt.convert(build()), tmp_path)
+    mt.save(mt.convert(build(), memory="frozen"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(tmp_path / "model.safetensors")
     memory = next(name for name in tensors if name.endswith("memory.original"))
@@ -283,7 +283,7 @@ def test_checkpoints_whose_parts_disagree_are_refused(damage: str, tmp_path: Pat
 
 
 def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:
-    model = mt.convert(build())
+    model = mt.convert(build(), memory="frozen")
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     torch.testing.assert_close(logits(mt.load(tmp_path)), logits(model))
@@ -296,7 +296,7 @@ def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_constrained_bodies_are_exported_as_plain_weights_and_not_saved(tmp_path: Path) -> None:
-    model = mt.convert(build())
+    model = mt.convert(build(), memory="frozen")
     mt.orthogonal(model.get_submodule("model.layers.0.self_attn.q_proj"))
     taken, left = mt.equivalence_(model, include="*.mlp.*", block_size=8, verbose=False)
     assert len(taken) == 6 and not any("interface" in name for name in (*taken, *left))

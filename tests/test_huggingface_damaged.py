@@ -198,7 +198,7 @@ CONVERTED: dict[str, tuple[Damage, str]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("intact")
     build().save_pretrained(root / "stock")
-    mt.save(mt.convert(build(), bridge=True), root / "converted")
+    mt.save(mt.convert(build(), bridge=True, memory="frozen"), root / "converted")
     return root
 
 

@@ -95,7 +95,7 @@ def test_a_backward_after_a_step_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_weight_compiles_in_one_graph() -> None:
-    model = changed(mt.convert(build(), bridge=True))
+    model = changed(mt.convert(build(), bridge=True, memory="frozen"))
     hidden, head = torch.randn(7, D), model.get_output_embeddings()
     compiled = torch.compile(lambda h: h.to(head.weight.dtype) @ head.weight.T, backend="aot_eager", fullgraph=True)
     assert difference(compiled(hidden), head(hidden)) <= 1e-5
@@ -163,7 +163,7 @@ def test_a_tight_device_map_splits_neither_half(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_first_format_loads_and_is_saved_in_the_second(tmp_path: Path) -> None:
-    model = changed(mt.convert(build(), bridge=True))
+    model = changed(mt.convert(build(), bridge=True, memory="frozen"))
     mt.save(model, tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors = load_file(file)

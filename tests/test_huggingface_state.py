@@ -34,7 +34,7 @@ def test_a_memory_frozen_or_released_by_hand_is_so_when_loaded(trainable: bool, 
 @pytest.mark.filterwarnings("ignore:vocabulary:UserWarning")
 def test_resizing_keeps_what_is_frozen_frozen() -> None:
     for trains in (True, False):
-        model: Any = mt.convert(build(), bridge=True)
+        model: Any = mt.convert(build(), bridge=True, memory="frozen")
         for tensor in (stored(model, "cholesky_factor"), model.get_input_embeddings().interface.bridge):
             tensor.requires_grad_(trains)
         model.resize_token_embeddings(V + 4)
@@ -53,7 +53,7 @@ def gemma(dtype: torch.dtype) -> Any:
 def test_a_scale_that_low_precision_rounds_is_kept_exactly(tmp_path: Path) -> None:
     low = gemma(torch.bfloat16)
     embedded = low.get_input_embeddings()(ids())
-    mt.convert(low, transform="embedding")
+    mt.convert(low, transform="embedding", memory="frozen")
     embedding = halves(low)[0]
     assert embedding.scale == pytest.approx(20**0.5, rel=1e-12)
     assert (
@@ -87,7 +87,7 @@ def test_a_memory_read_into_float64_is_orthonormal_to_float64(tmp_path: Path) ->
 
 
 def test_a_materialized_interface_is_exported_and_not_saved(tmp_path: Path) -> None:
-    model = mt.convert(build())
+    model = mt.convert(build(), memory="frozen")
     before = logits(model)
     mt.materialize(model)
     keys = dict(model.all_tied_weights_keys)

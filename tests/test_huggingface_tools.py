@@ -99,7 +99,7 @@ def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> Non
 
 def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> None:
     model = mt.convert(build(), memory="trainable")
-    with pytest.warns(UserWarning, match="AdamW moved PIT.memory"):
+    with pytest.warns(UserWarning, match="AdamW moved ManifoldPIT.memory"):
         Trainer(model, arguments(tmp_path, 5), train_dataset=Repeated()).train()
     with pytest.raises(ValueError, match="leaves the manifold"):
         mt.save(model, tmp_path / "saved")
@@ -223,7 +223,8 @@ def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, br
     assert model.config.vocab_size == size and logits(model, ids() % size).shape[-1] == size
     assert torch.equal(model.get_output_embeddings().bias[:kept], bias[:kept])
     assert not model.get_output_embeddings().bias[kept:].any()
-    moved = (new.memory[:kept] - old.memory[:kept]).detach().norm() / old.memory[:kept].detach().norm()
+    tokens = torch.arange(kept)
+    moved = (new.embed(tokens) - old.embed(tokens)).detach().norm() / old.embed(tokens).detach().norm()
     assert f"{float(moved):.1e}" in str(caught[0].message)
     assert any(p.requires_grad for name, p in new.named_parameters() if "memory" in name)
     assert E_of(new).shape == (size, D)
@@ -231,6 +232,20 @@ def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, br
     rows = old.memory[:size] if size < V else torch.cat([old.memory, old.memory.mean(0).expand(size - V, -1)])
     U, _, Wt = torch.linalg.svd(rows.detach().double(), full_matrices=False)
     torch.testing.assert_close(new.memory.double(), U @ Wt, atol=1e-6, rtol=0)
+    mt.save(model, tmp_path)
+    assert torch.equal(logits(mt.load(tmp_path), ids() % size), logits(model, ids() % size))
+
+
+@pytest.mark.parametrize("size", [V + 9, V - 9])
+def test_resizing_a_free_table_keeps_the_logits(size: int, tmp_path: Path) -> None:
+    model = mt.convert(build("Phi"))
+    old, kept, hidden = interface(model), torch.arange(min(V, size)), torch.randn(3, D)
+    with pytest.warns(UserWarning, match="Logits and the body stay") as caught:
+        model.resize_token_embeddings(size)
+    new = interface(model)
+    assert torch.equal(new.logits(hidden)[:, kept], old.logits(hidden)[:, kept]) and new.vocab_size == size
+    moved = (new.embed(kept) - old.embed(kept)).norm() / old.embed(kept).norm()
+    assert f"{float(moved.detach()):.1e}" in str(caught[0].message)
     mt.save(model, tmp_path)
     assert torch.equal(logits(mt.load(tmp_path), ids() % size), logits(model, ids() % size))
 
@@ -245,7 +260,7 @@ def E_of(pit: mt.PIT) -> Tensor:
 
 
 def test_resizing_corner_cases() -> None:
-    model = mt.convert(build())
+    model = mt.convert(build(), memory="frozen")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model.resize_token_embeddings() is model.get_input_embeddings()
@@ -257,7 +272,7 @@ def test_resizing_corner_cases() -> None:
     new = interface(model).memory[V:]
     assert torch.linalg.matrix_rank(new) == D  # rows of their own, where the mean would be one row
     assert copy.deepcopy(model).resize_token_embeddings(128).num_embeddings == 128
-    padded = mt.convert(build())
+    padded = mt.convert(build(), memory="frozen")
     interface(padded).memory = torch.cat([torch.zeros(V - D, D), torch.eye(D)])
     with pytest.raises(ValueError, match="span"):
         padded.resize_token_embeddings(V - D)

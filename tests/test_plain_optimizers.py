@@ -157,7 +157,7 @@ def test_copies_are_points_too(copied: Callable[[Any], Any]) -> None:
     point = copied(parametrized(mt.PIT(12, 4, memory="trainable"))["memory"])
     optimizer = torch.optim.SGD(point.parameters(), lr=0.1)
     point.original.grad = torch.ones_like(point.original)
-    with pytest.warns(UserWarning, match=r"SGD moved PIT.memory of shape \(12, 4\)"):
+    with pytest.warns(UserWarning, match=r"SGD moved ManifoldPIT.memory of shape \(12, 4\)"):
         optimizer.step()
 
 

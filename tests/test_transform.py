@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifold_tying import PIT
-from manifold_tying.tying import _loss, _pit, linear_cross_entropy
+from manifold_tying.tying import _loss, _manifold_pit, linear_cross_entropy
 from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
 
 D = 6
@@ -177,7 +177,7 @@ def solved_rows(pit: PIT, ids: Tensor, monkeypatch: pytest.MonkeyPatch, compiled
         return divide_by_transform(rows, L)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_pit, "divide_by_transform", spy)
+        patch.setattr(_manifold_pit, "divide_by_transform", spy)
         if compiled:
             as_if_compiled(patch)
         return pit.embed(ids), heights

@@ -464,7 +464,7 @@ def test_frozen_memory_gets_no_gradient_and_trainable_does() -> None:
         gradients = {name.split(".")[1]: p.grad for name, p in pit.named_parameters()}
         assert gradients["cholesky_factor"] is not None and gradients["cholesky_factor"].any()
         assert (gradients["memory"] is not None) == (memory == "trainable")
-        assert memory == "frozen" or gradients["memory"].any()  # type: ignore[union-attr]
+        assert memory == "frozen" or gradients["memory"].any()
         assert repr(memory) in repr(pit)
 
 
@@ -503,7 +503,7 @@ def test_gradients_are_those_of_the_explicit_formula(tokens: int, diagonal: Any)
 def test_penalty() -> None:
     pit = pit_with(100.0).double()
     with torch.no_grad():
-        original: Any = pit.parametrizations.cholesky_factor.original  # type: ignore[union-attr]
+        original: Any = pit.parametrizations.cholesky_factor.original
         original.diagonal().add_(0.3)
     T, L = pit.transform.detach().numpy(), pit.cholesky_factor.detach().numpy()
     log_det, spread = np.linalg.slogdet(T)[1] / D, np.mean(np.log(np.diag(L)) ** 2)

@@ -93,7 +93,7 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
         Y = torch.cat([Z, rows])
     new = PIT(V, old.hidden_size, **options).to(Z.device, old._table().dtype)
     if isinstance(new, FreePIT):
-        new.table.copy_(Y)
+        new.table.copy_(Y).requires_grad_(old._table().requires_grad)
     else:
         new.memory = linalg.polar(Y)[0].to(old.memory.dtype)
         new.cholesky_factor = old.cholesky_factor
@@ -110,6 +110,7 @@ def _padded(bias: nn.Parameter, V: int) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=bias.requires_grad)
 
 
+@torch.no_grad()
 def _moved(old: PIT, new: PIT) -> float:
     n = min(old.vocab_size, new.vocab_size)
     ids = torch.arange(n, device=old._table().device)

@@ -41,7 +41,7 @@ def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | fl
     t = embedding.interface.transform.diagonal().clone()
     scales: dict[nn.Parameter, Tensor] = {final_norm(model).weight: t**-2}
     if isinstance(embedding.interface, FreePIT):
-        scales[embedding.interface.table] = t**2
+        scales[embedding.interface.table] = (t**2).expand_as(embedding.interface.table)
     else:
         stored = parametrized(embedding.interface)
         memory, factor = (cast(nn.Parameter, stored[name].original) for name in ("memory", "cholesky_factor"))
