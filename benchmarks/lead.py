@@ -19,7 +19,7 @@ from benchmarks._figure import pyplot, save
 from manifold_tying.models import preset
 from manifold_tying.training import Settings
 from manifold_tying.training._arms import run_folder
-from manifold_tying.training.papers._budgets import TABLES, candidates, trial_specs
+from manifold_tying.training.papers._budgets import candidates, trial_specs
 from manifold_tying.training.report._palette import COLOURS, MARKERS
 
 PIT = "pit-trainable"
@@ -56,7 +56,7 @@ def read(folder: Path) -> dict[str, Any]:
                         "tokens": tokens,
                         "arm": key,
                         "label": candidate.label,
-                        "plain": candidate.trials is TABLES,
+                        "plain": candidate.plain,
                         "chosen": best,
                         "losses": losses[best],
                         "trials": tried,

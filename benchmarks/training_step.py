@@ -36,7 +36,7 @@ from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
 
 TITLE = "A whole training step"
-INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable")
+INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable", "pit-free")
 BATCHES = 4  # different ones, taken in turn
 RATE_SIZE = 8192  # of the product that a CUDA device's rate is measured by
 

@@ -151,6 +151,12 @@ def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "orthogonal equivalence on 28 linear layers" in capsys.readouterr().out
 
 
+def test_the_page_on_pit_runs() -> None:
+    names = run_page("docs/pit.md", program("docs/pit.md"))
+    E, W_out, Z, T = (names[name].detach().double() for name in ("E", "W_out", "Z", "T"))
+    assert torch.dist(W_out @ E, torch.eye(512)) < 1e-4 and torch.dist(Z @ T, W_out.mT) < 1e-4
+
+
 def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: None) -> None:
     names = run_page("docs/testing.md", program("docs/testing.md"))
     assert "retr lands on the manifold" in capsys.readouterr().out

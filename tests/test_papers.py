@@ -161,6 +161,16 @@ def test_budgets_are_checked_at_once(changes: dict[str, Any], message: str, tmp_
         config(changes.pop("name"), tmp_path, corpus, **changes)
 
 
+def test_length(tmp_path: Path, corpus: Path) -> None:
+    losses, interface = reproduce(config("pit-length", tmp_path, corpus, seeds=1))
+    of = {row["arm"]: row for row in rows(tmp_path)}
+    assert len(losses.body) == len(of) == 5 and len(interface.body) == 2
+    rate = json.loads((tmp_path / "pit-free-0/config.json").read_text())["lr"]
+    assert {json.loads((tmp_path / f"{arm}-0/config.json").read_text())["lr"] for arm in of} == {rate}
+    usual = ReproduceConfig(name="pit-length", out=tmp_path)
+    assert usual.settings().steps == 1800 and ReproduceConfig(name="pit-budgets", out=tmp_path).settings().steps == 180
+
+
 def test_ingredients(tmp_path: Path, corpus: Path) -> None:
     losses, interface = reproduce(config("pit-ingredients", tmp_path, corpus, seeds=1))
     of = {row["arm"]: row for row in rows(tmp_path)}

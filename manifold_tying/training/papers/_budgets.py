@@ -36,6 +36,11 @@ class Candidate:
     changes: str = ""
     """As ``ablate --arms`` takes them after the interface."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether its tables are plain ones."""
+        return not self.interface.startswith("pit")
+
 
 def candidates(hidden_size: int) -> dict[str, Candidate]:
     """Every plain table that is known to do well, and PIT, by the name that ``--arms`` takes."""
@@ -56,6 +61,7 @@ def candidates(hidden_size: int) -> dict[str, Candidate]:
         **found,
         "pit-frozen": Candidate("PIT, Z frozen", "pit-frozen", TRANSFORM),
         "pit-trainable": Candidate("PIT, Z trained", "pit-trainable", TRANSFORM),
+        "pit-free": Candidate("PIT, free table", "pit-free", TABLES),
     }
 
 
@@ -99,7 +105,7 @@ def budgets(
         own = dataclasses.replace(settings, steps=max(1, round(count / settings.tokens_per_step)))
         trained[count], of_budget = _tuned(out / f"tokens-{count}", own, chosen, seeds, started)
         tables += of_budget
-    return [_lead(trained, {candidate.label for candidate in chosen.values() if candidate.trials is TABLES}), *tables]
+    return [_lead(trained, {candidate.label for candidate in chosen.values() if candidate.plain}), *tables]
 
 
 def _tuned(

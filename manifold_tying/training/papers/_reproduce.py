@@ -18,7 +18,7 @@ from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
 from manifold_tying.training._progress import Started
-from manifold_tying.training.papers import _adapted, _pit, _poet
+from manifold_tying.training.papers import _adapted, _length, _pit, _poet
 from manifold_tying.training.papers._budgets import budgets, candidates
 from manifold_tying.training.papers._ingredients import ingredients
 from manifold_tying.training.papers._source import trained_source
@@ -30,6 +30,7 @@ Name = Literal[
     "pit-adaptation",
     "pit-budgets",
     "pit-ingredients",
+    "pit-length",
     "poet-pretraining",
     "poet-initialization",
     "poet-merging",
@@ -42,6 +43,7 @@ RECIPES: Mapping[Name, Recipe] = {
     "pit-continued": _pit.continued,
     "pit-adaptation": _adapted.adapted,
     "pit-ingredients": ingredients,
+    "pit-length": _length.length,
     "poet-pretraining": _poet.pretraining,
     "poet-initialization": _poet.initialization,
     "poet-merging": _poet.merging,
@@ -49,6 +51,7 @@ RECIPES: Mapping[Name, Recipe] = {
     "poet-budget": _poet.budget,
 }
 BUDGETS = "pit-budgets"
+USUAL_TOKENS = 184_320
 CONTINUED = ("pit-continued", "pit-adaptation")
 OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614_400}
 
@@ -60,7 +63,8 @@ class ReproduceConfig:
     pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6);
     poet-pretraining (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
     poet-budget (Figure 5). In no paper: pit-budgets (PIT and the strongest plain tables from scratch at several numbers of
-    tokens, each at its best of four trials) and pit-ingredients (a trained memory without each part of its recipe).
+    tokens, each at its best of four trials), pit-length (PIT and plain tables over 1.8 M tokens) and pit-ingredients (a trained
+    memory without each part of its recipe).
     The same command again only does what is missing.
     """
 
@@ -70,8 +74,8 @@ class ReproduceConfig:
     """Folder to write to."""
     preset: str = "nano"
     """Shape of the model."""
-    tokens: int | str = 184_320
-    """Training tokens per run; of pit-budgets several, separated by commas."""
+    tokens: int | str | None = None
+    """Training tokens per run; of pit-budgets several, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
     arms: str | None = None
     """pit-budgets: only these, separated by commas."""
     seeds: int = 3
@@ -100,7 +104,7 @@ class ReproduceConfig:
         if self.seeds > MOST_SEEDS:
             raise ValueError(f"expected seeds <= {MOST_SEEDS}, got {self.seeds}")
         hidden_size = preset(self.preset).hidden_size
-        if self.name != BUDGETS and (self.arms is not None or not isinstance(self.tokens, int)):
+        if self.name != BUDGETS and (self.arms is not None or isinstance(self.tokens, str)):
             raise ValueError(f"arms and several numbers of tokens belong to {BUDGETS}; leave them out of {self.name}")
         if unknown := [arm for arm in self.chosen or () if arm not in candidates(hidden_size)]:
             raise ValueError(f"unknown arms {', '.join(unknown)}; choose from {', '.join(candidates(hidden_size))}")
@@ -117,7 +121,10 @@ class ReproduceConfig:
     def budgets(self) -> list[int]:
         """Training tokens per run; several of pit-budgets."""
         size = self.batch_size * self.sequence_length
-        return [self.tokens] if isinstance(self.tokens, int) else budgets_of(self.tokens, size)
+        if isinstance(self.tokens, str):
+            return budgets_of(self.tokens, size)
+        usual = _length.TOKENS if self.name == "pit-length" else USUAL_TOKENS
+        return [usual if self.tokens is None else self.tokens]
 
     def settings(self) -> Settings:
         """Of every run of the comparison, but for the checkpoint that it may start from and for further budgets."""

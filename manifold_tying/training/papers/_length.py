@@ -1,0 +1,32 @@
+"""PIT against plain tables over 1,800 steps, ten times the length of the default ablation."""
+
+from pathlib import Path
+
+from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._progress import Started
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training.papers._arms import Arm, loss_table, size, train_arms
+from manifold_tying.training.papers._pit import TRANSPOSE
+from manifold_tying.training.papers._table import Table
+from manifold_tying.training.papers._throughout import interface_table
+
+TOKENS = 1_843_200
+
+
+def length(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
+    """The PIT arms by their recipes, and plain tables at half the recipe's rate, the best of their trials at this length."""
+    plain = resolve(TrainConfig(out=Path(), interface="transpose", settings=settings)).settings.lr
+    half = f"lr={(plain or 0.0) / 2:.4g}"
+    arms = [
+        Arm(label=TRANSPOSE, spec=f"transpose+{half}"),
+        Arm(label=f"{TRANSPOSE}, embeddings normalized", spec=f"transpose+embedding_norm=true+{half}"),
+        Arm(label="untied, embeddings normalized", spec=f"untied+embedding_norm=true+{half}"),
+        Arm(label="PIT, Z trained", spec="pit-trainable"),
+        Arm(label="PIT, free table", spec="pit-free"),
+    ]
+    trained = train_arms(out, arms, settings, seeds, started)
+    notes = [f"{size(settings)}, validation. Plain tables at half the recipe's rate: {half}."]
+    return [
+        loss_table("At length", trained, None, notes),
+        interface_table("The interface during training", trained),
+    ]
