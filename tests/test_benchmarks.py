@@ -290,7 +290,7 @@ def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path) -> None:
 
 def test_training_step_runs(tmp_path: Path) -> None:
     (row,) = run("training_step", tmp_path / "result.json", "--preset", "pit-0.3b", "--sequence-length", "16")
-    assert set(row["contenders"]) == {"transpose", "untied", "pit-frozen", "pit-trainable", "transformers"}
+    assert set(row["contenders"]) == {"transpose", "untied", "pit-frozen", "pit-trainable", "pit-free", "transformers"}
     for name, values in row["contenders"].items():
         assert row["extra"]["tokens/s"][name] == pytest.approx(32 / values["milliseconds"] * 1000, rel=1e-2)
 

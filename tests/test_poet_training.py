@@ -238,7 +238,7 @@ def test_arms_name_a_body_or_change_to_one(corpus: Path) -> None:
     # An arm called adamw is that, whatever body the other arms share.
     assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
     for arm, message in (
-        ("poet", r"unknown arm 'poet'; choose from untied, .*pit-trainable, adamw, poet-block, poet-full"),
+        ("poet", r"unknown arm 'poet'; choose from untied, .*pit-free, adamw, poet-block, poet-full"),
         ("poet-full+body=adamw", r"unknown change 'body=adamw'"),
         ("untied+body=full", r"unknown body 'full'; choose one of adamw, poet-block"),
         ("untied+fraction=null", r"expected fraction"),

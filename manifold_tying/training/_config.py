@@ -82,9 +82,9 @@ class Settings:
     equivalence_lr: float | None = None
     """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
-    """Peak learning rate of a trainable memory."""
+    """Peak learning rate of a trainable memory, or of a free table; of the latter None is the body's."""
     memory_slows_after: int | None = None
-    """Steps n after which a trainable memory's rate is also multiplied by √(n / step); 0 is never."""
+    """Steps n after which the rate of a trainable memory or free table is also multiplied by √(n / step); 0 is never."""
     transform_lr: float | None = None
     """Peak learning rate of the transform's Cholesky factor L."""
     off_diagonal_scale: float | None = None
