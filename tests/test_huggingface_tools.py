@@ -102,7 +102,8 @@ def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> 
     trained = {}
     for name in ("own", "ours", "accelerate"):
         torch.manual_seed(0)
-        model = mt.convert(build()).train()
+        model: Any = mt.convert(build()).train()
+        optimizer: Any
         settings = arguments(tmp_path / name, 6)
         if name == "accelerate":
             accelerator = Accelerator(cpu=True)
@@ -121,9 +122,7 @@ def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> 
             schedule = None if optimizer is None else torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: max(0.0, 1 - step / 6)
             )  # fmt: skip
-            Trainer(
-                model, settings, train_dataset=Repeated(), optimizers=(cast(Any, optimizer), cast(Any, schedule))
-            ).train()
+            Trainer(model, settings, train_dataset=Repeated(), optimizers=(optimizer, cast(Any, schedule))).train()
         E, W_out = interface(model).materialize()
         assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
         trained[name] = logits(model.eval())

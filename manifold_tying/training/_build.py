@@ -13,13 +13,13 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
-from manifold_tying.tying import PIT, FreePIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 from manifold_tying.tying.huggingface import halves, rotation_scales
 
 BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
 # Of the reference model, and of a transformers model, where the embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
-TABLE = "interface.table"
+TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
 FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
@@ -77,10 +77,11 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
         memory = next((name for name in rates if name.endswith(MEMORY)), f"*{MEMORY}")
         rates[memory] = {**rates.get(memory, {}), "slows_after": settings.memory_slows_after or None}
-    elif isinstance(model.interface, FreePIT):
-        table = next((name for name in rates if name.endswith(TABLE)), f"*{TABLE}")
-        own = {} if settings.memory_lr is None else {"lr": settings.memory_lr}
-        rates[table] = {**rates.get(table, {}), **own, "slows_after": settings.memory_slows_after or None}
+    else:
+        own: dict[str, Any] = {} if settings.table_lr is None else {"lr": settings.table_lr}
+        own["slows_after"] = settings.table_slows_after or None
+        for table in (name for name, _ in model.named_parameters() if name.endswith(TABLES)):
+            rates[table] = {**rates.get(table, {}), **own}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(
@@ -145,4 +146,4 @@ def rate_factor(step: int, settings: Settings, slows_after: int | None = None) -
 
 def clipped_parameters(model: Model) -> list[Tensor]:
     """Everything whose gradient norm is clipped: all but the memory, whose steps Adam and the retraction bound already."""
-    return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith((MEMORY, TABLE))]
+    return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]

@@ -77,14 +77,18 @@ class Settings:
     out_share: float | None = None
     """POET: share of the parameters that goes to R, the rest to P; None is the same block size on both sides."""
     lr: float | None = None
-    """Peak learning rate of the body, or of its low-rank updates, and of plain and free token tables; with POET, of every
-    parameter that is not rotated."""
+    """Peak learning rate of the body, or of its low-rank updates, and of token tables without a rate of their own; with POET,
+    of every parameter that is not rotated."""
     equivalence_lr: float | None = None
     """Peak learning rate of POET's skew vectors."""
     memory_lr: float | None = None
-    """Peak learning rate of a trainable memory, or of a free table; of the latter None is the body's."""
+    """Peak learning rate of a trainable memory."""
     memory_slows_after: int | None = None
-    """Steps n after which the rate of a trainable memory or free table is also multiplied by √(n / step); 0 is never."""
+    """Steps n after which a trainable memory's rate is also multiplied by √(n / step); 0 is never."""
+    table_lr: float | None = None
+    """Peak learning rate of plain and free token tables; None is the body's."""
+    table_slows_after: int | None = None
+    """Steps n after which their rate is also multiplied by √(n / step); 0 is never."""
     transform_lr: float | None = None
     """Peak learning rate of the transform's Cholesky factor L."""
     off_diagonal_scale: float | None = None
@@ -164,6 +168,7 @@ class Settings:
             "eval_every": 1, "val_tokens": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "weight_decay": 0, "lr": 0,
             "memory_lr": 0, "transform_lr": 0, "table_std": 0, "clip": 0, "log_det_penalty": 0, "diagonal_penalty": 0,
             "merge_every": 1, "equivalence_lr": 0, "lora_rank": 1, "timeout": 1, "memory_slows_after": 0,
+            "table_lr": 0, "table_slows_after": 0,
             "off_diagonal_scale": 0,
         }  # fmt: skip
         for name, low in at_least.items():

@@ -29,8 +29,8 @@ EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
 OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
 OF_A_TRANSFORM = ("transform_lr", "off_diagonal_scale", "diagonal")
 OF_PIT = ("log_det_penalty", "diagonal_penalty", "init_transform", "bridge")
-OF_A_MEMORYS_RATE = ("memory_lr", "memory_slows_after")
-OF_A_TRAINABLE_MEMORY = ("retraction", "retract_every", "second_moment")
+OF_A_TABLE = ("table_std", "table_lr", "table_slows_after")
+OF_A_TRAINABLE_MEMORY = ("memory_lr", "memory_slows_after", "retraction", "retract_every", "second_moment")
 MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and into how many parts a short run is cut instead
 
 
@@ -93,9 +93,8 @@ def used_settings(config: TrainConfig) -> dict[str, Any]:
     """What identifies a resolved run, without the settings that its interface and its body do not use."""
     settings, apart = config.settings, config.interface in OF_A_MEMORY
     unused = {
-        *(("table_std",) if apart else OF_A_TRANSFORM),
+        *(OF_A_TABLE if apart else OF_A_TRANSFORM),
         *(() if config.interface.startswith("pit") else OF_PIT),
-        *(() if config.interface in ("pit-trainable", "pit-free") else OF_A_MEMORYS_RATE),
         *(() if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY),
         *(() if settings.poet else POET_SETTINGS),
     }
@@ -106,7 +105,8 @@ def used_rates(interface: Interface, settings: Settings) -> dict[str, float | bo
     """The resolved settings that may differ between arms, for the report."""
     return {
         "lr": settings.lr,
-        "memory_lr": settings.memory_lr if interface in ("pit-trainable", "pit-free") else None,
+        "memory_lr": settings.memory_lr if interface == "pit-trainable" else None,
+        "table_lr": None if interface in OF_A_MEMORY else settings.table_lr,
         "transform_lr": settings.transform_lr if interface in OF_A_MEMORY else None,
         "equivalence_lr": settings.equivalence_lr if settings.poet else None,
         "table_std": None if interface in OF_A_MEMORY else settings.table_std,
