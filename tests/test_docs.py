@@ -78,11 +78,28 @@ def test_readme_runs() -> None:
 
 def test_readme_has_the_recipe_of_the_command() -> None:
     names = run_page("README.md", program("README.md"))
-    config = resolve(TrainConfig(out=Path("unused"), interface="pit-trainable"))
+    config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
     model = build_model(config)
+    assert names["model"].config == model.config and names["model"].interface.std == model.interface.std
+    optimizers = (names["optimizer"], build_optimizer(model, config.settings))
+    shown, used = (
+        {(p.shape, g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        for optimizer in optimizers
+    )
+    assert shown == used
+
+
+def test_learning_rates_has_the_recipe_of_a_trainable_memory() -> None:
+    names = run_page("docs/learning-rates.md", program("docs/learning-rates.md"))
+    groups = names["optimizer"].param_groups
+    factors = [group["lr"] / peak for group, peak in zip(groups, names["peaks"], strict=True)]
+    assert factors == [0.5 if "slows_after" in group else 1.0 for group in groups] and factors.count(0.5) == 1
+    names["set_rates"](0, 1.0)
+    config = resolve(TrainConfig(out=Path("unused"), interface="pit-trainable"))
+    model: Any = build_model(config)
     assert names["model"].config == model.config and str(names["model"].interface) == str(model.interface)
-    groups = (names["optimizer"].param_groups, build_optimizer(model, config.settings).param_groups)
-    shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in listed] for listed in groups)
+    both = (groups, build_optimizer(model, config.settings).param_groups)
+    shown, used = ([(g["lr"], g["betas"], g["weight_decay"], len(g["params"])) for g in listed] for listed in both)
     assert shown == used
     moved = []
     of: Any

@@ -7,9 +7,9 @@ from manifold_tying.models import preset
 from manifold_tying.training._config import POET_SETTINGS, Interface, Settings, TrainConfig
 from manifold_tying.training._continued_recipe import interface_maps, resolve_continued, schedule_lengths
 
-# Adam moves every entry of the memory by about its learning rate, and the entries are about 1/√V: this is the share of an
-# entry that one step may change at the peak.
-MEMORY_STEP = 0.3
+# Adam moves every entry of a memory or table by about its learning rate. The entries start near 1/√V and table_std: this is
+# the share of an entry that one step may change at the peak.
+ENTRY_STEP = 0.3
 TRANSFORM_FACTOR = 5.0
 # At the width below; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it.
 BODY_LR: dict[Interface, float] = {
@@ -18,8 +18,9 @@ BODY_LR: dict[Interface, float] = {
 BODY_WIDTH = 128
 TABLE_STD = 0.06
 # Rows of the memory keep their length, so a step of constant size turns them for ever as far as at the start; the rows of a
-# plain table grow, and turn less and less. A rate that falls as one over the root of the steps does the same.
-MEMORY_SLOWS_AFTER = 60
+# plain table grow, and turn less and less. A rate that falls as one over the root of the steps does the same. A free table at
+# so high a rate gains by it, too.
+SLOWS_AFTER = 60
 # Most of what T has to learn is its size, on the diagonal. At the whole rate the d² other entries are noise, and with a frozen
 # memory they drove cond(T) to 2e7 in some runs.
 OFF_DIAGONAL_SCALE = 0.1
@@ -58,9 +59,13 @@ def resolve(config: TrainConfig) -> TrainConfig:
         filled["betas"] = BETAS
     if config.interface == "pit-trainable":
         if settings.memory_lr is None:
-            filled["memory_lr"] = MEMORY_STEP / shape.vocab_size**0.5
+            filled["memory_lr"] = ENTRY_STEP / shape.vocab_size**0.5
         if settings.memory_slows_after is None:
-            filled["memory_slows_after"] = MEMORY_SLOWS_AFTER
+            filled["memory_slows_after"] = SLOWS_AFTER
+    if config.interface == "pit-free":
+        std = TABLE_STD if settings.table_std is None else settings.table_std
+        filled["table_lr"] = ENTRY_STEP * std if settings.table_lr is None else settings.table_lr
+        filled["table_slows_after"] = SLOWS_AFTER if settings.table_slows_after is None else settings.table_slows_after
     if settings.poet:
         filled |= _poet(settings, shape.hidden_size)
     return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))  # type: ignore[arg-type]

@@ -14,18 +14,23 @@ TOKENS = 1_843_200
 
 
 def length(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """The PIT arms by their recipes, and plain tables at half the recipe's rate, the best of their trials at this length."""
-    plain = resolve(TrainConfig(out=Path(), interface="transpose", settings=settings)).settings.lr
-    half = f"lr={(plain or 0.0) / 2:.4g}"
+    """The PIT arms by their recipes, and plain tables at the best of their trials at this length (docs/learning-rates.md).
+
+    Transpose tying does best with the free table's rates, untied tables at the body's rate and a third of the usual std.
+    """
+    free = resolve(TrainConfig(out=Path(), interface="pit-free", settings=settings)).settings
+    assert free.table_std is not None, "the settings are resolved"
+    rates = f"lr={free.lr:.4g}+table_lr={free.table_lr:.4g}+table_slows_after={free.table_slows_after}"
+    small = f"lr={free.lr:.4g}+table_std={free.table_std / 3:.4g}"
     arms = [
-        Arm(label=TRANSPOSE, spec=f"transpose+{half}"),
-        Arm(label=f"{TRANSPOSE}, embeddings normalized", spec=f"transpose+embedding_norm=true+{half}"),
-        Arm(label="untied, embeddings normalized", spec=f"untied+embedding_norm=true+{half}"),
+        Arm(label=TRANSPOSE, spec=f"transpose+{rates}"),
+        Arm(label=f"{TRANSPOSE}, embeddings normalized", spec=f"transpose+embedding_norm=true+{rates}"),
+        Arm(label="untied, embeddings normalized", spec=f"untied+embedding_norm=true+{small}"),
         Arm(label="PIT, Z trained", spec="pit-trainable"),
         Arm(label="PIT, free table", spec="pit-free"),
     ]
     trained = train_arms(out, arms, settings, seeds, started)
-    notes = [f"{size(settings)}, validation. Plain tables at half the recipe's rate: {half}."]
+    notes = [f"{size(settings)}, validation. Plain tables at the best of their trials: {rates}; untied {small}."]
     return [
         loss_table("At length", trained, None, notes),
         interface_table("The interface during training", trained),
