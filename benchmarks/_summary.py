@@ -26,6 +26,8 @@ HOT_PATHS = (
     ("training_step", "training step", "transpose", "transpose tying", "transformers", "Hugging Face's Llama"),
     ("training_step", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
     ("training_step", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),
+    ("training_step", "", "pit-free", "PIT, free table", "transpose", "our transpose tying"),
+    ("training_step", "", "pit-free", "the same", "pit-trainable", "PIT, trainable memory"),
     ("equivalence", "POET layer", "ours block", "block", "nn.Linear", "`nn.Linear`"),
     ("equivalence", "", "ours full 1/2", "full 1/2", "nn.Linear", "`nn.Linear`"),
     ("equivalence", "", "ours block, P alone", "block, P alone", "PEFT OFT (P alone)", "PEFT's OFT"),

@@ -12,6 +12,7 @@ from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._start import decompose
+from manifold_tying.tying._tables import INITIAL_STD
 from manifold_tying.tying._vocabulary import lookup, scores
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
@@ -53,7 +54,8 @@ class PIT(TokenInterface):
     bridge: nn.Parameter | None
     _like: Tensor
 
-    def __new__(cls, *args: Any, memory: Memory = "free", **options: Any) -> Self:
+    # The sizes have defaults because copy and pickle call it without arguments.
+    def __new__(cls, vocab_size: int = 0, hidden_size: int = 0, *, memory: Memory = "free", **options: Any) -> Self:
         """An instance of the class that stores ``memory``."""
         if cls is not PIT:
             return super().__new__(cls)
@@ -68,7 +70,7 @@ class PIT(TokenInterface):
         retraction: Retraction = "polar",
         diagonal: Diagonal = "softplus",
         bounds: Bounds | None = None,
-        std: float = 0.0,
+        std: float = INITIAL_STD,
     ) -> None:
         """What all forms have; see the class for the arguments."""
         super().__init__(vocab_size, hidden_size)
