@@ -233,11 +233,12 @@ def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
     assert "MISMATCH" in done.stderr
 
 
-def test_importing_us_does_not_import_transformers_and_still_registers(tmp_path: Path) -> None:
+def test_importing_us_imports_nothing_slow_and_still_registers(tmp_path: Path) -> None:
     mt.save(mt.convert(build(), memory="frozen"), tmp_path)
     program = (
         "import sys, manifold_tying\n"
-        "assert not any(name.split('.')[0] in ('transformers', 'peft', 'safetensors') for name in sys.modules)\n"
+        "slow = {'torch._dynamo', 'scipy.stats', 'matplotlib', 'tensorboard', 'tokenizers', 'pandas', 'transformers', 'peft'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
         "from transformers import AutoModelForCausalLM\n"
         f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).get_input_embeddings()).__name__)\n"
         "from transformers.quantizers import auto\n"

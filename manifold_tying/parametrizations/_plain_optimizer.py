@@ -60,8 +60,8 @@ def _look_at(optimizer: Optimizer) -> None:
             _warn(optimizer, look)
 
 
-# Dynamo cannot trace weak references. The steps of torch's own optimizers break graphs anyway.
-_look_untraced = torch.compiler.disable(_look_at)
+# Dynamo cannot trace weak references. torch.compiler.disable would import Dynamo here, which takes as long as torch itself.
+_look_untraced = torch._disable_dynamo(_look_at)
 
 
 def _warn(optimizer: Optimizer, look: _Look) -> None:
