@@ -92,6 +92,12 @@ def test_a_table_starts_it_as_it_starts_z_and_t(transform: Any, bridge: bool) ->
         assert torch.allclose(pit.logits(hidden), start["free"].logits(hidden))
 
 
+def test_a_start_from_a_table_takes_one_polar_factor() -> None:
+    E0 = torch.randn(V, D)
+    once = products(lambda: mt.linalg.polar(E0.double()))
+    assert once < products(lambda: mt.PIT.from_embedding(E0, bridge=True)) < 1.5 * once
+
+
 def test_a_copy_by_to_free_is_a_copy() -> None:
     pit = mt.PIT(V, D, memory="frozen")
     twin = pit.to_free()

@@ -9,6 +9,7 @@ import sweep_transformers
 import torch
 import transformers
 from huggingface_models import _BODY, D, V, build, difference, ids, logits
+from machine import lacking
 from torch import Tensor
 
 import manifold_tying as mt
@@ -155,7 +156,7 @@ def test_a_config_that_another_model_has_as_well_is_left_alone(tmp_path: Path) -
 def test_names_and_parametrizations_of_a_models_own_survive(kind: str, tmp_path: Path) -> None:
     """One has its embedding in the file as tok_embeddings, the other a weight norm, which export leaves in place."""
     if (made := getattr(transformers, kind, None)) is None:
-        pytest.skip(f"this version of transformers has no {kind}")
+        lacking(f"this version of transformers has no {kind}")
     model = sweep_transformers.build(made)
     mt.convert(model, bridge=True)
     mt.save(model, tmp_path / "saved")

@@ -14,6 +14,7 @@ import manifold_tying as mt
 from manifold_tying import diagnostics
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training._interface_health import health_warnings
 from manifold_tying.training.cli import main
 
 
@@ -96,6 +97,15 @@ def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
     assert "Warning: cond(T) is" in shown and "above 1000: W_out E = I loses digits" in shown
     page = (out / "report.html").read_text()
     assert "pit-frozen, seed 0, at its worst evaluation: cond(T) is" in page and "above 1e-05" in page
+
+
+def test_the_bound_of_delta_ti() -> None:
+    assert not health_warnings({"cond_transform": 10.0, "delta_ti": 0.009})
+    assert (
+        "ΔTI = ‖W_out E - I‖ is 0.011, above 0.01"
+        in health_warnings({"cond_transform": 10.0, "delta_ti": 0.011})["delta_ti"]
+    )
+    assert not health_warnings({"cond_transform": 10.0, "delta_ti": 0.011}, bridge=True)
 
 
 def test_a_healthy_run_is_not_warned_of(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from machine import lacking
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,7 +56,7 @@ def test_distributions_hold_the_package_and_nothing_else_to_import(wheel: Path) 
 
 def test_a_checkout_without_symbolic_links_builds_the_same(wheel: Path, tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
+        lacking("not a checkout")
     listed = run("git", "ls-files", "--stage", cwd=ROOT).splitlines()
     for mode, name in ((line.split()[0], line.partition("\t")[2]) for line in listed):
         copy = tmp_path / "source" / name

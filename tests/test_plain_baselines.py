@@ -12,6 +12,7 @@ from training_runs import config, text
 import manifold_tying as mt
 from manifold_tying.models import Llama, preset
 from manifold_tying.training import Settings, TrainConfig, load_model, train
+from manifold_tying.training._config import Interface
 
 V, D = 40, 8
 
@@ -82,6 +83,10 @@ def test_a_scale_that_is_no_factor_is_refused(scale: float) -> None:
 def test_settings_of_plain_tables_are_refused_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="input_gradient_scale belongs to"):
         TrainConfig(out=tmp_path, interface="untied", settings=Settings(input_gradient_scale=2.0))
+    apart: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")
+    for interface in apart:
+        with pytest.raises(ValueError, match="table_lr belongs to transpose and untied and pit-free"):
+            TrainConfig(out=tmp_path, interface=interface, settings=Settings(table_lr=0.1))
     with pytest.raises(ValueError, match="logit_scale belongs to"):
         TrainConfig(out=tmp_path, interface="pit-trainable", settings=Settings(logit_scale=True))
 

@@ -70,17 +70,16 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     No weight decay on skew vectors, which would pull R and P back to the identity, and so W back to W0, between merges
     alone; POET's paper reports 0.01 over all and does not say of what.
     """
-    rates: dict[str, dict[str, Any]] = {}
-    rates |= _rotation_scales(model)
+    rates = _rotation_scales(model)
     if isinstance(model.interface, ManifoldPIT):
         factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
         rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
         memory = next((name for name in rates if name.endswith(MEMORY)), f"*{MEMORY}")
         rates[memory] = {**rates.get(memory, {}), "slows_after": settings.memory_slows_after or None}
     else:
-        own: dict[str, Any] = {} if settings.table_lr is None else {"lr": settings.table_lr}
-        own["slows_after"] = settings.table_slows_after or None
-        for table in (name for name, _ in model.named_parameters() if name.endswith(TABLES)):
+        given = {"lr": settings.table_lr, "slows_after": settings.table_slows_after or None}
+        own = {name: value for name, value in given.items() if value is not None}
+        for table in (name for name, _ in model.named_parameters() if own and name.endswith(TABLES)):
             rates[table] = {**rates.get(table, {}), **own}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}

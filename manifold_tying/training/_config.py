@@ -251,9 +251,11 @@ class TrainConfig:
 
 
 def _check_tables(interface: Interface, settings: Settings) -> None:
-    """ValueError for settings of plain tables in a run that has none."""
+    """ValueError for settings of tables in a run that has none, or whose tables are those of a checkpoint."""
+    tables: tuple[Interface, ...] = ("transpose", "untied", "pit-free") if settings.init_from is None else ("pit-free",)
     needs: dict[str, tuple[Interface, ...]] = {
-        "input_gradient_scale": ("transpose",), "logit_scale": ("transpose", "untied")
+        "input_gradient_scale": ("transpose",), "logit_scale": ("transpose", "untied"),
+        "table_lr": tables, "table_slows_after": tables,
     }  # fmt: skip
     for name, interfaces in needs.items():
         if getattr(settings, name) is not None and interface not in interfaces:

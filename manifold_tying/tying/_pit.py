@@ -49,6 +49,8 @@ class PIT(TokenInterface):
         ValueError: vocab_size < hidden_size, an unknown memory, an option of another memory, or a wrong value of one.
     """
 
+    # Abstract in all but name: FreePIT and ManifoldPIT fill in what raises NotImplementedError here. With abstract methods
+    # type checkers would refuse every ``PIT(...)``.
     memory: Tensor
     cholesky_factor: Tensor
     bridge: nn.Parameter | None
@@ -120,7 +122,7 @@ class PIT(TokenInterface):
             T = H if transform == "head" else linalg.symmetric(torch.linalg.inv(H))
         pit = form._from_factors(U, T, linalg.working_dtype(weight.dtype), memory=memory, **options)
         if bridge:
-            pit.bridge = nn.Parameter(H.to(pit.memory.dtype))
+            pit.bridge = nn.Parameter(H.to(pit._table().dtype))
         return pit.to(weight.dtype)
 
     @classmethod
@@ -146,7 +148,7 @@ class PIT(TokenInterface):
 
     @property
     def head_weight(self) -> Tensor:
-        """W_outᵀ (V, d), differentiable; with a bridge B W_outᵀ Bᵀ."""
+        """W_outᵀ (V, d), differentiable; with a bridge B, W_outᵀ Bᵀ."""
         raise NotImplementedError
 
     def embed(self, ids: Tensor) -> Tensor:
