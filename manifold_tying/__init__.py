@@ -6,36 +6,63 @@ Docstrings cite two papers:
 - POET: Qiu et al., "Reparameterized LLM Training via Orthogonal Equivalence Transformation", 2025, arXiv:2506.08001.
 """
 
-import warnings as _warnings
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-with _warnings.catch_warnings():
-    # geoopt 0.5.1 compiles its hyperbolic formulas with torch.jit.script, deprecated in torch 2.13: not our users' business.
-    _warnings.filterwarnings("ignore", message=r"`torch.jit.script", category=DeprecationWarning)
-    import geoopt as _geoopt  # noqa: F401
+from manifold_tying._transformers import register_with_transformers as _register_with_transformers
 
-from manifold_tying import diagnostics as diagnostics
-from manifold_tying import linalg as linalg
-from manifold_tying import models as models
-from manifold_tying import optim as optim
-from manifold_tying.manifolds import SPD as SPD
-from manifold_tying.manifolds import Stiefel as Stiefel
-from manifold_tying.parametrizations import equivalence as equivalence
-from manifold_tying.parametrizations import equivalence_ as equivalence_
-from manifold_tying.parametrizations import load_adapter as load_adapter
-from manifold_tying.parametrizations import materialize as materialize
-from manifold_tying.parametrizations import merge as merge
-from manifold_tying.parametrizations import orthogonal as orthogonal
-from manifold_tying.parametrizations import save_adapter as save_adapter
-from manifold_tying.parametrizations import spd as spd
-from manifold_tying.parametrizations import stiefel as stiefel
-from manifold_tying.tying import PIT as PIT
-from manifold_tying.tying import TokenInterface as TokenInterface
-from manifold_tying.tying import TransposeTying as TransposeTying
-from manifold_tying.tying import Untied as Untied
-from manifold_tying.tying import conversion_losses as conversion_losses
-from manifold_tying.tying import convert as convert
-from manifold_tying.tying import export as export
-from manifold_tying.tying import load as load
-from manifold_tying.tying import save as save
+if _TYPE_CHECKING:
+    from manifold_tying import diagnostics as diagnostics
+    from manifold_tying import linalg as linalg
+    from manifold_tying import models as models
+    from manifold_tying import optim as optim
+    from manifold_tying.manifolds import SPD as SPD
+    from manifold_tying.manifolds import Stiefel as Stiefel
+    from manifold_tying.parametrizations import equivalence as equivalence
+    from manifold_tying.parametrizations import equivalence_ as equivalence_
+    from manifold_tying.parametrizations import load_adapter as load_adapter
+    from manifold_tying.parametrizations import materialize as materialize
+    from manifold_tying.parametrizations import merge as merge
+    from manifold_tying.parametrizations import orthogonal as orthogonal
+    from manifold_tying.parametrizations import save_adapter as save_adapter
+    from manifold_tying.parametrizations import spd as spd
+    from manifold_tying.parametrizations import stiefel as stiefel
+    from manifold_tying.tying import PIT as PIT
+    from manifold_tying.tying import TokenInterface as TokenInterface
+    from manifold_tying.tying import TransposeTying as TransposeTying
+    from manifold_tying.tying import Untied as Untied
+    from manifold_tying.tying import conversion_losses as conversion_losses
+    from manifold_tying.tying import convert as convert
+    from manifold_tying.tying import export as export
+    from manifold_tying.tying import load as load
+    from manifold_tying.tying import save as save
 
 __version__ = "0.1.0"
+
+# What is public is imported where it is first asked for: geoopt takes half as long to import as torch.
+_PACKAGES = ("diagnostics", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
+_HOMES = {
+    **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
+    **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "materialize", "merge"), "parametrizations"),
+    **dict.fromkeys(("orthogonal", "save_adapter", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
+    **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "tying"),
+}
+__all__ = [*_PACKAGES, *_HOMES]
+
+_register_with_transformers()
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _PACKAGES:
+        return _importlib.import_module(f"manifold_tying.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'manifold_tying' has no attribute {name!r}")
+    found = getattr(_importlib.import_module(f"manifold_tying.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manifold_tying.training.cli import main
+from manifold_tying.cli import main
 
 PATIENCE = 60  # seconds; what is refused takes milliseconds
 

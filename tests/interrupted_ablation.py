@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from training_runs import config
 
+from manifold_tying.cli import main
 from manifold_tying.training import _loop as loop
-from manifold_tying.training.cli import main
 
 config(Path(), Path())  # makes the preset
 left = int(sys.argv[1])

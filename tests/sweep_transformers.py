@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 import manifold_tying as mt
-from manifold_tying.training.cli import main as command_line
+from manifold_tying.cli import main as command_line
 
 MAPPINGS = (
     "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM",

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
 from manifold_tying.training import AblateConfig, Settings, ablate
 from manifold_tying.training import _loop as loop
 from manifold_tying.training._ablation import parse_arm
-from manifold_tying.training.cli import main
 
 KEYS = {
     "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",

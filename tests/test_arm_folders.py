@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from training_runs import TINY, config, text
 
+from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, train
 from manifold_tying.training._ablation import commands
-from manifold_tying.training.cli import main
 from manifold_tying.training.report import load_experiment, load_experiments
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel
 
+from manifold_tying.cli import main
 from manifold_tying.training import load_model
-from manifold_tying.training.cli import main
 from manifold_tying.training.data import open_tokens, prepare
 
 V = 300

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, config, text
 
+from manifold_tying.cli import main
 from manifold_tying.training import train
-from manifold_tying.training.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,27 @@ def test_help(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("package", ["tokenizers", "tyro"])
 def test_without_the_extra_it_is_named(package: str, process_environment: dict[str, str]) -> None:
     without = f"import sys; sys.modules[{package!r}] = None; "
-    program = without + "sys.argv = ['manifold-tying', '--help']; from manifold_tying.__main__ import main; main()"
+    program = without + "from manifold_tying.cli import main; main(['train', '--help'])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=False
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and package in done.stderr and len(done.stderr.splitlines()) == 1
     assert "install the extra: pip install 'manifold-tying[train]'" in done.stderr
+
+
+@pytest.mark.parametrize("use", ["import manifold_tying", "from manifold_tying.cli import main; main(['--help'])"])
+def test_what_is_not_used_is_not_imported(use: str, process_environment: dict[str, str]) -> None:
+    program = f"import sys; {use}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=True
+    )
+    slow = {"torch", "scipy", "geoopt", "matplotlib", "tensorboard", "tokenizers", "transformers", "pandas", "datasets"}
+    assert not slow & set(done.stdout.splitlines()[-1].split())
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected a command (train, ablate, " in refused(["trian"], capsys)
 
 
 def test_without_the_extra_the_import_names_it(process_environment: dict[str, str]) -> None:

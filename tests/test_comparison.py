@@ -10,8 +10,8 @@ import pytest
 from test_report import Page, with_losses, write_experiment
 from training_runs import config, text
 
+from manifold_tying.cli import main
 from manifold_tying.training import train
-from manifold_tying.training.cli import main
 from manifold_tying.training.report import load_experiment, load_experiments
 from manifold_tying.training.report._comparison import comparable, differences, names_of
 from manifold_tying.training.report._experiment import interface_of

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
+from manifold_tying.cli import main
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, load_model, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._run_data import load_data
-from manifold_tying.training.cli import main
 from manifold_tying.training.data import Batches, open_tokens, prepare
 from manifold_tying.tying.huggingface import PITEmbedding
 

@@ -14,9 +14,9 @@ from test_huggingface_kinds import _BERT, BIASED, ENCODER_DECODERS, MULTIMODAL, 
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
+from manifold_tying.cli import main
 from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
 from manifold_tying.training._inspect import InspectConfig, interface_numbers, run_inspect
-from manifold_tying.training.cli import main
 
 _DISTIL = {"vocab_size": 96, "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {

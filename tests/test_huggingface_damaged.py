@@ -12,7 +12,7 @@ from huggingface_models import build
 from safetensors.torch import load_file, save_file
 
 import manifold_tying as mt
-from manifold_tying.training.cli import main
+from manifold_tying.cli import main
 
 Damage = Callable[[Path], object]
 WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.embed_tokens.weight"

@@ -12,10 +12,10 @@ from training_runs import TINY, config, lines, text
 
 import manifold_tying as mt
 from manifold_tying import diagnostics
+from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._checkpoint import checkpoints
 from manifold_tying.training._interface_health import health_warnings
-from manifold_tying.training.cli import main
 
 
 @pytest.fixture(scope="module")

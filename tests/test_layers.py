@@ -9,19 +9,22 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer: the layers of ours that it may import
 ALLOWED = {
     "_extra": set(),
+    "_geoopt": set(),
     "_json": set(),
+    "_transformers": set(),
     "linalg": set(),
-    "manifolds": {"linalg"},
-    "parametrizations": {"linalg", "manifolds", "_json"},
-    "tying": {"linalg", "manifolds", "parametrizations", "_json"},
+    "manifolds": {"linalg", "_geoopt"},
+    "parametrizations": {"linalg", "manifolds", "_geoopt", "_json"},
+    "tying": {"linalg", "manifolds", "parametrizations", "_json", "_transformers"},
     "models": {"linalg", "manifolds", "parametrizations", "tying"},
-    "optim": {"linalg", "manifolds", "parametrizations"},
+    "optim": {"linalg", "manifolds", "parametrizations", "_geoopt"},
     "diagnostics": {"linalg", "tying", "_json"},
     "testing": {"linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
     "training": {
         *("linalg", "manifolds", "parametrizations", "tying", "models", "optim", "diagnostics"),
-        *("_json", "_extra"),
+        *("_json", "_extra", "_transformers"),
     },
+    "cli": {"training", "_extra"},
 }
 
 

@@ -14,12 +14,12 @@ import tyro
 from training_runs import TINY, config, lines, text
 
 from benchmarks.random_kills import KillOptions, random_kills
+from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, TrainConfig, ablate, train
 from manifold_tying.training import _loop as loop
 from manifold_tying.training._ablation import commands
 from manifold_tying.training._checkpoint import checkpoints
 from manifold_tying.training._processes import _mesh
-from manifold_tying.training.cli import main
 from manifold_tying.training.report import findings, load_experiment, write_report
 
 

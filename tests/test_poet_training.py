@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from manifold_tying import diagnostics
+from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
 from manifold_tying.parametrizations import equivalences
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
@@ -18,7 +19,6 @@ from manifold_tying.training._build import build_merges, build_model, build_opti
 from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training.cli import main
 from manifold_tying.training.report import load_experiment, write_report
 from manifold_tying.training.report._weights import WEIGHT_FIGURES
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import geoopt
 import torch
-from geoopt.utils import size2shape
 from torch import Tensor
 
 from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
 
 
 class SPD(geoopt.Manifold):
@@ -75,7 +74,7 @@ class SPD(geoopt.Manifold):
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
     ) -> geoopt.ManifoldTensor:
         """exp of a symmetric matrix with standard normal entries, divided by √d: condition some tens for any d."""
-        shape = size2shape(*size)
+        shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         A = torch.randn(shape, dtype=dtype, device=device)
         return geoopt.ManifoldTensor(torch.linalg.matrix_exp((A + A.mT) / (2 * shape[-1]) ** 0.5), manifold=self)
@@ -84,7 +83,7 @@ class SPD(geoopt.Manifold):
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The identity; ``seed`` belongs to geoopt's signature and has no effect."""
-        shape = size2shape(*size)
+        shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         eye = torch.eye(shape[-1], dtype=dtype, device=device).expand(shape).contiguous()
         return geoopt.ManifoldTensor(eye, manifold=self)

@@ -2,12 +2,11 @@
 
 from typing import Any, Literal, get_args
 
-import geoopt
 import torch
-from geoopt.utils import size2shape
 from torch import Tensor
 
 from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
@@ -119,7 +118,7 @@ class Stiefel(geoopt.Manifold):
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
     ) -> geoopt.ManifoldTensor:
         """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
-        shape = size2shape(*size)
+        shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
 
@@ -132,7 +131,7 @@ class Stiefel(geoopt.Manifold):
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The first p columns of the identity; ``seed`` belongs to geoopt's signature and has no effect."""
-        shape = size2shape(*size)
+        shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         eye = torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape).contiguous()
         return geoopt.ManifoldTensor(eye, manifold=self)

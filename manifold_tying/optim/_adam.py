@@ -3,11 +3,11 @@
 from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
-import geoopt
 import torch
 from torch import Tensor
 
 from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim._base import (
     Group,

@@ -5,12 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
-import geoopt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 from manifold_tying.optim._finite import FiniteCheck, NonFinite, bounded
 

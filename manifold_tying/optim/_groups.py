@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-import geoopt
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
 from manifold_tying.optim._base import same_motion
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-import geoopt
 import torch
-from geoopt.optim.mixin import OptimMixin
 from torch import Tensor
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from manifold_tying._geoopt import geoopt
 
 
 @dataclass
@@ -91,4 +91,4 @@ def _warn(optimizer: Optimizer, look: _Look) -> None:
 
 def _geoopt_keeps(optimizer: Optimizer, p: Tensor) -> bool:
     """geoopt's optimizers follow the manifold of its own class of parameters only."""
-    return isinstance(optimizer, OptimMixin) and isinstance(p, geoopt.ManifoldParameter)
+    return isinstance(optimizer, geoopt.optim.mixin.OptimMixin) and isinstance(p, geoopt.ManifoldParameter)

@@ -2,15 +2,15 @@
 
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from typing import Any
 
 import tyro
 
 
-def parsed(commands: Mapping[str, type], arguments: list[str] | None) -> Any:
-    """The configuration of the command that was given; SystemExit after help, and after an error of the parser's.
+def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
+    """The configuration of a command; SystemExit after help, and after an error of the parser's.
 
     Where a configuration refuses its values, tyro says so in a box, under a name that the user never wrote. Here that is
     ValueError, as from anywhere else.
@@ -18,8 +18,8 @@ def parsed(commands: Mapping[str, type], arguments: list[str] | None) -> Any:
     box = io.StringIO()
     try:
         with redirect_stderr(box):
-            found = tyro.extras.subcommand_cli_from_dict(
-                dict(commands), prog="manifold-tying", args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+            found: Any = tyro.cli(
+                kind, prog=f"manifold-tying {command}", args=arguments, config=(tyro.conf.OmitArgPrefixes,)
             )
     except SystemExit as stopped:
         if refused := _ours(stopped):

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
+from manifold_tying._transformers import import_transformers
 from manifold_tying.training._ablation import check_folder
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
@@ -18,7 +19,6 @@ from manifold_tying.training._recipe import resolve
 from manifold_tying.training._record import finite
 from manifold_tying.training.papers._arithmetic import problems, write_problems
 from manifold_tying.training.papers._exact_match import exact_match
-from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

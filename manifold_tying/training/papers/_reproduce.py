@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 import tyro
+from rich.console import Console
 
 from manifold_tying.models import preset
 from manifold_tying.training._ablation import MOST_SEEDS, budgets_of
@@ -17,7 +18,7 @@ from manifold_tying.training._command import called_as
 from manifold_tying.training._config import Settings
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._machine import machine
-from manifold_tying.training._progress import Started
+from manifold_tying.training._progress import Started, progress_bars
 from manifold_tying.training.papers import _adapted, _length, _pit, _poet
 from manifold_tying.training.papers._budgets import budgets, candidates
 from manifold_tying.training.papers._ingredients import ingredients
@@ -162,6 +163,14 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
     write_whole(config.out / "tables.json", (json.dumps(described, indent=1) + "\n").encode())
     write_whole(config.out / "tables.md", text.encode())
     return tables
+
+
+def run_reproduce(config: ReproduceConfig, console: Console) -> None:
+    with progress_bars(console, config.settings().steps) as started:
+        tables = reproduce(config, started=started)
+    for table in tables:
+        console.print(table.terminal())
+    console.print(f"tables: {config.out / 'tables.md'}", soft_wrap=True)
 
 
 def _command(config: ReproduceConfig) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
 from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._folder import RESULT
@@ -13,7 +14,6 @@ from manifold_tying.training._hugging_face_model import OUT
 from manifold_tying.training._loop import train
 from manifold_tying.training._progress import Started
 from manifold_tying.training._run_data import load_data
-from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import rich.table
 from rich import box
 from rich.text import Text
-from scipy.stats import spearmanr
 
 from manifold_tying.training.report._numbers import DASH, fixed, significant
 from manifold_tying.training.report._statistics import summarize
@@ -67,5 +66,7 @@ def agreement(ours: Mapping[str, float], printed: Mapping[str, float]) -> str | 
     both = [arm for arm in ours if arm in printed]
     if len(both) < 3:
         return None
+    from scipy.stats import spearmanr  # takes longer to import than the rest of the package
+
     rank = spearmanr([ours[arm] for arm in both], [printed[arm] for arm in both]).statistic
     return f"Order of the arms against the paper's: Spearman's ρ = {fixed(float(rank), 2)} over {len(both)} arms."

@@ -9,7 +9,4 @@ from manifold_tying.tying.huggingface._export import export as export
 from manifold_tying.tying.huggingface._install import halves as halves
 from manifold_tying.tying.huggingface._modules import PITEmbedding as PITEmbedding
 from manifold_tying.tying.huggingface._modules import PITHead as PITHead
-from manifold_tying.tying.huggingface._register import register_with_transformers
 from manifold_tying.tying.huggingface._scales import rotation_scales as rotation_scales
-
-register_with_transformers()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from manifold_tying._transformers import import_transformers
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pit import PIT
@@ -20,7 +21,6 @@ from manifold_tying.tying.huggingface._folder import (
     weight_map,
 )
 from manifold_tying.tying.huggingface._install import halves, record
-from manifold_tying.tying.huggingface._register import import_transformers
 from manifold_tying.tying.huggingface._tables import check_adapters, check_model
 
 if TYPE_CHECKING:

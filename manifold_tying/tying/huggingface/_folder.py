@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from manifold_tying._json import check_regular, read_object
+from manifold_tying._transformers import import_transformers
 from manifold_tying.tying.huggingface._entry import METHOD, check_entry
-from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

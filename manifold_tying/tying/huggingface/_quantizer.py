@@ -1,7 +1,8 @@
 """How transformers itself loads a converted checkpoint: ``from_pretrained`` asks by the ``quant_method`` of config.json.
 
 transformers has one way for a package to put its own modules into a model before the weights are read, that of quantizers. The
-model counts as quantized only while it is being loaded. This module needs transformers; :mod:`._register` imports it.
+model counts as quantized only while it is being loaded. This module needs transformers;
+:mod:`manifold_tying._transformers` imports it.
 """
 
 from typing import TYPE_CHECKING, Any, cast

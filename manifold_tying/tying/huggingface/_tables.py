@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from manifold_tying._transformers import import_transformers
 from manifold_tying.tying.huggingface._modules import PITEmbedding
 from manifold_tying.tying.huggingface._probe import independent_of_tokens
-from manifold_tying.tying.huggingface._register import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,66 @@
+"""The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
+
+import importlib
+import os
+import signal
+import sys
+
+from manifold_tying._extra import needs_extra
+
+# name: where its configuration and its function are, imported when the command is given
+COMMANDS = {
+    "train": ("_commands", "TrainConfig", "run_train"),
+    "ablate": ("_commands", "AblateConfig", "run_ablate"),
+    "reproduce": ("papers._reproduce", "ReproduceConfig", "run_reproduce"),
+    "report": ("report._command", "ReportConfig", "run_report"),
+    "convert": ("_huggingface", "ConvertConfig", "run_convert"),
+    "export": ("_huggingface", "ExportConfig", "run_export"),
+    "inspect": ("_inspect", "InspectConfig", "run_inspect"),
+}
+HELP = """\
+usage: manifold-tying COMMAND [-h] ...
+
+  train      Train one model.
+  ablate     Train several arms on the same data and compare them.
+  reproduce  Make one of the papers' comparisons.
+  report     Draw the curves of ablations and runs on one page.
+  convert    Replace the tied tables of a transformers checkpoint by a PIT interface.
+  export     Write a converted checkpoint as a stock one, or a run's weights as one file.
+  inspect    Show a saved model's token interface.
+
+manifold-tying COMMAND --help lists a command's options.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and run it; what the user can mend (ValueError, OSError, a package) is printed, exit status 2."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if name in ("-h", "--help"):
+            print(HELP, end="", flush=True)
+        elif name in COMMANDS:
+            _run(name, rest)
+        else:
+            raise ValueError(f"expected a command ({', '.join(COMMANDS)}), got {name!r}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        sys.exit(128 + signal.SIGPIPE)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(name: str, arguments: list[str]) -> None:
+    module, kind, function = COMMANDS[name]
+    with needs_extra("train", "training and the command line need"):
+        from rich.console import Console
+
+        from manifold_tying.training._arguments import parsed
+
+        command = importlib.import_module(f"manifold_tying.training.{module}")
+    config = parsed(getattr(command, kind), name, arguments)
+    # Text holds names that users chose, which are never markup: "[/x]" would be an error, "[final]" would vanish.
+    getattr(command, function)(config, Console(markup=False, emoji=False))

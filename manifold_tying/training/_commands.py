@@ -1,0 +1,56 @@
+"""manifold-tying train | ablate: the runs, with what is printed around them."""
+
+from typing import Any
+
+from rich.console import Console
+
+from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
+from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._loop import train
+from manifold_tying.training._processes import Processes, process_group
+from manifold_tying.training._progress import progress_bars
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training._run_data import load_data_together
+
+DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
+
+
+def run_train(config: TrainConfig, console: Console) -> None:
+    with process_group(config.settings):
+        processes = Processes.of(config.settings)
+        console.quiet = not processes.writes
+        load_data_together(resolve(config), processes, console.print)
+        with progress_bars(console, config.settings.steps) as started:
+            row = train(config, observer=started(config.interface, 0, 1))
+    console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}", soft_wrap=True)
+
+
+def run_ablate(config: AblateConfig, console: Console) -> None:
+    budgets = config.budgets()
+    if config.dry_run:
+        for command in (command for budget in budgets for command in commands(budget)):
+            print(command)  # rich would break the lines
+        return
+    from manifold_tying.training.report import load_experiments, shown
+    from manifold_tying.training.report._command import ReportConfig, run_report
+
+    rows: list[dict[str, Any]] = []
+    with process_group(config.settings):
+        processes = Processes.of(config.settings)
+        console.quiet = not processes.writes
+        for budget in budgets:
+            prepare_data(budget, console.print)
+            with progress_bars(console, budget.settings.steps) as started:
+                found = ablate(budget, started=started)
+            if processes.writes and any("failed" not in row for row in found):
+                for part in shown(load_experiments([budget.out])):
+                    console.print(part)
+                run_report(ReportConfig((budget.out,)), console)
+            rows += found
+    if not processes.writes:
+        return
+    if len(budgets) > 1 and all("failed" not in row for row in rows):
+        run_report(ReportConfig(tuple(budget.out for budget in budgets), config.out), console)
+    failed = [row | {"failed": row.get("failed", DIVERGED)} for row in rows if row.get("val_loss") is None]
+    if failed:
+        raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
