@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-thorough test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
+.PHONY: install ablation test test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
 
 install: $(READY)
 
@@ -24,10 +24,14 @@ test: $(READY)
 
 # All property tests with 20 times the examples and a new seed. Repeat a failure with SEED=. An hour; not in CI.
 SEED ?= $(shell date +%s)
-PROPERTIES = $$(grep -lE "hypothesis|manifold_tying.testing|testing as mtt" tests/test_*.py)
+PROPERTIES = $$(grep -lE "hypothesis|manifold_tying.testing|testing as mtt" -r tests --include="test_*.py")
 test-thorough: $(READY)
 	@echo "make test-thorough SEED=$(SEED)"
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --hypothesis-profile=thorough --hypothesis-seed=$(SEED) $(PROPERTIES)
+
+# Does a test notice when the package is broken on purpose? Half an hour; not in CI.
+breaks: $(READY)
+	$(BIN)/python tests/breaks/run.py
 
 # The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.
 OLDEST_TORCH := 2.11.0
@@ -44,7 +48,7 @@ test-oldest-transformers:
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[huggingface,train]" "transformers==$(OLDEST)" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" \
 		peft pytest hypothesis
-	$(VENV)-oldest/bin/python -m pytest tests/test_huggingface*.py tests/test_continued_pretraining.py
+	$(VENV)-oldest/bin/python -m pytest tests/huggingface tests/unit/training/test_continued_pretraining.py
 
 # Every language-model class of transformers: converts and works from end to end, or is refused unchanged. Half an hour; not in CI.
 sweep-transformers: $(READY)

@@ -1,4 +1,4 @@
-"""What tests/test_distributed.py runs in each of four processes.
+"""What tests/processes/test_distributed.py runs in each of four processes.
 
 Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
 ``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.

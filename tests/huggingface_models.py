@@ -1,10 +1,17 @@
 """Tiny untrained models of each kind that the tests convert, built from their configurations, without a network."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.tying.huggingface import halves
 
 V, D = 96, 16
 
@@ -95,3 +102,118 @@ def logits(model: Any, tokens: Tensor | None = None) -> Tensor:
 def difference(left: Tensor, right: Tensor) -> float:
     """Largest difference, relative to the largest entry of the second."""
     return float((left - right).detach().abs().max() / right.detach().abs().max())
+
+
+def interface(model: Any) -> Any:
+    return halves(model)[0].interface
+
+
+class Repeated(Dataset[dict[str, Tensor]]):
+    """The same few sentences again and again."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = ids(4, 12)[index % 4]
+        return {"input_ids": row, "labels": row}
+
+
+def arguments(out: Path, steps: int) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(out), max_steps=steps, per_device_train_batch_size=4, save_steps=5, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=100, learning_rate=1e-2, weight_decay=0.0, seed=0, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+
+def optimizer_for(model: nn.Module) -> RiemannianAdam:
+    return RiemannianAdam(param_groups(model, manifold_lr=3e-3, weight_decay=0.1), lr=1e-2)
+
+
+_BERT = {name: _BODY[name] for name in _BODY if name not in ("num_key_value_heads", "tie_word_embeddings")}
+
+
+_TEXT = {**_BODY, "head_dim": 8}
+
+
+_IMAGES = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8, "patch_size": 4
+}  # fmt: skip
+
+
+_TWO_STACKS = {
+    "vocab_size": V, "d_model": D, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+}  # fmt: skip
+
+
+BIASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertLMHeadModel": ("BertConfig", {**_BERT, "is_decoder": True}),
+    "BertForMaskedLM": ("BertConfig", _BERT),
+    "RobertaForCausalLM": ("RobertaConfig", {**_BERT, "is_decoder": True}),
+    "XLMRobertaForMaskedLM": ("XLMRobertaConfig", _BERT),
+    "AlbertForMaskedLM": ("AlbertConfig", {**_BERT, "embedding_size": 8}),
+}
+
+
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (
+        "Gemma3Config",
+        {"text_config": _TEXT, "vision_config": _IMAGES, "mm_tokens_per_image": 4, "tie_word_embeddings": True},
+    ),
+    "LlavaForConditionalGeneration": (
+        "LlavaConfig",
+        {
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_IMAGES, "model_type": "clip_vision_model"},
+            "image_token_id": 90,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+SPEECH = {
+    **_TWO_STACKS, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 64, "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "pad_token_id": 0},
+    ),
+    "BartForConditionalGeneration": ("BartConfig", _TWO_STACKS),
+    "PegasusForConditionalGeneration": ("PegasusConfig", _TWO_STACKS),
+}
+
+
+def make(kind: str, config: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval()
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table.mul_(10 ** torch.linspace(0, 1, table.shape[1]))
+        if (bias := model.get_output_embeddings().bias) is not None:
+            bias.uniform_(-1, 1)
+    return model
+
+
+def computed(model: Any, **inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(**(inputs or {"input_ids": ids()})).logits
+
+
+def round_trip(model: Any, folder: Path, **inputs: Tensor) -> None:
+    """Save, load and export of a converted model, whose function stays."""
+    before = computed(model, **inputs)
+    mt.save(model, folder / "saved")
+    loaded: Any = mt.load(folder / "saved")
+    kind: Any = model.__class__
+    assert loaded.__class__ is kind and torch.equal(computed(loaded, **inputs), before)
+    mt.export(model, folder / "exported")
+    exported, report = kind.from_pretrained(folder / "exported", output_loading_info=True)
+    assert not any(report.values()), report
+    assert difference(computed(exported, **inputs), before) <= 1e-5

@@ -5,8 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from manifold_tying.models import PRESETS
 from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training import _loop as loop
 
 TINY = "tiny-for-tests"
 SHAPE = dataclasses.replace(
@@ -49,3 +53,22 @@ def config(out: Path, corpus: Path, interface: Any = "pit-trainable", **changes:
 
 def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *steps: int, interface: str = "") -> None:
+    """A gradient that is NaN at these steps, of arms with this interface."""
+    real = loop.build_model
+
+    def poisoned(run: TrainConfig) -> Any:
+        model = real(run)
+        calls = [0]
+
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return grad * float("nan") if calls[0] in steps else grad
+
+        if run.interface.startswith(interface):
+            dict(model.named_parameters())["blocks.1.mlp.down.weight"].register_hook(spoil)
+        return model
+
+    monkeypatch.setattr(loop, "build_model", poisoned)

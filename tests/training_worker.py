@@ -1,4 +1,4 @@
-"""What tests/test_parallel_training.py runs in each of four processes: ``python training_worker.py RANK FOLDER PORT``.
+"""What test_parallel_training.py runs in each of four processes: ``python training_worker.py RANK FOLDER PORT``.
 
 Groups of 2, 3 and 4 of them train one after another, so that one start of the interpreter serves them all. (A start of its own
 all the same: DTensor remembers the groups of equal meshes, and those of distributed_worker.py are gone by then.) Writes

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from huggingface_models import _BODY, build, difference, logits
+from huggingface_models import (
+    _BERT,
+    _BODY,
+    BIASED,
+    ENCODER_DECODERS,
+    MULTIMODAL,
+    SPEECH,
+    build,
+    difference,
+    logits,
+    make,
+)
 from rich.console import Console
-from test_huggingface_kinds import _BERT, BIASED, ENCODER_DECODERS, MULTIMODAL, SPEECH, make
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt

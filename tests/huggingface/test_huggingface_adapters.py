@@ -7,9 +7,8 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
-from huggingface_models import build, difference, logits
+from huggingface_models import Repeated, arguments, build, difference, interface, logits, optimizer_for
 from safetensors.torch import load_file
-from test_huggingface_tools import Repeated, arguments, interface, optimizer_for
 from torch import nn
 from transformers import Trainer
 

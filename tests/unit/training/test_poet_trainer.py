@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import build, difference, logits
-from test_huggingface_tools import Repeated, arguments
+from huggingface_models import Repeated, arguments, build, difference, logits
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import manifold_tying as mt

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import infer_auto_device_map
-from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
+from huggingface_models import FAMILIES, D, V, build, difference, ids, logits, make, round_trip
 from safetensors.torch import load_file, save_file
-from test_huggingface_kinds import make, round_trip
 from torch import Tensor
 
 import manifold_tying as mt

@@ -1,4 +1,4 @@
-"""What tests/test_interrupted.py interrupts: ``python interrupted_ablation.py NUMBER ARGUMENT...``.
+"""What tests/processes/test_interrupted.py interrupts: ``python interrupted_ablation.py NUMBER ARGUMENT...``.
 
 Runs ``manifold-tying ARGUMENT...``. In its NUMBER-th evaluation, from 1, it prints "evaluating" and waits for a line of its
 standard input.

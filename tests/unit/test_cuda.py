@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import same
+from optim_cases import same
 from torch import Tensor, nn
 
 import manifold_tying as mt

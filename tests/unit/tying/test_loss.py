@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import peak_bytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -156,19 +157,6 @@ def test_without_grad_no_gradient_is_computed() -> None:
     with LargestTensors() as watch:  # negative control: with gradients both shapes are made
         linear_cross_entropy(h, W, targets)
     assert {tuple(h.shape), tuple(W.shape)} <= {shape for _, shape in watch.made}
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes held at once during ``run`` beyond those before, from the allocator's own events."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        run()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

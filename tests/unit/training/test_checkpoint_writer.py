@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_nothing_lost import poison
-from training_runs import config, lines, text
+from training_runs import config, lines, poison, text
 
 from manifold_tying.training import _saving as saving
 from manifold_tying.training import train

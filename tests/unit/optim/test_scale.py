@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from test_optim import drive, point, seeded, tangent
+from optim_cases import drive, point, seeded, tangent
 from torch import Tensor, nn
 
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups

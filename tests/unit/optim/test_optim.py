@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from optim_cases import Gradients, drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
 
 import manifold_tying as mt
@@ -17,36 +18,6 @@ from manifold_tying.linalg import defect
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
 RETRACTIONS = ("polar", "qr", "cayley", "cayley-neumann")
-Gradients = Callable[[int, int, Tensor], Tensor | None]
-
-
-def point(n: int, p: int, retraction: Any = "polar", dtype: torch.dtype = torch.float32) -> Tensor:
-    """A parameter on Stiefel, as ``stiefel`` makes it."""
-    layer = mt.stiefel(nn.Linear(p, n, dtype=dtype), retraction=retraction)
-    stored: Any = layer.parametrizations
-    return stored.weight.original
-
-
-def drive(optimizer: Any, params: list[Any], steps: int, gradient: Gradients, start: int = 0) -> None:
-    for step in range(start, start + steps):
-        for i, p in enumerate(params):
-            p.grad = gradient(step, i, p)
-        optimizer.step()
-
-
-def seeded(step: int, i: int, p: Tensor) -> Tensor:
-    """The same gradient for the same step and parameter, whoever asks."""
-    generator = torch.Generator().manual_seed(1000 * step + i)
-    return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
-
-
-def snapshot(optimizer: Any, params: list[Any]) -> list[Tensor]:
-    state = [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    return [t.detach().clone() for t in [*params, *state]]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # Ordinary parameters: bit for bit torch.optim
@@ -152,14 +123,6 @@ def test_closure_runs_with_gradients_enabled(kind: Any) -> None:
 
 
 # On Stiefel: straight-line formulas
-
-
-def polar_np(Y: np.ndarray) -> np.ndarray:
-    return scipy.linalg.polar(Y)[0]
-
-
-def tangent(X: np.ndarray, D: np.ndarray) -> np.ndarray:
-    return D - X @ (X.T @ D + D.T @ X) / 2
 
 
 @pytest.mark.parametrize("retract_every", [1, 4])
@@ -422,11 +385,6 @@ def test_manifold_of_the_group_and_euclidean_parameters() -> None:
 
 
 # Refusals
-
-
-def named(kind: Any, **options: Any) -> tuple[Any, list[Any]]:
-    params = [nn.Parameter(torch.randn(3)), point(8, 3), point(8, 3)]
-    return kind(zip(("bias", "first.weight", "second.weight"), params, strict=True), lr=0.1, **options), params
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_report import Page, with_losses, write_experiment
+from experiments import Page, with_losses, write_experiment
 from training_runs import config, text
 
 from manifold_tying.cli import main

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import tyro
-from training_runs import TINY, config, lines, text
+from training_runs import TINY, config, lines, poison, text
 
 from benchmarks.random_kills import KillOptions, random_kills
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, TrainConfig, ablate, train
-from manifold_tying.training import _loop as loop
 from manifold_tying.training._ablation import commands
 from manifold_tying.training._checkpoint import checkpoints
 from manifold_tying.training._processes import _mesh
@@ -26,25 +24,6 @@ from manifold_tying.training.report import findings, load_experiment, write_repo
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return text(tmp_path_factory.mktemp("corpus"))
-
-
-def poison(monkeypatch: pytest.MonkeyPatch, *steps: int, interface: str = "") -> None:
-    """A gradient that is NaN at these steps, of arms with this interface."""
-    real = loop.build_model
-
-    def poisoned(run: TrainConfig) -> Any:
-        model = real(run)
-        calls = [0]
-
-        def spoil(grad: torch.Tensor) -> torch.Tensor:
-            calls[0] += 1
-            return grad * float("nan") if calls[0] in steps else grad
-
-        if run.interface.startswith(interface):
-            dict(model.named_parameters())["blocks.1.mlp.down.weight"].register_hook(spoil)
-        return model
-
-    monkeypatch.setattr(loop, "build_model", poisoned)
 
 
 def test_nan_stops_with_step_arm_and_parameter(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_report import write_experiment
+from experiments import write_experiment
 from training_runs import TINY, config, lines, text
 
 import manifold_tying as mt

@@ -24,7 +24,7 @@ from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
 from manifold_tying.tying.huggingface import halves
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def program(page: str) -> str:

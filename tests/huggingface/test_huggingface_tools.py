@@ -9,26 +9,32 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
-from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from huggingface_models import (
+    FAMILIES,
+    D,
+    Repeated,
+    V,
+    arguments,
+    build,
+    difference,
+    ids,
+    interface,
+    logits,
+    optimizer_for,
+)
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer
 from transformers.pytorch_utils import Conv1D
 
 import manifold_tying as mt
 from manifold_tying.linalg import defect
 from manifold_tying.optim import RiemannianAdam, param_groups
-from manifold_tying.tying.huggingface import halves
 
 # transformers 5.23 renames what PEFT 0.21 and everybody's scripts call
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
 ]
-
-
-def interface(model: Any) -> Any:
-    return halves(model)[0].interface
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,28 +45,6 @@ def test_generation_with_and_without_cache(family: str) -> None:
     assert torch.equal(cached, model.generate(ids(), use_cache=False, **options))
     assert torch.equal(cached, build(family).generate(ids(), **options))
     assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
-
-
-class Repeated(Dataset[dict[str, Tensor]]):
-    """The same few sentences again and again."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = ids(4, 12)[index % 4]
-        return {"input_ids": row, "labels": row}
-
-
-def arguments(out: Path, steps: int) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=4, save_steps=5, report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_steps=100, learning_rate=1e-2, weight_decay=0.0, seed=0, dataloader_pin_memory=False,
-    )  # fmt: skip
-
-
-def optimizer_for(model: nn.Module) -> RiemannianAdam:
-    return RiemannianAdam(param_groups(model, manifold_lr=3e-3, weight_decay=0.1), lr=1e-2)
 
 
 def test_param_groups_find_memory_and_transform() -> None:

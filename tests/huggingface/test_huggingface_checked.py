@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_models import _BODY, V, build, difference, ids, logits
-from test_huggingface_kinds import _BERT, make, round_trip
+from huggingface_models import _BERT, _BODY, V, build, difference, ids, logits, make, round_trip
 from torch import nn
 
 import manifold_tying as mt

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from test_loss import peak_bytes
-from test_optim import drive, named, point, polar_np, same, seeded, snapshot, tangent
+from machine import peak_bytes
+from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
