@@ -37,6 +37,8 @@ class RiemannianOptimizer(Optimizer):
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
+        self._marked: set[Tensor] = set()  # points by an attribute of theirs, which they may lose again
+        self._versions: dict[Tensor, int] = {}  # of points after their last step, to see what others wrote
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
         self._finite = FiniteCheck(nonfinite)
@@ -57,7 +59,8 @@ class RiemannianOptimizer(Optimizer):
             self._check_options(added)
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
-                self._add_parameter(p, manifold or getattr(p, "manifold", None), name, added)
+                self._names[p] = name
+                self._add_point(p, manifold or _manifold_of(p), added)
                 if scale is not None:
                     self._scales[p] = self._checked_scale(p, scale, name, added)
         except BaseException:  # the optimizer is as it was
@@ -67,11 +70,10 @@ class RiemannianOptimizer(Optimizer):
                     known.pop(p, None)
             raise
 
-    def _add_parameter(self, p: Tensor, manifold: geoopt.Manifold | None, name: str, group: Group) -> None:
-        self._names[p] = name
+    def _add_point(self, p: Tensor, manifold: geoopt.Manifold | None, group: Group) -> None:
         if manifold is None or isinstance(manifold, geoopt.Euclidean):
             return
-        label = f"on-manifold parameter {name}"
+        label = f"on-manifold parameter {self._names[p]}"
         ok, reason = manifold.check_point(p, explain=True)
         if not ok:
             raise ValueError(
@@ -80,19 +82,49 @@ class RiemannianOptimizer(Optimizer):
             )
         if p.is_floating_point() and p.dtype.itemsize < 4:
             raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
-        if isinstance(manifold, Stiefel):
+        if type(manifold) is Stiefel:
             manifold.check_placement(p, label)
         elif linalg.is_distributed(p):
-            raise ValueError(f"{label} is distributed over processes, which works on Stiefel only, got {manifold}")
+            raise ValueError(
+                f"{label} is distributed over processes, which works on Stiefel itself only, got {type(manifold).__name__}"
+            )
         if not p.is_meta:
             ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
             if not ok:
-                raise ValueError(f"{label} is not on {manifold}: {reason}. Project it with manifold.projx first")
+                raise ValueError(
+                    f"{label} is not on {manifold}: {reason}. Was it written in place, as nn.init does? Assign to the layer's "
+                    "weight instead, which projects, or project it with manifold.projx"
+                )
         if group.get("eps") == 0:
             raise ValueError(f"{label} needs eps > 0: where a gradient is zero, 0 / 0 would end on it")
         if group["retract_every"] != 1 and not is_polar(manifold):
             raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
         self._manifolds[p] = manifold
+        self._versions[p] = p._version
+
+    def _follow_constraints(self) -> None:
+        """Follow parameters that were constrained, or lost their constraint, since they were added."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                manifold = _manifold_of(p)
+                if p not in self._manifolds:
+                    if manifold is not None:
+                        self.state.pop(p, None)
+                        self._add_point(p, manifold, group)
+                elif manifold is not None:
+                    self._marked.add(p)
+                elif p in self._marked:
+                    self._marked.remove(p)
+                    del self._manifolds[p]
+                    self.state.pop(p, None)
+
+    def _restore(self, p: Tensor) -> None:
+        """Put a point back onto its manifold where something else, such as nn.init, wrote to it since its last step."""
+        manifold = self._manifolds[p]
+        if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
+            p, atol=1e-3, rtol=1e-3
+        ):
+            p.copy_(manifold.projx(p))
 
     def _checked_scale(self, p: Tensor, scale: Tensor, name: str, group: Group) -> Tensor:
         scale = scale.detach().to(p.device, p.dtype)
@@ -118,6 +150,8 @@ class RiemannianOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not torch.compiler.is_compiling():
+            self._follow_constraints()
         with torch.no_grad():
             if torch.compiler.is_compiling() or self._gradients_usable():
                 for group in self.param_groups:
@@ -153,6 +187,8 @@ class RiemannianOptimizer(Optimizer):
         projects = every == 1 or torch.compiler.is_compiling() or group["steps_taken"] % every == 1
         batches: dict[Any, list[Tensor]] = defaultdict(list)
         for p in params:
+            if not torch.compiler.is_compiling():
+                self._restore(p)
             if not self.state[p]:
                 self._initialize(p, self.state[p], group)
             where = (p.device_mesh, p.placements) if linalg.is_distributed(p) else p.device  # type: ignore[attr-defined]
@@ -162,6 +198,8 @@ class RiemannianOptimizer(Optimizer):
             ].append(p)
         for batch in batches.values():
             self._update_batch(group, self._manifolds[batch[0]], batch, projects)
+        if not torch.compiler.is_compiling():
+            self._versions |= {p: p._version for p in params}
 
     def _point_gradients(self, batch: list[Tensor]) -> list[Tensor]:
         gradients = local_gradients(batch)
@@ -222,6 +260,8 @@ class RiemannianOptimizer(Optimizer):
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
+            "_marked": set(),  # the attributes do not travel with a tensor
+            "_versions": {},
             "_names": self._names,
             "_scales": self._scales,
             "_finite": FiniteCheck(self._finite.nonfinite),
@@ -251,6 +291,11 @@ class RiemannianOptimizer(Optimizer):
     def _runs_ahead(self, params: list[Tensor]) -> bool:
         """Whether the whole step can run on the device without the host waiting for it."""
         return False
+
+
+def _manifold_of(p: Tensor) -> geoopt.Manifold | None:
+    manifold = getattr(p, "manifold", None)
+    return None if isinstance(manifold, geoopt.Euclidean) else manifold
 
 
 def same_motion(manifold: geoopt.Manifold) -> Any:

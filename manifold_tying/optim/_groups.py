@@ -37,8 +37,16 @@ def param_groups(
     Raises:
         ValueError: a pattern matches nothing; the model was flattened (FSDP1, ZeRO-3), so that its points are gone.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"expected a model (nn.Module), whose parameters are found by name, got {type(model).__name__}"
+        )
     linalg.reshard(model)
     overrides = dict(overrides or {})
+    if wrong := [pattern for pattern, options in overrides.items() if not isinstance(options, Mapping)]:
+        raise ValueError(
+            f'expected overrides to map a pattern to options, such as {{"lr": 0.1}}, got {overrides[wrong[0]]!r}'
+        )
     manifolds, parametrized = _constrained(model)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = set()
@@ -49,6 +57,8 @@ def param_groups(
             continue
         # of another tensor the attribute may be left from a constraint that was taken off
         manifold = manifolds.get(p) or (p.manifold if isinstance(p, geoopt.ManifoldParameter) else None)
+        if isinstance(manifold, geoopt.Euclidean):
+            manifold = None
         options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
         if manifold is not None:
             options |= {"weight_decay": 0.0, "manifold": manifold}

@@ -1,5 +1,7 @@
 """How a weight of any shape is seen as tall matrices."""
 
+import gc
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -48,6 +50,13 @@ class Layout:
             raise ValueError(
                 f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
             )
+        del weight
+        if _is_shared(module, name):
+            raise ValueError(
+                f"{kind}.{name} is also another module's parameter (a tied table), which would see it as it is stored. Untie "
+                f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
+            )
+        weight = module._parameters[name]
         linalg.working_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
@@ -98,3 +107,18 @@ class Layout:
         if matrix.shape == self.shape and not self._wide:
             return matrix  # not a view: gradients of one are not summed in place
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
+
+
+def _is_shared(module: nn.Module, name: str) -> bool:
+    """Whether another module holds this parameter."""
+    if (
+        sys.getrefcount(module._parameters[name]) == 2
+    ):  # the module's own and the argument: spares looking at all objects
+        return False
+    for held in gc.get_referrers(module._parameters[name]):
+        if isinstance(held, dict) and held is not module._parameters:
+            for owner in gc.get_referrers(held):  # a module, or its dict of attributes
+                attributes = vars(owner) if isinstance(owner, nn.Module) else owner
+                if isinstance(attributes, dict) and attributes.get("_parameters") is held:
+                    return True
+    return False

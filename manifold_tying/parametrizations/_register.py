@@ -28,8 +28,8 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). Under a bfloat16
     layer the point is stored in float32 and cast when used.
 
-    A parameter that two modules share (a tied table) has to be constrained in both, alike, or in neither: the stored tensor is
-    that parameter, and the other module would see it as it is stored.
+    ``reset_parameters`` of the layer projects what it draws. What writes to the weight in place, such as nn.init, does not:
+    a Riemannian optimizer puts such a point back onto the manifold at its next step.
 
     Args:
         module: the layer, changed in place and returned.
@@ -41,7 +41,7 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
 
     Raises:
         ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own,
-            is constrained already, or is not a finite floating tensor of two or more dimensions.
+            is shared with another module, constrained already, or not a finite floating tensor of two or more dimensions.
 
     >>> layer = stiefel(nn.Linear(16, 64))
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
@@ -180,10 +180,26 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.__class__ = WideStorage
     parts.label = label
     mark_point(parts)
+    if hasattr(module, "reset_parameters"):
+        _project_what_is_reset(type(module))
     if isinstance(module, nn.RNNBase):
         _keep_flat_weights(type(module))
     weight.grad = None  # that was the plain weight's
     return module
+
+
+def _project_what_is_reset(kind: Any) -> None:
+    """Let ``reset_parameters`` draw the plain weight, where it would write to the stored tensor or to a copy."""
+    (layer,) = kind.__bases__
+
+    def reset_parameters(self: Any) -> None:
+        with parametrize.cached():  # so that what is written to is what is read
+            layer.reset_parameters(self)
+            drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}
+        for name, weight in drawn.items():
+            setattr(self, name, weight)
+
+    kind.reset_parameters = reset_parameters
 
 
 def _keep_flat_weights(kind: Any) -> None:

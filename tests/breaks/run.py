@@ -1,8 +1,8 @@
 """Break the package on purpose, once a break, and say which test notices: the measure of the test suite.
 
-The .toml files list them: a name, a file of the package, the text to replace (it occurs there once), what stands in its place
-and the tests that belong to it. Each break is made in a copy of the checkout, where these tests run until one fails. Exit status
-1 if one goes unnoticed.
+The .toml files list them: a name, a file of the package, the text to replace (it occurs there once), what takes its place and
+the tests that belong to it. Each break is made in a copy of the checkout, where these tests run until one fails. Exit status 1
+if one goes unnoticed.
 
     python tests/breaks/run.py [NAME ...] [--jobs 2]
 """

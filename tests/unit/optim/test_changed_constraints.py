@@ -1,0 +1,97 @@
+"""Constraints that come, go and are written over while an optimizer holds the parameter."""
+
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
+
+
+def train(layer: Any, optimizer: Any, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        layer(torch.ones(4, 8)).square().sum().backward()
+        optimizer.step()
+
+
+def defect(layer: Any) -> float:
+    return mt.linalg.defect(layer.weight.detach()).item()
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_a_constraint_that_comes_after_the_optimizer_is_followed(kind: Any) -> None:
+    layer = nn.Linear(8, 16)
+    optimizer = kind(layer.parameters(), lr=0.1)
+    train(layer, optimizer)
+    mt.stiefel(layer)
+    train(layer, optimizer)
+    assert defect(layer) < 1e-5
+
+
+def test_a_constraint_that_is_gone_is_followed() -> None:
+    layer = mt.stiefel(nn.Linear(8, 16))
+    same: Any = mt.stiefel(nn.Linear(8, 16))
+    optimizer = RiemannianAdam(param_groups(layer), lr=0.1)
+    train(layer, optimizer)
+    mt.materialize(layer)
+    parametrize.remove_parametrizations(same, "weight")
+    plain = nn.Linear(8, 16)
+    plain.load_state_dict(layer.state_dict())
+    train(layer, optimizer, 1)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0), 1)
+    torch.testing.assert_close(layer.weight, plain.weight)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_reset_parameters_draws_a_point(wide: bool) -> None:
+    layer: Any = mt.stiefel(nn.Linear(16, 8) if wide else nn.Linear(8, 16))
+    before = layer.weight.detach().clone()
+    layer.reset_parameters()
+    weight = layer.weight.detach()
+    assert mt.linalg.defect(weight.mT if wide else weight) < 1e-5 and not torch.allclose(weight, before, atol=0.1)
+
+
+def test_a_point_that_nn_init_wrote_to_is_restored_at_the_next_step() -> None:
+    layer: Any = mt.stiefel(nn.Linear(8, 16))
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    train(layer, optimizer)
+    nn.init.normal_(layer.weight)
+    assert defect(layer) > 0.5
+    with pytest.raises(ValueError, match=r"written in place, as nn.init does"):
+        RiemannianAdam(layer.parameters(), lr=0.1)
+    train(layer, optimizer, 1)
+    assert defect(layer) < 1e-5
+
+
+def test_euclidean_manifold_parameters_are_ordinary() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight: Tensor = geoopt.ManifoldParameter(torch.ones(3, 3))
+
+    (group,) = param_groups(Model(), manifold_lr=1.0, weight_decay=0.1)
+    assert group["weight_decay"] == 0.1 and "manifold" not in group and "lr" not in group
+
+
+@pytest.mark.parametrize("constrain", [mt.stiefel, mt.orthogonal, mt.equivalence])
+def test_a_tied_weight_is_refused(constrain: Any) -> None:
+    embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+    head.weight = embedding.weight
+    before = embedding.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"Linear.weight is also another module's parameter .* Untie it"):
+        constrain(head)
+    assert head.weight is embedding.weight and torch.equal(embedding.weight, before)
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    constrain(head)
+
+
+def test_groups_of_what_is_no_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a model .* got generator"):
+        param_groups(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected overrides to map a pattern to options, .* got 0.1"):
+        param_groups(nn.Linear(2, 2), overrides={"*": 0.1})  # type: ignore[dict-item]
