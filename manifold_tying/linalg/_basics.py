@@ -36,11 +36,13 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if precision in ("none", "ieee"):
             yield
             return
+        products.fp32_precision = "none"  # inherits from torch.backends.fp32_precision, as it may have done
+        before = "none" if products.fp32_precision == precision else precision
         products.fp32_precision = "ieee"
         try:
             yield
         finally:
-            products.fp32_precision = precision
+            products.fp32_precision = before
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

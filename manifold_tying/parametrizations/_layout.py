@@ -13,6 +13,8 @@ from manifold_tying import linalg
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
+OWN_REFERENCES = 4  # the module's, those of Layout.of and _is_shared, and an argument
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -50,13 +52,11 @@ class Layout:
             raise ValueError(
                 f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
             )
-        del weight
-        if _is_shared(module, name):
+        if _is_shared(module, weight):
             raise ValueError(
                 f"{kind}.{name} is also another module's parameter (a tied table), which would see it as it is stored. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
-        weight = module._parameters[name]
         linalg.working_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
@@ -109,13 +109,11 @@ class Layout:
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
 
 
-def _is_shared(module: nn.Module, name: str) -> bool:
+def _is_shared(module: nn.Module, weight: Tensor) -> bool:
     """Whether another module holds this parameter."""
-    if (
-        sys.getrefcount(module._parameters[name]) == 2
-    ):  # the module's own and the argument: spares looking at all objects
+    if sys.getrefcount(weight) <= OWN_REFERENCES:  # spares looking at every object that there is
         return False
-    for held in gc.get_referrers(module._parameters[name]):
+    for held in gc.get_referrers(weight):
         if isinstance(held, dict) and held is not module._parameters:
             for owner in gc.get_referrers(held):  # a module, or its dict of attributes
                 attributes = vars(owner) if isinstance(owner, nn.Module) else owner

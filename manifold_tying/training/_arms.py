@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from manifold_tying._json import NotJSON, parsed
 from manifold_tying.training._config import Body, Interface, Settings
+from manifold_tying.training._recipe import unused_settings
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
@@ -60,7 +61,10 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
                 f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
             )
         values[key] = _value(text, key)
-    return known, dataclasses.replace(shared, **values)
+    settings = dataclasses.replace(shared, **values)
+    if unused := sorted(unused_settings(known, settings) & values.keys()):
+        raise ValueError(f"{first} does not use {', '.join(unused)}; leave it out of the arm {name!r}")
+    return known, settings
 
 
 def _value(text: str, key: str) -> Any:

@@ -139,7 +139,8 @@ def rate_factor(step: int, settings: Settings, slows_after: int | None = None) -
     warmup = settings.warmup_steps or 0
     if step < warmup:
         return slowed * (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - 1 - warmup)
+    decay = settings.steps - 1 - warmup
+    progress = (step - warmup) / decay if decay else 1.0
     return slowed * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 

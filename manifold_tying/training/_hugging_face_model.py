@@ -89,7 +89,7 @@ class HuggingFaceModel(nn.Module):
         """The model as a checkpoint, low-rank updates merged into the weights, with the tokenizer files of its source."""
         write_model(self.model if self._adapters is None else self._adapters.merge_and_unload(), folder)
         for pattern in TOKENIZER:
-            for file in source.glob(pattern):
+            for file in filter(Path.is_file, source.glob(pattern)):
                 shutil.copy2(file, folder / file.name)
 
 

@@ -67,6 +67,10 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
 
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
+    if there := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
+        raise ValueError(
+            f"{config.out} holds a model already ({', '.join(there)}); choose another folder, or delete it"
+        )
     saved = [*checkpoints(config.model), *(config.model,) * (config.model / STATE).exists()]
     if saved:
         export_model(saved[-1], config.out)

@@ -94,15 +94,19 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, object]:
     return filled
 
 
-def used_settings(config: TrainConfig) -> dict[str, Any]:
-    """What identifies a resolved run, without the settings that its interface and its body do not use."""
-    settings, apart = config.settings, config.interface in OF_A_MEMORY
-    unused = {
-        *(OF_A_TABLE if apart else OF_A_TRANSFORM),
-        *(() if config.interface.startswith("pit") else OF_PIT),
-        *(() if config.interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY),
+def unused_settings(interface: Interface, settings: Settings) -> set[str]:
+    """The settings that an interface and a body do not use."""
+    return {
+        *(OF_A_TABLE if interface in OF_A_MEMORY else OF_A_TRANSFORM),
+        *(() if interface.startswith("pit") else OF_PIT),
+        *(() if interface == "pit-trainable" else OF_A_TRAINABLE_MEMORY),
         *(() if settings.poet else POET_SETTINGS),
     }
+
+
+def used_settings(config: TrainConfig) -> dict[str, Any]:
+    """What identifies a resolved run, without the settings that its interface and its body do not use."""
+    unused = unused_settings(config.interface, config.settings)
     return {name: value for name, value in config.as_json().items() if name not in unused}
 
 

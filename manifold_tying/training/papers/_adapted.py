@@ -31,7 +31,7 @@ def adapted(out: Path, settings: Settings, seeds: int, started: Started | None) 
         interface: Interface = "transpose" if arm.spec == "transpose" else "pit-frozen"
         frozen: dict[str, Any] = {} if interface == "transpose" else {"transform_lr": 0.0}
         rows = []
-        for seed, run in enumerate(trained.runs(arm)):
+        for seed, run in trained.runs(arm).items():
             folder = run / OUT
             rows.append(
                 adaptation(

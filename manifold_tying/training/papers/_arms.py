@@ -41,10 +41,10 @@ class Trained:
         found = {row["seed"]: row.get(quantity) for row in self.rows if row["arm"] == arm.spec}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def runs(self, arm: Arm) -> list[Path]:
-        """The folders of an arm's finished runs, in the order of their seeds."""
+    def runs(self, arm: Arm) -> dict[int, Path]:
+        """The folders of an arm's finished runs, by seed."""
         seeds = sorted(self.values(arm, "val_loss"))
-        return [run_folder(self.folder, arm.spec, seed) for seed in seeds] if arm.spec else []
+        return {seed: run_folder(self.folder, arm.spec, seed) for seed in seeds} if arm.spec else {}
 
     def failures(self) -> list[str]:
         """A note for every run that stopped before its end."""

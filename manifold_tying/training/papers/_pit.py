@@ -71,7 +71,7 @@ def _consistency(title: str, trained: Trained, printed: dict[str, Printed], mode
     """Means over seeds of the six numbers, by both of the paper's definitions."""
     body = []
     for arm in trained.arms:
-        found = [_tables_of(folder) for folder in trained.runs(arm)]
+        found = [_tables_of(folder) for folder in trained.runs(arm).values()]
         if not found:
             continue
         spec = arm.spec or ""
@@ -101,7 +101,7 @@ def _early(trained: Trained) -> Table:
     """Training losses of the first steps."""
     body = []
     for arm in trained.arms:
-        curves = [_losses(folder) for folder in trained.runs(arm)]
+        curves = [_losses(folder) for folder in trained.runs(arm).values()]
         if curves:
             early = max(1, len(curves[0]) // 10)
             parts = (

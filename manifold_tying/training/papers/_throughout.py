@@ -25,7 +25,7 @@ def interface_table(title: str, trained: Trained) -> Table:
 
 
 def _measured(trained: Trained, arm: Arm, quantity: str) -> Iterator[float]:
-    for run in trained.runs(arm):
+    for run in trained.runs(arm).values():
         for line in lines_of(run / METRICS, required=("step",), optional=(quantity,)):
             if line.get(quantity) is not None:
                 yield line[quantity]

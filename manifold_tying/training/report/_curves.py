@@ -10,7 +10,7 @@ from manifold_tying.training.report._experiment import Experiment, arm_names
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
 from manifold_tying.training.report._series import MOST, SECONDS, TOKENS, Curve, curve, of_seeds, smoothing_window
-from manifold_tying.training.report._weights import WEIGHT_FIGURES, weight_figures
+from manifold_tying.training.report._weights import weight_figures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +98,6 @@ ORTHOGONALITY = Plot(
 )
 
 
-FIGURES = {plot.name for plot in (*PLOTS, ORTHOGONALITY)} | WEIGHT_FIGURES
-
-
 def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
     """Every figure for which there is data, and the plots for which there is none."""
     figures, empty = [], []
@@ -127,9 +124,7 @@ def drawn_figures(experiment: Experiment) -> tuple[list[Drawn], list[Plot]]:
 
 
 def write_figures(figures: Sequence[Drawn], out: Path) -> None:
-    """Write the figures as ``out/<name>.png``; one of ours that is there and not among them is removed."""
-    for name in FIGURES - {figure.name for figure in figures}:
-        (out / f"{name}.png").unlink(missing_ok=True)
+    """Write the figures as ``out/<name>.png``."""
     for figure in figures:
         write_whole(out / f"{figure.name}.png", figure.picture.png)
 

@@ -7,7 +7,14 @@ from typing import Any
 from manifold_tying.training.report._experiment import Row, arm_names, by_seed, interface_of
 from manifold_tying.training.report._numbers import fixed
 from manifold_tying.training.report._reading import checked_rows, failures
-from manifold_tying.training.report._statistics import Summary, beyond_spread, mean, paired_differences, summarize
+from manifold_tying.training.report._statistics import (
+    FEWEST,
+    Summary,
+    beyond_spread,
+    mean,
+    paired_differences,
+    summarize,
+)
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
 Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
@@ -27,7 +34,7 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         )
     frozen, trainable = _variants(FROZEN, finite), _variants(TRAINABLE, finite)
     if frozen and trainable:
-        sentences.append(_memory(checked, finite, frozen, trainable))
+        sentences.append(_memory(finite, frozen, trainable))
     elif any(interface_of(arm) in (FROZEN, TRAINABLE) for arm in losses):
         sentences.append(
             f"Frozen against trainable memory: no answer, since that takes both {FROZEN} and {TRAINABLE}, each with a "
@@ -76,7 +83,7 @@ def _variants(interface: str, losses: Losses) -> list[str]:
     return sorted(arms, key=lambda arm: mean(list(losses[arm].values())))
 
 
-def _memory(rows: Sequence[Row], losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> str:
+def _memory(losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> str:
     """The best arm with a frozen memory against the best one with a trainable memory."""
     differences = paired_differences(losses[trainable[0]], losses[frozen[0]])
     difference = summarize(differences)
@@ -91,23 +98,16 @@ def _memory(rows: Sequence[Row], losses: Losses, frozen: Sequence[str], trainabl
         text += f", in {agreeing} of {_seeds(difference.n)} and by more than the spread between seeds."
     else:
         text += f". {_doubt(difference)}"
-    return text + _speed(rows, trainable[0], frozen[0])
+    return text
 
 
 def _named(variants: Sequence[str]) -> str:
     return variants[0] if len(variants) == 1 else f"{variants[0]} (the best of {len(variants)})"
 
 
-def _speed(rows: Sequence[Row], arm: str, other: str) -> str:
-    speed, reference = (mean(list(by_seed(rows, one, "tokens_per_second").values())) for one in (arm, other))
-    if not (speed > 0 and reference > 0):
-        return ""
-    return f" {arm} trained at {speed / reference:.2f} times the tokens per second of {other}."
-
-
 def _doubt(difference: Summary) -> str:
-    if difference.sd is None:
-        return "With one seed nothing is known about the spread, so this may be chance."
+    if difference.n < FEWEST:
+        return f"With {_seeds(difference.n)} little is known about the spread, so this may be chance."
     return "That is within the spread between seeds: this experiment does not tell the two apart."
 
 

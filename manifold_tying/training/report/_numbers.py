@@ -17,9 +17,9 @@ def fixed(value: float, decimals: int = 0, *, signed: bool = False) -> str:
 def significant(value: float, digits: int = 3, *, like: float | None = None) -> str:
     """So many significant digits: 1.23, 45.6, and 2.1×10⁻⁷ below 0.01 and from 100,000 on.
 
-    With ``like``, rounded at the place where that number is, so that a spread can stand below its mean.
+    With ``like``, rounded at the place where that number is, so that a spread can stand below its mean, if it is smaller.
     """
-    of = value if like is None else like
+    of = value if like is None or abs(value) > abs(like) else like
     if not (math.isfinite(value) and math.isfinite(of)):
         return _special(value)
     power = int(f"{of:.{digits - 1}e}".split("e")[1])  # after rounding: 9.99 to two digits is 10

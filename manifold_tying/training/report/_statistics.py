@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+FEWEST = 3  # seeds that say something about the spread between them
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -44,4 +46,4 @@ def paired_differences(values: Mapping[int, float], baseline: Mapping[int, float
 
 def beyond_spread(difference: Summary) -> bool:
     """Whether |mean| exceeds the standard deviation of the differences. A reading aid, not a significance test."""
-    return difference.sd is not None and abs(difference.mean) > difference.sd
+    return difference.n >= FEWEST and difference.sd is not None and abs(difference.mean) > difference.sd

@@ -76,7 +76,6 @@ PLOTS = (
     _turning("P", "inputs"),
 )
 UPDATES = "updates"
-WEIGHT_FIGURES = {plot.name for plot in PLOTS} | {UPDATES}
 
 
 def weight_figures(experiment: Experiment) -> list[Drawn]:

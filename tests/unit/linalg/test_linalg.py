@@ -738,6 +738,13 @@ def test_matmul_precision_is_restored_after_an_exception(method: Any) -> None:
         assert torch.is_autocast_enabled("cpu")
 
 
+def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "fp32_precision", "bf16")
+    linalg.polar(torch.randn(200, 32))
+    monkeypatch.undo()
+    assert PRODUCTS.fp32_precision != "bf16"
+
+
 # ---- errors
 
 

@@ -113,6 +113,7 @@ def test_numbers_as_text(value: float, text: str) -> None:
 def test_a_spread_is_rounded_at_the_place_of_its_mean() -> None:
     assert significant(3e-9, 2, like=2e-7) == "0.0×10⁻⁷"
     assert significant(0.3, 3, like=44.4) == "0.3"
+    assert significant(1.289e6, 3, like=9.12e5) == "1.29×10⁶"
 
 
 # the page
@@ -337,13 +338,13 @@ def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: 
 
 
 def test_findings_name_the_best_arm_and_the_gap_over_shared_seeds() -> None:
-    rows = with_losses({"untied": [4.30, 4.33], "transpose": [4.20, 4.21], "pit-frozen": [4.15, 4.17]})
-    gap = np.array([4.20, 4.21]) - np.array([4.15, 4.17])
-    own, spread = np.std([4.15, 4.17], ddof=1), gap.std(ddof=1)
+    rows = with_losses({"untied": [4.30, 4.33, 4.3], "transpose": [4.20, 4.21, 4.2], "pit-frozen": [4.15, 4.17, 4.16]})
+    gap = np.array([4.20, 4.21, 4.2]) - np.array([4.15, 4.17, 4.16])
+    own, spread = np.std([4.15, 4.17, 4.16], ddof=1), gap.std(ddof=1)
     best, memory = findings(rows)
     assert best == (
-        f"pit-frozen ends with the lowest validation loss, 4.1600 ± {own:.4f} nats per token over 2 seeds. That is "
-        f"{gap.mean():.4f} ± {spread:.4f} nats below transpose, the next best; it is ahead in 2 of 2 seeds and "
+        f"pit-frozen ends with the lowest validation loss, 4.1600 ± {own:.4f} nats per token over 3 seeds. That is "
+        f"{gap.mean():.4f} ± {spread:.4f} nats below transpose, the next best; it is ahead in 3 of 3 seeds and "
         "by more than the spread between seeds."
     )
     assert memory.startswith("Frozen against trainable memory: no answer")
@@ -352,7 +353,7 @@ def test_findings_name_the_best_arm_and_the_gap_over_shared_seeds() -> None:
 def test_findings_compare_frozen_with_trainable_memory() -> None:
     better = findings(with_losses({"pit-frozen": [4.20, 4.30, 4.40], "pit-trainable": [4.15, 4.24, 4.33]}))[-1]
     assert "pit-trainable ends 0.0600 ± 0.0100 nats below pit-frozen, in 3 of 3 seeds and by more" in better
-    assert better.endswith("pit-trainable trained at 2.00 times the tokens per second of pit-frozen.")
+    assert "tokens per second" not in better  # that depends on what else the machine did
     worse = findings(with_losses({"pit-frozen": [4.20, 4.30, 4.40], "pit-trainable": [4.25, 4.36, 4.47]}))[-1]
     assert "pit-trainable ends 0.0600 ± 0.0100 nats above pit-frozen, in 3 of 3 seeds and by more" in worse
 
@@ -368,12 +369,14 @@ def test_variants_of_an_arm_count_as_that_arm() -> None:
 
 
 def test_findings_doubt_what_is_within_the_spread() -> None:
-    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.30], "pit-trainable": [4.15, 4.33]})):
+    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.30, 4.2], "pit-trainable": [4.15, 4.33, 4.2]})):
         assert "within the spread between seeds: this experiment does not tell the two apart" in sentence
         assert "by more than" not in sentence
     for sentence in findings(with_losses({"pit-frozen": [4.20], "pit-trainable": [4.15]})):
-        assert "With one seed nothing is known about the spread" in sentence
-    tie = findings(with_losses({"untied": [4.20, 4.30], "transpose": [4.20, 4.30]}))
+        assert "With one seed little is known about the spread" in sentence
+    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.21], "pit-trainable": [4.15, 4.16]})):
+        assert "With 2 seeds little is known about the spread" in sentence
+    tie = findings(with_losses({"untied": [4.20, 4.30, 4.2], "transpose": [4.20, 4.30, 4.2]}))
     assert "does not tell the two apart" in tie[0]
 
 
@@ -431,15 +434,15 @@ def test_brackets_in_a_name_are_no_markup_for_the_terminal() -> None:
 # curves
 
 
-def test_figures_are_written_and_those_of_before_removed(tmp_path: Path) -> None:
+def test_figures_are_written_and_nothing_is_removed(tmp_path: Path) -> None:
     arm = r"$\oops$"  # not a formula, and no error for not being one
     write_experiment(tmp_path, arms=(arm,), seeds=(0,))
-    (tmp_path / "defect.png").write_bytes(b"of an earlier experiment")
-    (tmp_path / "mine.png").write_bytes(b"not ours")
+    (tmp_path / "defect.png").write_bytes(b"the user's")
     write_report(load_experiment(tmp_path), tmp_path)
     written = {path.stem for path in tmp_path.glob("*.png")}
-    assert written == {"mine"} | {plot.name for plot in PLOTS if plot.quantity not in ("defect", "cond_transform")}
-    for name in written - {"mine"}:
+    assert written == {plot.name for plot in PLOTS if plot.quantity != "cond_transform"}
+    assert (tmp_path / "defect.png").read_bytes() == b"the user's"
+    for name in written - {"defect"}:
         assert shows(decoded((tmp_path / f"{name}.png").read_bytes()), looks([arm])[arm].colour)
 
 

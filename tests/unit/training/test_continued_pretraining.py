@@ -158,6 +158,7 @@ def test_resumed_run_equals_uninterrupted_run(
 
 @pytest.mark.parametrize("interface", ARMS)
 def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Path, source: Path, corpus: Path) -> None:
+    (source / "tokenizer_files").mkdir(exist_ok=True)  # is no file to be copied
     config = run(tmp_path / "run", source, corpus, interface, init_transform="rotation")
     row = train(config)
     written = tmp_path / "run/model"

@@ -307,3 +307,9 @@ def test_a_missing_checkpoint_is_said_before_anything_is_written(tmp_path: Path,
     with pytest.raises(ValueError, match="nowhere"):
         reproduce(config("pit-continued", tmp_path / "out", corpus, init_from=tmp_path / "nowhere"))
     assert not (tmp_path / "out").exists()
+
+
+def test_finished_runs_keep_their_seeds(tmp_path: Path) -> None:
+    arm = Arm(label="plain", spec="untied")
+    rows = [{"arm": "untied", "seed": 0, "failed": "diverged"}, {"arm": "untied", "seed": 1, "val_loss": 4.0}]
+    assert Trained(arms=[arm], rows=rows, folder=tmp_path).runs(arm) == {1: tmp_path / "untied-1"}

@@ -20,7 +20,6 @@ from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.report import load_experiment, write_report
-from manifold_tying.training.report._weights import WEIGHT_FIGURES
 
 TINY = "tiny-for-tests"
 KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]
@@ -275,17 +274,16 @@ def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None
     assert described["arms"]["poet-full"]["body"] == "poet-full"
     assert described["arms"]["adamw"]["equivalence_lr"] is None
     page = write_report(load_experiment(out), out).read_text()
-    for name in (*WEIGHT_FIGURES, "orthogonality-error"):
+    for name in ("updates", "hyperspherical-energy", "orthogonality-error"):
         assert f'id="figure-{name}"' in page
     assert page.count('role="img"') == page.count("<figure ") and 'aria-label=""' not in page
     assert "Δ<br>to" not in page and "to adamw" in page.replace("\N{NO-BREAK SPACE}", " ").replace("<br>", " ")
-    assert {path.stem for path in out.glob("*.png")} >= WEIGHT_FIGURES
-    # Where nothing rotates there are no such figures, and those of an earlier experiment go.
+    assert {path.stem for path in out.glob("*.png")} >= {"updates", "hyperspherical-energy"}
+    # Where nothing rotates there are no such figures.
     plain = json.loads((out / "summary.json").read_text())
     (out / "summary.json").write_text(json.dumps([row for row in plain if row["arm"] == "adamw"]))
-    write_report(load_experiment(out), out)
-    assert not {path.stem for path in out.glob("*.png")} & WEIGHT_FIGURES
-    assert (out / "val-loss-tokens.png").exists()
+    page = write_report(load_experiment(out), out).read_text()
+    assert 'id="figure-updates"' not in page and 'id="figure-val-loss-tokens"' in page
     with (out / "adamw-0/probes.jsonl").open("a") as file:
         file.write('{"step": 99, "tokens": 9, "weights": {"blocks.1.mlp.up": {"svd_entropy": "high"}}}\n')
     with pytest.raises(ValueError, match=r"probes\.jsonl, line 8, blocks\.1\.mlp\.up: expected a number under"):

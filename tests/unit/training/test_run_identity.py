@@ -127,3 +127,15 @@ def test_the_held_out_text_of_a_stream_does_not_depend_on_the_steps(
     assert [identity["evaluated_tokens"] for identity, _ in found] == [512] * 3
     assert len({identity["held_out_sha256"] for identity, _ in found}) == 1
     assert found[0][1] == found[1][1] < found[2][1] < 2_000  # and it is still read only as far as it is needed
+
+
+def test_a_setting_that_an_earlier_version_did_not_have_stood_for_its_default(tmp_path: Path) -> None:
+    corpus = text(tmp_path)
+    run = config(tmp_path / "pit-trainable-0", corpus, steps=2)
+    train(run)
+    path = tmp_path / "pit-trainable-0/config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "log_det_penalty"}))
+    train(dataclasses.replace(run, resume=True))
+    other = dataclasses.replace(run, resume=True, settings=dataclasses.replace(run.settings, log_det_penalty=0.1))
+    with pytest.raises(ValueError, match="another log_det_penalty"):
+        ablate(AblateConfig(out=tmp_path, arms="pit-trainable", seeds=1, settings=other.settings))

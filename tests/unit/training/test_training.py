@@ -391,3 +391,9 @@ def test_cuda_trains_like_the_cpu(interface: str, tmp_path: Path, corpus: Path) 
     rows = [train(config(tmp_path / d, corpus, interface, steps=60, device=d)) for d in ("cpu", "cuda")]
     assert rows[1]["val_loss"] == pytest.approx(rows[0]["val_loss"], abs=0.1)
     assert rows[1]["defect"] is None or rows[1]["defect"] <= 1e-6
+
+
+@pytest.mark.parametrize("steps", [2, 3, 180])
+def test_the_last_step_is_small_in_short_runs_too(steps: int, tmp_path: Path) -> None:
+    settings = resolve(TrainConfig(out=tmp_path, settings=Settings(steps=steps))).settings
+    assert rate_factor(steps - 1, settings) == pytest.approx(FINAL_RATE)
