@@ -57,7 +57,7 @@ def _constant(schedule: MergeSchedule, norm: float) -> float:
 
 
 def _tenfold(schedule: MergeSchedule, norm: float) -> float:
-    """What MergeSchedule did in version 0.1."""
+    """What MergeSchedule did at first."""
     return 10 * norm if schedule.steps >= schedule.every and schedule.steps % schedule.every < 10 else norm
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from manifold_tying._extra import needs_extra
 from manifold_tying.optim._adam import RiemannianAdam as RiemannianAdam
 from manifold_tying.optim._groups import param_groups as param_groups
 from manifold_tying.optim._merge import MergeSchedule as MergeSchedule
@@ -15,6 +16,7 @@ def __getattr__(name: str) -> Any:
     """MergeCallback imports transformers, which nothing else here needs."""
     if name != "MergeCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from manifold_tying.optim._callback import MergeCallback
+    with needs_extra("huggingface", "MergeCallback needs"):
+        from manifold_tying.optim._callback import MergeCallback
 
     return MergeCallback

@@ -62,6 +62,8 @@ class RiemannianAdam(RiemannianOptimizer):
         foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
         nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step. "ignore" raises for points only: ordinary
             parameters become NaN, as in torch.optim. It saves one pass over their gradients, for loops that check them before.
+            They are looked at by default, since one NaN in a body makes the whole model NaN at the next step, in silence. A
+            NaN of the last steps that ran ahead on a GPU is reported by ``state_dict``.
     """
 
     _first_moment = "exp_avg"

@@ -237,6 +237,11 @@ class RiemannianOptimizer(Optimizer):
             for key in keys if len(batch) > 1 else ():
                 linalg.local(states[i][key]).copy_(stacked[key][i])
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim; ValueError where a gradient of the last steps held NaN or Inf and none has said so yet."""
+        self._finite.finish()
+        return super().state_dict()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a loaded state as well: one of torch's own optimizer, which knows fewer options, or of another device."""
         super().__setstate__(state)

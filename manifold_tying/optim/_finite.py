@@ -46,7 +46,7 @@ class FiniteCheck:
             event = torch.cuda.Event() if bad.is_cuda else None
             self._unread.append((bad.to("cpu", non_blocking=True), names, event))
             if event is not None:
-                event.record()
+                event.record(torch.cuda.current_stream(bad.device))
             return True
         # The host looks at one number, which costs one fast pass over the gradients: the sum of their norms.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
@@ -62,6 +62,13 @@ class FiniteCheck:
         if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
         return not bad_names
+
+    def finish(self) -> None:
+        """Read what is still under way, of the last steps that were taken."""
+        for _, _, event in self._unread:
+            if event is not None:
+                event.synchronize()
+        self._read()
 
     def _read(self) -> None:
         while self._unread and (self._unread[0][2] is None or self._unread[0][2].query()):

@@ -78,8 +78,9 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
     Raises:
         ValueError: the file is no adapter, is damaged, or is one of another model; nothing is changed.
     """
+    library = _safetensors()
     try:
-        with _safetensors().safe_open(path, "pt") as file:
+        with library.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except Exception as error:
@@ -91,6 +92,8 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         changes = [_Change.planned(_unwrapped(model), name, values, tensors) for name, values in described.items()]
     except (KeyError, TypeError, AttributeError, NotJSON) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
+    if not changes or len(tensors) != len(_PARTS) * len(changes):
+        raise ValueError(f"{path} is damaged: it describes {len(changes)} weights and has {len(tensors)} tensors")
     if len({change.weight for change in changes}) != len(changes):
         raise ValueError(
             f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
@@ -207,5 +210,7 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("adapters are safetensors files; pip install safetensors") from error
+        raise ModuleNotFoundError(
+            "adapters are safetensors files; pip install safetensors", name="safetensors"
+        ) from error
     return safetensors

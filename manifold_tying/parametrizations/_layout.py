@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from manifold_tying import linalg
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+ATTENTION = 3  # matrices that MultiheadAttention stacks in in_proj_weight
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
 OWN_REFERENCES = 4  # the module's, those of Layout.of and _is_shared, and an argument
@@ -70,10 +71,11 @@ class Layout:
         layout = cls.of(module, name)
         kind, rows = type(module).__name__, layout.matrix_shape[-2]
         gates = next((count for recurrent, count in GATES.items() if isinstance(module, recurrent)), 1)
-        if blocks is None and gates > 1 and name.startswith(("weight_hh", "weight_ih")):
+        stacked = ATTENTION if name == "in_proj_weight" else gates if name.startswith(("weight_hh", "weight_ih")) else 1
+        if blocks is None and stacked > 1:
             warnings.warn(
-                f"{kind}.{name} stacks the matrices of {gates} gates. It becomes orthonormal as one matrix "
-                f"{tuple(layout.shape)}, so no gate's matrix is; pass blocks={gates} to constrain each gate, or blocks=1 to "
+                f"{kind}.{name} stacks {stacked} matrices (gates, or queries, keys and values). It becomes orthonormal as one "
+                f"matrix {tuple(layout.shape)}, so none of them is; pass blocks={stacked} to constrain each, or blocks=1 to "
                 "keep one matrix without this warning",
                 stacklevel=3,
             )

@@ -82,9 +82,9 @@ def _warn(optimizer: Optimizer, look: _Look) -> None:
         named = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
         warnings.warn(
             f"{kind} moved {named} without its manifold: the columns stop being orthonormal. Use "
-            "manifold_tying.optim.RiemannianAdam(model.parameters()), which is AdamW for all other parameters, or constrain "
-            "the layer with manifold_tying.orthogonal, which any optimizer can train. For an unconstrained weight, call "
-            "manifold_tying.materialize(model)",
+            "manifold_tying.optim.RiemannianAdam(model.parameters()), which is AdamW for all other parameters, or what any "
+            "optimizer can train: manifold_tying.orthogonal in place of stiefel, PIT(memory='free') in place of another "
+            "memory. For an unconstrained weight, call manifold_tying.materialize(model)",
             stacklevel=5,  # two functions here, the hook, torch's wrapper of step, the caller
         )
 

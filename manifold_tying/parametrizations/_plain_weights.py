@@ -1,18 +1,21 @@
 """Plain weights in the state dict of a transformers model, so that from_pretrained finds them in what the Trainer saves."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._equivalence import equivalences
+from manifold_tying.parametrizations._register import constraints, parametrized
 
 
 def keep_plain_weights(model: nn.Module) -> None:
-    """Write W beside R, P and W0 into the state dict of a model that has ``save_pretrained``.
+    """Write every constrained weight beside what is stored for it into the state dict of a model with ``save_pretrained``.
 
-    A stock model takes the plain weight, where it would draw one at random; a model with the equivalences ignores it.
+    A stock model takes the plain weight, where it would draw one at random; a model with the constraints ignores it.
+    ``equivalence_`` does this by itself; after constraints on single layers of a model of transformers call it once.
     """
     if hasattr(model, "save_pretrained") and _add not in model._state_dict_hooks.values():
         model.register_state_dict_post_hook(_add)
@@ -21,18 +24,22 @@ def keep_plain_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for name, part, stored in equivalences(model):
-        if f"{prefix}{_stored_key(name)}" in state:
-            state[f"{prefix}{name}"] = part(linalg.whole(stored.detach()))
+    for name, stored, parts in _constrained(model):
+        if f"{prefix}{stored}" in state:
+            weight = linalg.whole(parts.original.detach())
+            for part in parts:
+                weight = part(weight)
+            state[f"{prefix}{name}"] = weight.clone()  # safetensors refuses a tensor of two names
 
 
 def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, *_others in equivalences(model):
-        if f"{prefix}{_stored_key(name)}" in state:
+    for name, stored, _parts in _constrained(model):
+        if f"{prefix}{stored}" in state:
             state.pop(f"{prefix}{name}", None)
 
 
-def _stored_key(name: str) -> str:
-    """blocks.0.up.weight is stored as blocks.0.up.parametrizations.weight.original."""
-    owner, dot, own = name.rpartition(".")
-    return f"{owner}{dot}parametrizations.{own}.original"
+def _constrained(model: nn.Module) -> Iterator[tuple[str, str, ParametrizationList]]:
+    """(name of the weight, name of what is stored, constraint) of the layers that a stock model has: not of our interfaces."""
+    for name, owner, own in constraints(model):
+        if not any(base.__module__.startswith("manifold_tying.") for base in type(owner).__mro__):
+            yield name, f"{name.removesuffix(own)}parametrizations.{own}.original", parametrized(owner)[own]

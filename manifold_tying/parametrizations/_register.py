@@ -36,8 +36,8 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
         name: its parameter.
         retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
         blocks: how many matrices the weight stacks along its rows, each to be constrained on its own: 4 for an LSTM's weights,
-            3 for a GRU's and for MultiheadAttention's ``in_proj_weight``. By default the weight is one matrix, and no gate of
-            an LSTM or GRU is orthonormal, which warns.
+            3 for a GRU's and for MultiheadAttention's ``in_proj_weight``. By default the weight is one matrix, and none of
+            those in it is orthonormal, which warns.
 
     Raises:
         ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own,
@@ -62,7 +62,8 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar",
         module: the layer, changed in place and returned.
         name: its parameter.
         map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point) or "cayley-neumann" (the same
-            with two terms of a Neumann series in place of the inverse, then the polar factor). All but "cayley" choose an
+            with two terms of a Neumann series in place of the inverse, then the polar factor: slower than "cayley" on a
+            CPU, about three times at 512 x 512). All but "cayley" choose an
             algorithm by the values, so at each access the host waits for a GPU. Prefer "cayley" where that matters.
         blocks: how many matrices the weight stacks along its rows, as for :func:`stiefel`.
 
@@ -180,12 +181,23 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.__class__ = WideStorage
     parts.label = label
     mark_point(parts)
+    module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters"):
         _project_what_is_reset(type(module))
     if isinstance(module, nn.RNNBase):
         _keep_flat_weights(type(module))
     weight.grad = None  # that was the plain weight's
     return module
+
+
+def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    *_, errors = rest
+    for name in parametrized(module):
+        if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
+            errors.append(
+                f"{prefix}{name} is constrained here and plain in the state dict. Load it before the constraint, or assign it, "
+                f"which projects: module.{name} = state[{prefix + name!r}]"
+            )
 
 
 def _project_what_is_reset(kind: Any) -> None:

@@ -48,9 +48,9 @@ class ManifoldPIT(PIT):
         dtype = linalg.working_dtype(torch.get_default_dtype())
         factor = CholeskyFactor(diagonal, bounds, dtype)
         if factor.bounds is not None:
-            check_bounds(torch.ones(1, device="cpu"), factor.bounds)
-        Z = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype), requires_grad=memory == "trainable")
-        self.register_parameter("memory", Z)
+            check_bounds(1.0, 1.0, factor.bounds)
+        start = torch.randn(vocab_size, hidden_size, dtype=dtype)
+        self.register_parameter("memory", nn.Parameter(start, requires_grad=memory == "trainable"))
         stiefel(self, "memory", retraction=retraction)
         self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size, dtype=dtype)))
         parametrize.register_parametrization(self, "cholesky_factor", factor)
@@ -62,7 +62,8 @@ class ManifoldPIT(PIT):
         L = torch.linalg.cholesky(T).contiguous()
         clamp = CholeskyFactor(bounds=bounds).bounds
         if clamp is not None:
-            check_bounds(L.diagonal(), clamp)
+            low, high = L.diagonal().aminmax()
+            check_bounds(low.item(), high.item(), clamp)
         with torch.device("meta"):  # a random memory would be drawn and projected in vain
             pit = cls(*Z.shape, **options)
         stored = parametrized(pit)

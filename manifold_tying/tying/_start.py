@@ -7,9 +7,8 @@ from manifold_tying import linalg
 from manifold_tying.parametrizations import Bounds
 
 
-def check_bounds(diagonal: Tensor, bounds: Bounds) -> None:
-    """ValueError where a clamp would change the diagonal of L that an interface starts from."""
-    low, high = float(diagonal.min()), float(diagonal.max())
+def check_bounds(low: float, high: float, bounds: Bounds) -> None:
+    """ValueError where a clamp would change a diagonal of L, from low to high, that an interface starts from."""
     if not bounds[0] <= low <= high <= bounds[1]:
         raise ValueError(
             f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamped, it would "

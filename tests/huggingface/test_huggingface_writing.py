@@ -9,9 +9,11 @@ import peft
 import pytest
 import torch
 from huggingface_models import build, difference, logits
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import manifold_tying as mt
+from manifold_tying.cli import main
 from manifold_tying.tying.huggingface._checkpoint import write
 
 # transformers 5.23 renames what PEFT 0.21 calls
@@ -116,3 +118,22 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
             with pytest.raises((ValueError, OSError), match=error):
                 mt.save(model, tmp_path / folder)
         assert contents(tmp_path / "old") == before and not (tmp_path / "new").exists()
+
+
+def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: Path) -> None:
+    model = build()
+    mt.stiefel(model.model.layers[0].mlp.up_proj)
+    mt.orthogonal(model.model.layers[0].self_attn.q_proj)
+    mt.parametrizations.keep_plain_weights(model)
+    model.save_pretrained(tmp_path)
+    assert difference(logits(type(model).from_pretrained(tmp_path)), logits(model)) <= 1e-6
+    model.load_state_dict(model.state_dict())
+
+
+def test_tensors_that_a_class_has_no_place_for_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"pooler.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has no place for pooler.weight"):
+        main(["convert", str(tmp_path), str(tmp_path / "out")])
+    assert mt.load(tmp_path / "out").lm_head is not None

@@ -17,7 +17,7 @@ ALLOWED = {
     "parametrizations": {"linalg", "manifolds", "_geoopt", "_json"},
     "tying": {"linalg", "manifolds", "parametrizations", "_json", "_transformers"},
     "models": {"linalg", "manifolds", "parametrizations", "tying"},
-    "optim": {"linalg", "manifolds", "parametrizations", "_geoopt"},
+    "optim": {"linalg", "manifolds", "parametrizations", "_extra", "_geoopt"},
     "diagnostics": {"linalg", "tying", "_json"},
     "testing": {"linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
     "training": {

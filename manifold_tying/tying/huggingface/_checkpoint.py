@@ -1,6 +1,7 @@
 """Converted models on disk: a transformers checkpoint with the interface in the place of the tables."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
 
 
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
-    """A stock checkpoint in the class that its config.json names; no tensor of it is left out or drawn at random.
+    """A stock checkpoint in the class that its config.json names; no tensor of it is drawn at random.
 
     Args:
         folder: of the checkpoint.
@@ -92,10 +93,11 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
             f"expected a checkpoint in floating point, but {folder / 'config.json'} says that it is quantized "
             f"({entry.get('quant_method')!r:.80}); convert the model that it was made from"
         )
-    return _read(folder, **options)
+    return _read(folder, spare=True, **options)
 
 
-def _read(folder: Path, **options: Any) -> "PreTrainedModel":
+def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
+    """The model; with ``spare``, tensors that its class has no place for, such as a pooler's, are left out with a warning."""
     build_empty(folder)  # names config.json where transformers would fail in the middle of reading the weights
     read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # Mismatched shapes are in the report, too. Without the option the error advises to ignore them.
@@ -104,7 +106,10 @@ def _read(folder: Path, **options: Any) -> "PreTrainedModel":
         model, report = model_class(folder).from_pretrained(folder, output_loading_info=True, **options)
     except RuntimeError as error:
         raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
-    if wrong := {kind: sorted(map(str, names)) for kind, names in report.items() if names}:
+    wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if spare and (left := wrong.pop("unexpected_keys", None)):
+        warnings.warn(f"{type(model).__name__} has no place for {', '.join(left)} of {folder}: left out", stacklevel=4)
+    if wrong:
         raise ValueError(
             f"the parts of the checkpoint in {folder} disagree, and no tensor may be left out or drawn at random: {wrong}. "
             "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"

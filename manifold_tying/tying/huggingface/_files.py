@@ -29,9 +29,7 @@ This checkpoint was written by manifold-tying. In place of the embedding table a
 the head it has one shared memory Z and a transform T. transformers alone cannot read it: it finds no table under the stock
 name. Do not pass `ignore_mismatched_sizes=True`. The model would then have random tables.
 
-Load it in Python:
-
-    pip install 'manifold-tying[huggingface]'
+Load it where manifold-tying is installed:
 
     import manifold_tying as mt
     model = mt.load("path/to/this/folder")
