@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._register import constraints, parametrized
+from manifold_tying.parametrizations._register import constraints, is_ours, parametrized
 
 
 def keep_plain_weights(model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 
 def _constrained(model: nn.Module) -> Iterator[tuple[str, str, ParametrizationList]]:
-    """(name of the weight, name of what is stored, constraint) of the layers that a stock model has: not of our interfaces."""
+    """(name of the weight, name of what is stored, constraint) of the layers that a stock model has, too."""
     for name, owner, own in constraints(model):
-        if not any(base.__module__.startswith("manifold_tying.") for base in type(owner).__mro__):
+        if not is_ours(owner):
             yield name, f"{name.removesuffix(own)}parametrizations.{own}.original", parametrized(owner)[own]

@@ -156,6 +156,11 @@ def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList
     return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
 
 
+def is_ours(module: nn.Module) -> bool:
+    """Whether the class is this package's own, such as a token interface's, which looks after its tensors itself."""
+    return any(kind.__module__.startswith("manifold_tying.") for kind in type(module).__mro__)
+
+
 def _refuse_pickle(module: nn.Module) -> NoReturn:
     raise RuntimeError(
         f"a {type(module).__name__} under a constraint cannot be pickled, and neither can a model that contains it. Save "
@@ -182,7 +187,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.label = label
     mark_point(parts)
     module.register_load_state_dict_pre_hook(_explain_plain_weights)
-    if hasattr(module, "reset_parameters"):
+    if hasattr(module, "reset_parameters") and not is_ours(module):
         _project_what_is_reset(type(module))
     if isinstance(module, nn.RNNBase):
         _keep_flat_weights(type(module))

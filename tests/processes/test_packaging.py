@@ -105,7 +105,7 @@ def test_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> Non
     command = [python, "-c", "import manifold_tying.testing"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "pip install 'manifold-tying[testing]'" in done.stderr
-    command = [str(environment / "bin" / "manifold-tying"), "--help"]
+    command = [str(environment / "bin" / "manifold-tying"), "train"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "pip install 'manifold-tying[train]'" in done.stderr
     assert "Traceback" not in done.stderr
