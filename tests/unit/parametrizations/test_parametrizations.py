@@ -1,4 +1,4 @@
-"""Constraints on layers: every kind of constraint times every kind of layer, and what users do with such layers."""
+"""Constraints on layers: every kind of constraint, every kind of layer, and what users do with such layers."""
 
 import copy
 import io
@@ -67,8 +67,8 @@ CONSTRAINTS: dict[str, Callable[[nn.Module, str], Any]] = {
     "cayley": lambda m, name: orthogonal(m, name, map="cayley"),
     "cayley-neumann": lambda m, name: orthogonal(m, name, map="cayley-neumann"),
 }
-TRIVIALIZATIONS = ["polar", "qr", "cayley", "cayley-neumann"]
-every_layer = pytest.mark.parametrize("layer", LAYERS)
+EACH_LAYER = list(zip(LAYERS, itertools.cycle(CONSTRAINTS), strict=False))
+every_layer = pytest.mark.parametrize(("layer", "constraint"), EACH_LAYER)
 every_constraint = pytest.mark.parametrize("constraint", CONSTRAINTS)
 
 
@@ -112,8 +112,9 @@ def test_the_measure_of_defects_sees_a_free_weight() -> None:
         assert defect(getattr(make(), name)) > 1e-2
 
 
-@every_layer
-@every_constraint
+@pytest.mark.parametrize(
+    ("layer", "constraint"), dict.fromkeys([*EACH_LAYER, *itertools.product(["linear tall", "conv"], CONSTRAINTS)])
+)
 def test_the_weight_becomes_the_nearest_orthonormal_one(layer: str, constraint: str) -> None:
     make, name, *_ = LAYERS[layer]
     module = make()
@@ -140,7 +141,6 @@ def test_the_weight_becomes_the_nearest_orthonormal_one(layer: str, constraint: 
 
 
 @every_layer
-@every_constraint
 def test_the_layer_computes_with_that_weight(layer: str, constraint: str) -> None:
     make, name, make_input, call = LAYERS[layer]
     module = CONSTRAINTS[constraint](make(), name)
@@ -164,33 +164,10 @@ def test_an_ordinary_optimizer_takes_a_point_off_the_manifold() -> None:
     assert defect(module.weight) > 1e-4
 
 
-@pytest.mark.parametrize("shape", [(6, 3), (4, 4), (3, 6)])
-@pytest.mark.parametrize("constraint", ["cayley", "cayley-neumann"])
-def test_cayley_maps_are_the_dense_formula_around_the_base(shape: tuple[int, int], constraint: str) -> None:
-    module = CONSTRAINTS[constraint](nn.Linear(shape[1], shape[0], dtype=torch.float64), "weight")
-    perturb(module)
-    base, Y = module.parametrizations.weight[0].base, stored(module).detach()
-    n, p = base.shape
-    if n == p:
-        A = Y.tril(-1) - Y.tril(-1).T
-        expected = base @ (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2))
-    else:
-        u = Y - base @ (base.T @ Y + Y.T @ base) / 2
-        P = torch.eye(n, dtype=torch.float64) - base @ base.T / 2
-        A = (P @ u @ base.T - base @ u.T @ P) / 2
-        expected = (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2)) @ base
-    if constraint == "cayley-neumann":  # the series alone is off the manifold
-        assert defect(expected) > 1e-9
-        expected = torch.from_numpy(scipy.linalg.polar(expected.numpy())[0])
-    weight = module.weight.detach()
-    torch.testing.assert_close(weight if shape[0] >= shape[1] else weight.T, expected, rtol=0, atol=1e-12)
-
-
 # ---- what users do with constrained layers
 
 
 @every_layer
-@every_constraint
 def test_materialize_leaves_plain_weights(layer: str, constraint: str) -> None:
     make, name, make_input, call = LAYERS[layer]
     keys = set(make().state_dict())
@@ -243,7 +220,7 @@ def test_frozen_weights_stay_frozen_and_optimizers_keep_their_parameter(constrai
     assert not materialize(module).weight.requires_grad
 
 
-@every_constraint
+@pytest.mark.parametrize("constraint", ["stiefel", "polar", "cayley"])
 def test_averaged_model(constraint: str) -> None:
     module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight")
     average: Any = AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -254,7 +231,7 @@ def test_averaged_model(constraint: str) -> None:
         average.update_parameters(module)
     assert (average.module.weight - module.weight).abs().max() > 1e-3
     assert average(torch.randn(2, 4)).isfinite().all()
-    if constraint in ("polar", "qr", "cayley"):  # an average of free tensors; one of points has to be projected
+    if constraint != "stiefel":  # an average of free tensors; one of points has to be projected
         assert defect(average.module.weight) < 2e-6
     average.module.weight = average.module.weight.detach()
     assert defect(average.module.weight) < 1e-6
@@ -272,8 +249,9 @@ def square(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return CONSTRAINTS[kind](layer, "weight")
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.bfloat16) for kind in ALL_KINDS), ("stiefel", torch.float16)]
+)
 def test_low_precision_layers_store_float32(kind: str, dtype: torch.dtype) -> None:
     module = square(kind, dtype)
     assert module.weight.dtype == dtype and stored(module).dtype == torch.float32
@@ -285,8 +263,10 @@ def test_low_precision_layers_store_float32(kind: str, dtype: torch.dtype) -> No
     assert torch.equal(module.weight, before)
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in ALL_KINDS), ("cayley", torch.float16), ("cayley", torch.float64)],
+)
 def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtype: torch.dtype) -> None:
     module = square(kind)
     perturb(module, size=0.01)
@@ -305,26 +285,20 @@ def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtyp
     torch.testing.assert_close(module.weight.detach(), torch.eye(5, dtype=dtype), rtol=0, atol=1e-2)
 
 
-@every_constraint
-def test_a_bfloat16_layer_in_a_bfloat16_model_stays_on_the_manifold(constraint: str) -> None:
-    module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight").bfloat16().float()
-    assert defect(module.weight) < 1e-6
-    plain = nn.Linear(4, 9)
-    plain.weight.data = linalg.polar(plain.weight.data)[0]
-    assert defect(plain.bfloat16().float().weight) > 1e-4
-
-
 # ---- compilation
 
 
 # torch's own, where it traces an autograd.Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["stiefel", "polar", "qr", "cayley", "cayley-neumann", "spd"])
-@pytest.mark.parametrize("shape", [(5, 5), (9, 5), (140, 140)])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, (9, 5)) for kind in CONSTRAINTS if kind != "stiefel-cayley"),
+        *(("spd", (5, 5)), ("cayley", (5, 5)), ("cayley", (140, 140)), ("polar", (140, 140))),
+    ],
+)
 def test_forward_compiles_to_one_graph(kind: str, shape: tuple[int, int]) -> None:
     torch._dynamo.reset()
-    if kind == "spd" and shape != (5, 5):
-        return
     layer: Any = nn.Linear(*shape)
     module: Any = spd(layer, "weight") if kind == "spd" else CONSTRAINTS[kind](layer, "weight")
     perturb(module, size=0.5 / shape[0])
@@ -352,8 +326,7 @@ def diagonal_of_factor(T: Tensor) -> Tensor:
     return torch.linalg.cholesky(T.detach().double()).diagonal()
 
 
-@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
-@pytest.mark.parametrize("bounds", [None, (0.5, 2.0)])
+@pytest.mark.parametrize(("diagonal", "bounds"), [("softplus", (0.5, 2.0)), ("exp", None)])
 def test_spd_stays_positive_definite_over_random_steps(diagonal: Any, bounds: Any) -> None:
     # float64, since the rounding of T in float32 can cost an eigenvalue of 1e-7 its sign
     module: Any = nn.Linear(6, 6, dtype=torch.float64)
@@ -417,8 +390,7 @@ def test_the_diagonal_is_inverted_accurately(diagonal: Any, dtype: torch.dtype) 
         assert part.lower(raw).item() == pytest.approx(y, rel=32 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
-@pytest.mark.parametrize("bound", ["low", "high"])
+@pytest.mark.parametrize(("diagonal", "bound"), [("softplus", "low"), ("exp", "high")])
 def test_an_entry_at_its_bound_comes_back_inside_and_goes_no_further(diagonal: Any, bound: str) -> None:
     low, high = 0.5, 2.0
     layer = nn.Linear(1, 1)
@@ -538,21 +510,19 @@ def test_what_cannot_be_constrained_is_refused_and_left_as_it_was(what: str) -> 
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("value", ["nan", "inf", "shape"])
-def test_a_refused_assignment_leaves_the_weight(kind: str, value: str) -> None:
+def test_a_refused_assignment_leaves_the_weight(kind: str) -> None:
     module = square(kind)
     perturb(module)
     before = copy.deepcopy(module.state_dict())
-    wrong = torch.randn(4, 5) if value == "shape" else torch.full((5, 5), float(value))
-    with pytest.raises((ValueError, RuntimeError)):
-        module.weight = wrong
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
-
-
-def test_every_combination_is_there() -> None:
-    """An empty table would make every test above pass."""
-    assert len(list(itertools.product(LAYERS, CONSTRAINTS))) == 54
-    assert len(REFUSED) >= 16
+    for wrong in (
+        torch.randn(4, 5),
+        torch.full((5, 5), math.nan),
+        torch.full((5, 5), math.inf),
+        torch.ones(5, 5).int(),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            module.weight = wrong
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
 
 
 # ---- around the edges of registering and taking off
@@ -565,8 +535,7 @@ SHAPED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("shaped", SHAPED)
-@pytest.mark.parametrize("constrain", [stiefel, orthogonal])
+@pytest.mark.parametrize(("shaped", "constrain"), [("wide", stiefel), *((shaped, orthogonal) for shaped in SHAPED)])
 def test_materializing_while_an_earlier_loss_is_alive(shaped: str, constrain: Callable[..., nn.Module]) -> None:
     module: Any = constrain(SHAPED[shaped]())
     x = torch.randn(2, module.weight.shape[1], 6 if shaped == "convolution" else 1).to(module.weight.dtype)
@@ -588,17 +557,12 @@ def test_materialized_in_inference_mode_it_can_be_trained(map: Any) -> None:
     assert module.weight.grad is not None
 
 
-@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+@pytest.mark.parametrize("map", ["polar", "cayley"])
 def test_a_weight_of_another_dtype_is_assigned_as_one_of_the_layers(map: Any) -> None:
     module = orthogonal(nn.Linear(4, 6), map=map)
     weight = torch.linalg.qr(torch.randn(6, 4, dtype=torch.float64))[0]
     module.weight = weight
     torch.testing.assert_close(module.weight.detach(), weight.float())
-    before = module.weight.detach().clone()
-    for wrong in (torch.zeros(6, 4, dtype=torch.int64), torch.zeros(4, 6), torch.full((6, 4), torch.nan)):
-        with pytest.raises(ValueError, match="expected"):
-            module.weight = wrong
-        assert torch.equal(module.weight, before)
 
 
 def test_weights_that_no_constraint_can_keep_are_refused() -> None:
@@ -617,12 +581,12 @@ def test_a_point_whose_constraint_was_removed_is_none() -> None:
     assert not any("manifold" in group for group in param_groups(module))
 
 
-@pytest.mark.parametrize("dump", [lambda model: torch.save(model, io.BytesIO()), pickle.dumps], ids=["save", "pickle"])
 @pytest.mark.parametrize("put_on", [stiefel, orthogonal, equivalence], ids=lambda put_on: put_on.__name__)
-def test_a_pickled_model_says_what_works_instead(put_on: Any, dump: Callable[[nn.Module], object]) -> None:
+def test_a_pickled_model_says_what_works_instead(put_on: Any) -> None:
     model = nn.Sequential(put_on(nn.Linear(6, 6)), nn.Linear(6, 2))
-    with pytest.raises(RuntimeError, match=r"cannot be pickled.*model\.state_dict\(\).*materialize"):
-        dump(model)
+    for dump in (lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(model)):
+        with pytest.raises(RuntimeError, match=r"cannot be pickled.*model\.state_dict\(\).*materialize"):
+            dump()
     # What it names works: a plain copy, and a state for a model that was constrained in the same way.
     x = torch.randn(3, 6)
     file = io.BytesIO()
