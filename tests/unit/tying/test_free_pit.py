@@ -56,7 +56,9 @@ def test_w_out_inverts_e(digits: float, d: int, extra: int, seed: int, size: flo
     assert (
         distance(pit) <= ROUNDING * 10**digits + 2e-7
     )  # the latter of the copied table's own rounding, at condition 1
-    assert distance(pit.double()) <= 1e-12
+    assert distance(pit.double()) <= 1e-13 + 1e-16 * 10 ** (
+        2 * digits
+    )  # the Gram matrix has the square of the condition
 
 
 def test_a_float32_gram_matrix_would_not_do() -> None:
@@ -109,7 +111,7 @@ def test_a_copy_by_to_free_is_a_copy() -> None:
 
 
 def test_gradients_are_those_of_the_formula() -> None:
-    pit = free().double()
+    pit = free(rows=9, columns=3).double()
     ids = torch.tensor([[3, 1, 3], [0, 7, 7]])
 
     def embed(W: Tensor) -> Tensor:

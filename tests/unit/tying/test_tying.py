@@ -46,40 +46,16 @@ def table(rows: int = V, columns: int = D, seed: int = 0) -> Tensor:
 
 
 INTERFACES: dict[str, Callable[[], TokenInterface]] = {
-    "untied": lambda: Untied(V, D),
     "transpose": lambda: TransposeTying(V, D),
-    "pit-frozen": lambda: pit_with(memory="frozen"),
-    "pit-trainable": lambda: pit_with(memory="trainable"),
     "pit-bridge": lambda: PIT.from_embedding(table().float(), bridge=True, memory="frozen"),
     "pit-free": lambda: PIT.from_embedding(table().float(), transform="head"),
-    "pit-free-bridge": lambda: PIT.from_embedding(table().float(), bridge=True),
 }
-every_interface = pytest.mark.parametrize("name", INTERFACES)
 
 
-# The protocol
+# The protocol; what every interface must keep is in test_contracts.py
 
 
-@every_interface
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0), (2, 3, 4)])
-def test_every_interface_is_its_two_tables(name: str, shape: tuple[int, ...]) -> None:
-    interface = INTERFACES[name]().double()
-    E, W_out = interface.materialize()
-    assert E.shape == (V, D) and W_out.shape == (D, V)
-    assert E.is_contiguous() and W_out.is_contiguous() and not E.requires_grad and not W_out.requires_grad
-    ids = torch.randint(V, shape)
-    hidden = torch.randn(*shape, D, dtype=torch.float64)
-    torch.testing.assert_close(interface.embed(ids), E[ids], rtol=1e-9, atol=1e-12)
-    assert torch.equal(interface(ids), interface.embed(ids))
-    torch.testing.assert_close(interface.logits(hidden), hidden @ W_out, rtol=1e-9, atol=1e-12)
-    if ids.numel():
-        expected = F.cross_entropy((hidden @ W_out).view(-1, V), ids.view(-1))
-        torch.testing.assert_close(interface.loss(hidden, ids), expected)
-        if ids.numel() > 1:  # negative control: the loss depends on which target stands where
-            assert not torch.isclose(interface.loss(hidden, ids), interface.loss(hidden, (ids + 1) % V))
-
-
-@every_interface
+@pytest.mark.parametrize("name", INTERFACES)
 def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
     interface = INTERFACES[name]()
     hidden, targets = torch.randn(6, D), torch.randint(V, (6,))
@@ -93,14 +69,13 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
             interface.embed(bad)
 
 
-@pytest.mark.parametrize("name", ["transpose", "pit-frozen", "pit-bridge"])
 @pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
 )  # Dynamo
-def test_compiled_is_eager(name: str) -> None:
-    interface = INTERFACES[name]()
-    ids, targets = torch.randint(V, (3, 4)), torch.randint(V, (3, 4))
-    hidden = torch.randn(3, 4, D, requires_grad=True)
+def test_compiled_is_eager() -> None:
+    interface = INTERFACES["pit-bridge"]()
+    ids, targets = torch.randint(V, (2, 2)), torch.randint(V, (2, 2))
+    hidden = torch.randn(2, 2, D, requires_grad=True)
     results = []
     for compiled in (False, True):
         embed: Any = interface.embed
@@ -267,10 +242,9 @@ def test_bridge_is_the_tied_model_exactly() -> None:
     assert pit.bridge is not None and pit.bridge.requires_grad and "bridge=True" in repr(pit)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"memory": "trainable", "transform": "head"}, {"bridge": True}], ids=str)
-def test_from_embedding_takes_one_polar_factor_and_no_random_numbers(dtype: torch.dtype, options: Any) -> None:
-    weight = table(2000, 32).to(dtype)
+@pytest.mark.parametrize("options", [{"memory": "trainable", "transform": "head"}, {"bridge": True}], ids=str)
+def test_from_embedding_takes_one_polar_factor_and_no_random_numbers(options: Any) -> None:
+    weight = table(2000, 32).float()
     with FlopCounterMode(display=False) as one:
         U = polar(weight.double())[0]
     before = torch.get_rng_state()
@@ -278,8 +252,8 @@ def test_from_embedding_takes_one_polar_factor_and_no_random_numbers(dtype: torc
         pit = PIT.from_embedding(weight, **{"memory": "frozen", **options})
     assert torch.equal(torch.get_rng_state(), before)
     assert taken.get_total_flops() < 1.1 * one.get_total_flops()
-    torch.testing.assert_close(pit.memory.detach(), U.to(dtype), rtol=0, atol=0)
-    assert defect(pit.memory.detach()) < (1e-7 if dtype == torch.float32 else 1e-14)
+    torch.testing.assert_close(pit.memory.detach(), U.float(), rtol=0, atol=0)
+    assert defect(pit.memory.detach()) < 1e-7
     # the counter and the generator do see a random interface
     with FlopCounterMode(display=False) as random:
         PIT(2000, 32, memory="frozen")
@@ -361,8 +335,7 @@ def test_a_checkpoint_holds_memory_and_factor_and_loads_bitwise() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("through_parent", [False, True])
+@pytest.mark.parametrize(("dtype", "through_parent"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_low_precision_models_keep_a_float32_interface(dtype: torch.dtype, through_parent: bool) -> None:
     pit = pit_with(1e3)
     exact = copy.deepcopy(pit).double()
@@ -468,8 +441,8 @@ def test_frozen_memory_gets_no_gradient_and_trainable_does() -> None:
         assert repr(memory) in repr(pit)
 
 
-@pytest.mark.parametrize("tokens", [3, 30])  # h (L Lᵀ) is computed in either order, by the number of rows
-@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
+# h (L Lᵀ) is computed in either order, by the number of rows.
+@pytest.mark.parametrize(("tokens", "diagonal"), [(3, "softplus"), (30, "exp")])
 def test_gradients_are_those_of_the_explicit_formula(tokens: int, diagonal: Any) -> None:
     """E = Z T⁻¹ by a dense inverse and W_out = T Zᵀ, differentiated by autograd in float64."""
     pit = pit_with(20.0, memory="trainable", diagonal=diagonal).double()
