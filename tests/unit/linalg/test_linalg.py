@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.linalg import _polar
 from manifold_tying.linalg._polar_factors import polar_products
 
 METHODS = get_args(linalg.Orthonormalization)
@@ -167,11 +166,6 @@ def test_defect_is_the_formula_in_float64() -> None:
 # ---- polar by products
 
 
-@pytest.fixture
-def products_for_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_polar, "_FEW_COLUMNS", 0)
-
-
 def by_products(Y: Tensor) -> bool:
     return polar_products(Y, linalg.gram(Y)) is not None
 
@@ -190,30 +184,6 @@ def test_polar_by_products_is_scipys(shape: tuple[int, ...], condition: float, s
         np.testing.assert_allclose(H.numpy() / scale, expected_H / scale, rtol=0, atol=2 * bound)
         assert linalg.defect(U).max() <= bound / 2
         assert torch.equal(H, H.mT) and U.is_contiguous() and H.is_contiguous()
-
-
-def test_products_leave_what_they_cannot_do_to_eigenvalues() -> None:
-    shape = (200, 72)
-    far = conditioned(shape, 40.0)
-    outlier = conditioned(shape, 1.0)
-    outlier[:, 0] *= 3
-    deficient = conditioned(shape, 1.0)
-    deficient[:, 0] = deficient[:, 1]
-    for Y in (far, outlier, deficient, torch.zeros(shape), torch.full(shape, math.nan)):
-        assert not by_products(Y)
-    one_of_a_batch = torch.stack([conditioned(shape, 1.1), outlier])
-    assert not by_products(one_of_a_batch)
-    for Y in (far, outlier, one_of_a_batch):
-        np.testing.assert_allclose(linalg.polar(Y)[0].numpy(), scipy_polar(Y)[0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("products_for_few_columns")
-@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (2, 4, 2)])
-def test_gradient_of_polar_by_products(shape: tuple[int, ...]) -> None:
-    Y = conditioned(shape, 1.5).requires_grad_()
-    assert by_products(Y.detach())
-    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[0], Y)
-    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[1], Y)
 
 
 @pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
@@ -343,15 +313,6 @@ def test_qr_is_numpys_up_to_signs(method: Any, shape: tuple[int, ...], log_condi
     np.testing.assert_allclose(np.tril(R, -1), 0, rtol=0, atol=1e-13)
 
 
-def test_cholesky_qr_falls_back_where_it_breaks_down() -> None:
-    fine, hard = (conditioned((300, 32), condition).float() for condition in (10.0, 1e6))
-    for Y in (fine, hard, torch.stack([fine, hard])):
-        assert linalg.defect(linalg.orthonormalize(Y, "cholesky-qr")).max() <= 1e-6
-    np.testing.assert_allclose(
-        linalg.orthonormalize(hard, "cholesky-qr").numpy(), linalg.orthonormalize(hard, "qr").numpy(), rtol=0, atol=0
-    )
-
-
 # ---- inverse square root
 
 
@@ -394,14 +355,6 @@ def test_inverse_sqrt_in_low_precision_and_at_the_ends_of_the_range() -> None:
         torch.testing.assert_close(linalg.inverse_sqrt(size * torch.eye(3)), size**-0.5 * torch.eye(3))
 
 
-def test_inverse_sqrt_of_a_batch_is_that_of_its_members() -> None:
-    G = torch.stack([spd_matrix(6, condition, seed) for seed, condition in enumerate((1.0, 1e2, 1e5))])
-    each = torch.stack([linalg.inverse_sqrt(g) for g in G])
-    np.testing.assert_allclose(
-        linalg.inverse_sqrt(G).numpy(), each.numpy(), rtol=0, atol=1e-10 * each.abs().max().item()
-    )
-
-
 def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge() -> None:
     P = linalg.inverse_sqrt(torch.diag(torch.tensor([1.0, 1e-16, 0.0], dtype=torch.float64)))
     assert P.isfinite().all()
@@ -426,12 +379,6 @@ def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...]) -> None:
         np.testing.assert_allclose(result.numpy(), scipy_polar(Y.to(dtype))[0], rtol=0, atol=tolerance)
 
 
-def test_reorthonormalize_takes_out_an_old_defect() -> None:
-    X = orthonormal(100, 8).float() * 1.001
-    assert linalg.defect(X) > 1e-3
-    assert linalg.defect(linalg.reorthonormalize(X)) <= 1e-6
-
-
 # ---- Cayley
 
 
@@ -447,30 +394,10 @@ def test_cayley_is_scipys_solve_and_a_rotation() -> None:
 def test_cayley_neumann_is_the_cayley_map_less_its_tail() -> None:
     A = torch.stack([skew_of_norm(6, norm) for norm in (0.05, 0.3, 0.9, 1.5)])
     eye = torch.eye(6, dtype=torch.float64)
+    assert torch.equal(linalg.cayley_neumann(A), linalg.cayley_neumann(A, terms=2))
     for terms in range(1, 7):
         expected = linalg.cayley(A) @ (eye - torch.linalg.matrix_power(A, terms + 1))
         np.testing.assert_allclose(linalg.cayley_neumann(A, terms).numpy(), expected.numpy(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("terms", range(1, 5))
-def test_defect_of_cayley_neumann_has_the_stated_order(terms: int) -> None:
-    norms = [0.05, 0.1, 0.2]
-    measured = []
-    for norm in norms:
-        R = linalg.cayley_neumann(skew_of_norm(8, norm, seed=terms), terms)
-        measured.append(torch.linalg.matrix_norm(R.mT @ R - torch.eye(8, dtype=torch.float64), 2).item())
-    order = 2 * terms + 2 if terms % 2 == 0 else terms + 1
-    expected = [norm**order * (1 if terms % 2 == 0 else 2) for norm in norms]
-    # For odd terms the next order, ‖A‖^(2 terms + 2), is at most 2 % of the first; 5e-15 is the rounding of RᵀR.
-    assert measured == pytest.approx(expected, rel=0.025, abs=5e-15)
-    slope = np.polyfit(np.log(norms), np.log(measured), 1)[0]
-    assert slope == pytest.approx(order, abs=0.05)
-
-
-def test_even_terms_are_closer_than_one_more() -> None:
-    A = skew_of_norm(8, 0.1)
-    assert linalg.defect(linalg.cayley_neumann(A)) == linalg.defect(linalg.cayley_neumann(A, terms=2))
-    assert 100 * linalg.defect(linalg.cayley_neumann(A, terms=2)) < linalg.defect(linalg.cayley_neumann(A, terms=3))
 
 
 @pytest.mark.parametrize("norm", [0.01, 0.5])
@@ -608,18 +535,6 @@ def test_low_precision_is_computed_in_float32_and_rounded_once(function: str) ->
         result = f(Y)
         assert result.dtype == dtype
         assert torch.equal(result, f(Y.float()).to(dtype))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_autocast_changes_nothing(function: str) -> None:
-    f, Y = FUNCTIONS[function], torch.randn(2, 40, 6)
-
-    plain = f(Y)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (Y.mT @ Y).dtype == torch.bfloat16  # autocast is on
-        inside = f(Y)
-    assert plain.dtype == inside.dtype == torch.float32
-    assert torch.equal(plain, inside)
 
 
 @pytest.mark.parametrize("method", METHODS)

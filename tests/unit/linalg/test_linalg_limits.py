@@ -55,6 +55,10 @@ def stiefel_vector(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 # Inputs are made outside of autocast.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "polar": (lambda Y: linalg.polar(Y)[1], lambda: (torch.randn(50, 40),)),
+    "qr": (lambda Y: linalg.orthonormalize(Y, "qr"), lambda: (torch.randn(50, 40),)),
+    "cayley": (lambda A: linalg.cayley(A - A.mT), lambda: (symmetric(40).tril(),)),
+    "cayley_neumann": (lambda A: linalg.cayley_neumann(A - A.mT), lambda: (symmetric(40).tril() / 40,)),
     "inverse_sqrt near I": (linalg.inverse_sqrt, lambda: (torch.eye(40) + symmetric(40) / 60,)),
     "inverse_sqrt far": (linalg.inverse_sqrt, lambda: (torch.diag(torch.logspace(0, 3, 40)) + symmetric(40) / 60,)),
     "SPD.projx": (SPD().projx, lambda: (SPD().random(8, 8) + symmetric(8) / 10,)),

@@ -21,7 +21,6 @@ from manifold_tying.models import Llama, preset
 from manifold_tying.parametrizations import Equivalence, _blocks, _input_centric
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._guard import series_defect, skew_norm
 from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 
 ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
@@ -140,29 +139,25 @@ def build(layer: str, scheme: str, **options: Any) -> tuple[Any, str]:
 
 
 @every_pair
-def test_the_weight_is_the_dense_product(layer: str, scheme: str) -> None:
-    module, name = build(layer, scheme, seed=3)
-    for _ in range(2):  # and again with the orders after a merge
-        turn(module, name)
-        expected = dense_weight(module, stored(module, name).detach().double(), name)
-        got = getattr(module, name).detach()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
-        assert got.shape == constraint(module, name).base.shape
-        assert (got - constraint(module, name).base).abs().max() > 1e-3  # the identity would not do
-        merge(module)
-
-
-@every_pair
-def test_the_gradient_is_that_of_the_dense_product(layer: str, scheme: str) -> None:
-    module, name = build(layer, scheme, seed=5)
-    module.double()
-    turn(module, name, 0.1)
-    C = torch.randn_like(getattr(module, name))
-    (getattr(module, name) * C).sum().backward()
-    vector = stored(module, name).detach().clone().requires_grad_()
-    (dense_weight(module, vector, name) * C).sum().backward()
-    torch.testing.assert_close(stored(module, name).grad, vector.grad, rtol=0, atol=1e-12)
-    assert vector.grad is not None and vector.grad.abs().max() > 1e-3
+def test_the_weight_and_its_gradient_are_those_of_the_dense_product(layer: str, scheme: str) -> None:
+    make, name = LAYERS[layer]
+    module = make()
+    plain = getattr(module, name).detach().clone()
+    equivalence(module, name, **SCHEMES[scheme], seed=3)
+    assert torch.equal(getattr(module, name), plain)  # it starts from the identity
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-12)):  # the latter with the orders after a merge
+        if dtype == torch.float64:
+            merge(module.double())
+        turn(module, name, 0.02 if dtype == torch.float32 else 0.1)
+        vector = stored(module, name).detach().double().requires_grad_()
+        expected, got = dense_weight(module, vector, name), getattr(module, name)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound)
+        assert got.shape == plain.shape and (got - constraint(module, name).base).abs().max() > 1e-3
+        C = torch.randn_like(got)
+        (gradient,) = torch.autograd.grad((got * C).sum(), stored(module, name))
+        (wanted,) = torch.autograd.grad((expected * C).sum(), vector)
+        torch.testing.assert_close(gradient.double(), wanted, rtol=0, atol=10 * bound)
+        assert wanted.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("scheme", "bias"), [("block", False), *((scheme, True) for scheme in SCHEMES)])
@@ -218,77 +213,6 @@ def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...]
         y.square().sum().backward(retain_graph=True)
         gradients.append((vector.grad, module.bias.grad))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
-
-
-def test_the_cheaper_formulation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    R, P = Primitive(512, 64, 512), Primitive(1280, 64, 1280)
-    assert prefers_input_centric(512, R, P)
-    assert not prefers_input_centric(4096, Primitive(512, 256, 512), Primitive(512, 256, 512))
-    for tokens, b, low in itertools.product((16, 128, 1024, 8192), (16, 64, 256), (False, True)):
-        move, wide = (2700, 12) if low else (750, 1)
-        by_input = (4 * 512 * 1280 + 6 * 1792 * b + move * (2 * 512 + 3 * 1280)) * tokens
-        by_weight = 6 * tokens * 512 * 1280 + (14 * b * wide + move * 6) * 512 * 1280
-        sides = Primitive(512, b, 512), Primitive(1280, b, 1280)
-        assert prefers_input_centric(tokens, *sides, low_precision=low) == (by_input <= by_weight)
-    # one side alone moves one side's entries, half a side half of its operations
-    for tokens in (16, 128, 1024, 8192):
-        by_input = (4 * 512 * 1280 + 6 * 256 * 64 + 750 * 2 * 512) * tokens
-        by_weight = 6 * tokens * 512 * 1280 + (7 * 64 // 2 + 750 * 3) * 512 * 1280
-        assert prefers_input_centric(tokens, Primitive(512, 64, 256), Primitive(1280, 64, 0)) == (by_input <= by_weight)
-    square = Primitive(512, 64, 512)
-    assert prefers_input_centric(512, square, square, training=False)
-    assert not prefers_input_centric(513, square, square, training=False)
-    # and the layer asks
-    module = equivalence(nn.Linear(8, 8), block_size=4)
-    seen = []
-    from manifold_tying.parametrizations import _equivalence
-
-    def spy(*args: Any, **options: Any) -> Tensor:
-        seen.append(options["input_centric"])
-        return equivalence_linear(*args, **options)
-
-    monkeypatch.setattr(_equivalence, "equivalence_linear", spy)
-    module(torch.randn(2, 8))
-    with torch.no_grad():
-        module(torch.randn(100, 8))
-    assert seen == [True, False]
-
-
-@every_pair
-def test_the_start_is_the_identity(layer: str, scheme: str) -> None:
-    make, name = LAYERS[layer]
-    module = make()
-    plain = copy.deepcopy(module)
-    equivalence(module, name, **SCHEMES[scheme])
-    assert torch.equal(getattr(module, name), getattr(plain, name))
-    if isinstance(module, nn.Linear):
-        for shape in [(3,), (400,), (2, 50)]:
-            x = torch.randn(*shape, module.in_features)
-            torch.testing.assert_close(module(x), plain(x), rtol=0, atol=1e-6)  # sums in another order
-        turn(module)
-        assert (module(x) - plain(x)).abs().max() > 1e-3
-
-
-def test_what_a_full_primitive_leaves_is_exactly_left() -> None:
-    module: Any = equivalence(nn.Linear(12, 10), scheme="full", block_size=4)
-    turn(module)
-    part = constraint(module)
-    rows = [i for i in range(10) if i not in part.out_order.tolist()]
-    columns = [i for i in range(12) if i not in part.in_order.tolist()]
-    assert len(rows) == 6 and len(columns) == 8
-    assert torch.equal(module.weight[rows][:, columns], part.base[rows][:, columns])
-    assert (module.weight != part.base)[part.out_order].all() and (module.weight != part.base)[:, part.in_order].all()
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_one_side_alone(share: float) -> None:
-    module: Any = equivalence(nn.Linear(8, 8), block_size=4, out_share=share).double()
-    turn(module)
-    W, W0 = module.weight.detach(), constraint(module).base
-    gram = (lambda M: M.T @ M) if share == 1.0 else (lambda M: M @ M.T)
-    torch.testing.assert_close(gram(W), gram(W0), rtol=0, atol=1e-4)  # R leaves W0ᵀW0, P leaves W0W0ᵀ
-    other = (lambda M: M @ M.T) if share == 1.0 else (lambda M: M.T @ M)
-    assert (other(W) - other(W0)).abs().max() > 1e-2
 
 
 # ---- sizes
@@ -347,31 +271,6 @@ def test_ragged_and_clamped_sizes() -> None:
     assert (sizes.P.count, sizes.P.ragged, sizes.P.size) == (2, 2, 12 + 1)
     sizes = constraint(equivalence(nn.Linear(10, 7))).sizes
     assert (sizes.R.block, sizes.P.block, sizes.R.size) == (7, 10, 21)
-
-
-@pytest.mark.parametrize("options", [{"block_size": 16}, {"scheme": "full", "fraction": 1 / 4}])
-def test_how_often_each_weight_is_updated(options: dict[str, Any]) -> None:
-    """The paper's appendix H on a real layer: a merge at each of 100 steps; R and P move every entry once each, 200 of 200."""
-    layer: Any = equivalence(nn.Linear(64, 64, bias=False), seed=0, **options)
-    part, vector = constraint(layer), stored(layer)
-    counts = torch.zeros(64, 64)
-    for _ in range(100):
-        start = layer.weight.detach()
-        turn(layer, size=0.01)
-        with torch.no_grad():
-            (of_R, of_P), whole = vector.split([part.sizes.R.size, part.sizes.P.size]), vector.clone()
-            of_P.zero_()
-            halfway = layer.weight.detach()
-            vector.copy_(whole)
-        counts += (halfway != start).float() + (layer.weight != halfway).float()
-        assert of_R.any()
-        merge(layer)
-    if "scheme" not in options:
-        assert counts.min() >= 199  # an entry may round to what it was
-        assert (counts == 200).float().mean() > 0.99
-    else:
-        assert counts.mean().item() == pytest.approx(200 * options["fraction"], rel=1e-3)
-        assert counts.max() > counts.min() + 10
 
 
 # ---- the spectrum
@@ -517,24 +416,6 @@ def test_skew_vectors_that_are_not_finite_are_not_merged(terms: int | None) -> N
         merge(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
-
-
-@settings(max_examples=20, deadline=None)
-@given(m=st.integers(2, 9), n=st.integers(2, 9), b=st.integers(2, 5), seed=st.integers(0, 99))
-def test_the_norm_and_the_defect(m: int, n: int, b: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    module = equivalence(nn.Linear(n, m, dtype=torch.float64), block_size=b, seed=seed)
-    turn(module, size=0.1)
-    part, vector = constraint(module), stored(module).detach()
-    # the norm of A from the exact Cayley map of the same vector: C's angle is 2 arctan ‖A‖
-    part.terms = None
-    angles = [np.abs(np.angle(np.linalg.eigvals(side.numpy()))).max() for side in dense_sides(module, vector)]
-    norm = np.tan(max(angles) / 2)
-    assert float(skew_norm(part, vector)) == pytest.approx(norm, rel=0.1)
-    for terms in (2, 3):
-        part.terms = terms
-        defects = [np.linalg.norm(S.T @ S - np.eye(len(S)), 2) for S in map(Tensor.numpy, dense_sides(module, vector))]
-        assert max(defects) <= float(series_defect(torch.tensor(norm), terms)) * (1 + norm**2) ** 3 + 1e-14
 
 
 # ---- what users do with such layers
@@ -827,15 +708,6 @@ def test_all_layers_of_a_model_or_none() -> None:
         assert not any(parametrize.is_parametrized(module) for module in model.modules())
 
 
-def test_a_copy_is_materialized_alone() -> None:
-    module = equivalence(nn.Linear(8, 8), block_size=4)
-    plain = materialize(copy.deepcopy(module))
-    assert type(plain) is nn.Linear
-    assert torch.equal(module.weight, plain.weight)
-    torch.testing.assert_close(module(torch.ones(1, 8)), plain(torch.ones(1, 8)), rtol=0, atol=1e-6)
-    assert type(materialize(module)) is nn.Linear
-
-
 @pytest.mark.parametrize(
     ("saved", "other"),
     [({"terms": None}, {"terms": 1}), ({"block_size": 4, "out_share": 0.25}, {"block_size": 4, "out_share": 0.75})],
@@ -887,9 +759,3 @@ def test_wrong_options_are_refused_and_leave_the_layer() -> None:
             equivalence(module, **options)
         assert type(module) is nn.Linear, message
         assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
-
-
-def test_constrained_layers_are_refused() -> None:
-    for module in (equivalence(nn.Linear(4, 4)), orthogonal(nn.Linear(4, 4))):
-        with pytest.raises(ValueError, match="constrained already"):
-            equivalence(module)

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
@@ -216,18 +215,3 @@ def test_a_compiled_step_warns_and_takes_no_more_graphs() -> None:
             else:
                 compiled()
     assert graphs[0] == graphs[1] > 0 and defect(model) > 1e-6
-
-
-def test_the_step_of_one_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manifold_tying.parametrizations import _plain_optimizer
-
-    layer()  # so that the hook is there
-    model = nn.Linear(4, 9)
-    optimizer = torch.optim.AdamW(model.parameters())
-    looks: list[Any] = []
-    monkeypatch.setattr(_plain_optimizer, "_warn", lambda *args: looks.append(args))
-    steps: list[Any] = []
-    handle = register_optimizer_step_post_hook(lambda *args: steps.append(args))
-    silent(model, optimizer, 5)
-    handle.remove()
-    assert len(looks) == 1 and len(steps) == 5
