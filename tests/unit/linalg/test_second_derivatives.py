@@ -82,22 +82,6 @@ def test_float32_and_autocast() -> None:
     assert relative_error(found.double(), curvature(f, Y.double(), v.double())) < 1e-4
 
 
-def test_third_derivatives() -> None:
-    f, x = FUNCTIONS["polar"]
-    v, w = torch.randn_like(x), torch.randn_like(x)
-
-    def second(x: Tensor) -> Tensor:
-        (first,) = torch.autograd.grad(f(x), x, create_graph=True)
-        (product,) = torch.autograd.grad((first * v).sum(), x, create_graph=True)
-        return (product * w).sum()
-
-    expected = (curvature(f, x + 1e-4 * w, v) - curvature(f, x - 1e-4 * w, v)) / 2e-4
-    leaf = x.clone().requires_grad_()
-    (found,) = torch.autograd.grad(second(leaf), leaf)
-    # <D³f[v, w], u> is symmetric: with u = v it is the difference of curvatures along w.
-    torch.testing.assert_close((found * v).sum(), (expected * v).sum(), rtol=1e-3, atol=1e-3)
-
-
 def test_the_gradient_that_brings_an_entry_back_has_no_derivative() -> None:
     layer = spd(nn.Linear(3, 3).double(), "weight", bounds=(0.5, 2.0))
     stored = layer.parametrizations.weight.original  # type: ignore[union-attr]

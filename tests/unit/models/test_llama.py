@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from manifold_tying import Untied
 from manifold_tying.models import Llama, LlamaConfig
 from manifold_tying.models._rope import rotary_tables, rotate
-from manifold_tying.tying.interface import TokenInterface
 
 SEQUENTIAL = LlamaConfig(
     vocab_size=61,
@@ -33,33 +33,15 @@ FORMS = {
 }
 
 
-class Tables(TokenInterface):
-    """Plain tables, tied or not: nothing here but the protocol."""
-
-    def __init__(self, config: LlamaConfig, tied: bool = False) -> None:
-        super().__init__(config.vocab_size, config.hidden_size)
-        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size))
-        self.head = self.embedding if tied else nn.Parameter(torch.randn(config.vocab_size, config.hidden_size))
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.embedding)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head.to(hidden.dtype))
-
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        logits = F.linear(hidden, self.head.to(hidden.dtype)).float()
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
-
-    def materialize(self) -> tuple[Tensor, Tensor]:
-        return self.embedding, self.head.T
+def tables(config: LlamaConfig) -> Untied:
+    return Untied(config.vocab_size, config.hidden_size, std=1.0)
 
 
-def build(config: LlamaConfig, *, tied: bool = False, dtype: torch.dtype = torch.float64, seed: int = 0) -> Llama:
+def build(config: LlamaConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Llama:
     """A model in which every parameter matters: large weights, and gains, shifts and gates away from 1, 0 and 1."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Llama(config, Tables(config, tied)).double()
+        model = Llama(config, tables(config)).double()
         with torch.no_grad():
             for parameter in model.blocks.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -105,7 +87,7 @@ class WideNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
 
-def hugging_face_twin(model: Llama, *, tied: bool) -> nn.Module:
+def hugging_face_twin(model: Llama) -> nn.Module:
     """Hugging Face's model with copies of the weights of ``model``."""
     config = model.config
     weights = {}
@@ -124,7 +106,7 @@ def hugging_face_twin(model: Llama, *, tied: bool) -> nn.Module:
             intermediate_size=config.intermediate_size,
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=tied,
+            tie_word_embeddings=False,
             attn_implementation="sdpa",  # type: ignore[call-arg]  # the eager one rounds its softmax to float32
         )
     )
@@ -139,18 +121,16 @@ def hugging_face_twin(model: Llama, *, tied: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("changes", "tied", "dtype", "tolerance"),
+    ("changes", "dtype", "tolerance"),
     [
-        pytest.param({"num_kv_heads": 4}, True, torch.float64, 1e-10, id="all-heads-tied"),
-        pytest.param({}, False, torch.float32, 1e-5, id="gqa-float32"),
-        pytest.param({"num_kv_heads": 1, "head_dim": 12}, False, torch.float64, 1e-10, id="one-kv-head-wider-heads"),
+        pytest.param({"num_kv_heads": 4}, torch.float64, 1e-10, id="all-heads"),
+        pytest.param({}, torch.float32, 1e-5, id="gqa-float32"),
+        pytest.param({"num_kv_heads": 1, "head_dim": 12}, torch.float64, 1e-10, id="one-kv-head-wider-heads"),
     ],
 )
-def test_sequential_form_is_hugging_face_llama(
-    changes: dict[str, Any], tied: bool, dtype: torch.dtype, tolerance: float
-) -> None:
-    model = build(dataclasses.replace(SEQUENTIAL, **changes), tied=tied, dtype=dtype)
-    twin = hugging_face_twin(model, tied=tied)
+def test_sequential_form_is_hugging_face_llama(changes: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    model = build(dataclasses.replace(SEQUENTIAL, **changes), dtype=dtype)
+    twin = hugging_face_twin(model)
     ids = tokens(model.config, length=40)
     with torch.no_grad():
         reference = twin(ids).logits
@@ -163,7 +143,7 @@ def test_sequential_form_is_hugging_face_llama(
 @torch.no_grad()
 def test_every_weight_and_every_scalar_of_the_config_counts_in_the_comparison() -> None:
     model, ids = build(SEQUENTIAL), tokens(SEQUENTIAL)
-    reference = hugging_face_twin(model, tied=False)(ids).logits
+    reference = hugging_face_twin(model)(ids).logits
     for name, parameter in model.named_parameters():
         before = parameter.clone()
         parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
@@ -171,7 +151,7 @@ def test_every_weight_and_every_scalar_of_the_config_counts_in_the_comparison() 
         parameter.copy_(before)
     changed: list[dict[str, Any]] = [{"rope_theta": 501.0}, {"norm_eps": 1e-3}]
     for changes in changed:
-        other = Llama(dataclasses.replace(SEQUENTIAL, **changes), Tables(SEQUENTIAL)).double()
+        other = Llama(dataclasses.replace(SEQUENTIAL, **changes), tables(SEQUENTIAL)).double()
         other.load_state_dict(model.state_dict())
         assert relative_error(other(ids), reference) > 1e-6, changes
 
@@ -271,7 +251,7 @@ def test_embedding_norm_keeps_a_row_of_zeros_finite() -> None:
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-class NoLogits(Tables):
+class NoLogits(Untied):
     def logits(self, hidden: Tensor) -> Tensor:
         raise AssertionError("the loss asked for all the logits")
 
@@ -283,7 +263,7 @@ def test_loss_is_the_interfaces_and_knows_what_to_ignore() -> None:
     with torch.no_grad():
         kept = targets != -7
         expected = F.cross_entropy(model(ids)[kept], targets[kept])
-        interface = NoLogits(PARALLEL).double()
+        interface = NoLogits(PARALLEL.vocab_size, PARALLEL.hidden_size).double()
         interface.load_state_dict(model.interface.state_dict())
         model.interface = interface
         assert abs(model.loss(ids, targets, ignore_index=-7).item() - expected.item()) < 1e-5
@@ -293,7 +273,7 @@ def test_loss_is_the_interfaces_and_knows_what_to_ignore() -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_reaches_every_parameter(form: str) -> None:
     config = FORMS[form]
-    model = Llama(config, Tables(config))
+    model = Llama(config, tables(config))
     ids = tokens(config)
     model.loss(ids, ids.roll(-1, 1)).backward()
     for name, parameter in model.named_parameters():
@@ -306,7 +286,7 @@ def test_gradient_reaches_every_parameter(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_initial_weights(form: str) -> None:
     config = dataclasses.replace(FORMS[form], hidden_size=128, head_dim=32, intermediate_size=192, num_layers=8)
-    interface = Tables(config)
+    interface = tables(config)
     table = interface.embedding.detach().clone()
     torch.manual_seed(0)
     model = Llama(config, interface)
@@ -327,7 +307,7 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
     config = FORMS[form]
     model = build(config)
     with torch.device("meta"):
-        other = Llama(config, Tables(config)).double()
+        other = Llama(config, tables(config)).double()
     other = other.to_empty(device="cpu")
     for parameter in other.parameters():
         nn.init.constant_(parameter, float("nan"))
@@ -340,7 +320,7 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
 
 
 def test_constrained_weights_are_not_reset_in_silence() -> None:
-    model = Llama(SEQUENTIAL, Tables(SEQUENTIAL))
+    model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     parametrizations.orthogonal(model.blocks[0].attention.query)  # type: ignore[union-attr, arg-type]
     with pytest.raises(RuntimeError, match="reset first, then add the constraints"):
         model.reset_parameters()
@@ -414,11 +394,11 @@ def test_compiled_as_one_graph(form: str) -> None:
 )
 def test_an_interface_of_other_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Llama(SEQUENTIAL, Tables(dataclasses.replace(SEQUENTIAL, **changes)))
+        Llama(SEQUENTIAL, tables(dataclasses.replace(SEQUENTIAL, **changes)))
 
 
 def test_inputs_of_other_shapes_are_refused() -> None:
-    model = Llama(SEQUENTIAL, Tables(SEQUENTIAL))
+    model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     ids = tokens(SEQUENTIAL)
     for wrong in (ids[0], ids[None]):
         with pytest.raises(

@@ -94,19 +94,6 @@ def test_galore_presets_have_the_parameter_counts_of_the_adamw_row() -> None:
     assert counts == POET_TABLE_2_ADAMW
 
 
-@pytest.mark.parametrize(("name", "d"), [("nano", 128), ("mini", 256)])
-def test_small_presets_have_the_form_of_pit(name: str, d: int) -> None:
-    config = preset(name)
-    assert (config.hidden_size, config.norm, config.parallel_block, config.gated_attention) == (
-        d,
-        "rmsnorm",
-        True,
-        True,
-    )
-    assert config.intermediate_size == -(-8 * d // 3 // 64) * 64
-    assert config.num_heads == 4 * config.num_kv_heads
-
-
 def test_presets_survive_json() -> None:
     for name in PRESETS:
         config = preset(name)

@@ -460,27 +460,6 @@ def test_retract_every_is_for_polar_stiefel_alone() -> None:
 # ---- states and groups of elsewhere
 
 
-def test_a_state_of_torchs_adamw_is_continued() -> None:
-    torch.manual_seed(0)
-    ours, theirs = nn.Linear(4, 6), nn.Linear(4, 6)
-    ours.load_state_dict(theirs.state_dict())
-    before = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1)
-
-    def step(model: nn.Linear, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
-        optimizer.step()
-
-    step(theirs, before, 0)
-    after = RiemannianAdam(ours.parameters())
-    ours.load_state_dict(theirs.state_dict())
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    for seed in (1, 2):
-        step(theirs, before, seed)
-        step(ours, after, seed)
-    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
-
-
 OLD_STATES: dict[str, Callable[[list[Any]], Any]] = {
     "ours": lambda params: RiemannianAdam(params, lr=0.01),
     "ours, fused": lambda params: RiemannianAdam(params, lr=0.01, fused=True),
@@ -570,14 +549,3 @@ def test_complex_manifolds_are_geoopts() -> None:
             optimizer.step()
         found.append(p.detach().as_subclass(torch.Tensor))
     torch.testing.assert_close(*found)
-
-
-def test_a_points_step_count_follows_it_to_its_device() -> None:
-    X = point(8, 3)
-    optimizer = RiemannianAdam([X])
-    X.grad = torch.ones_like(X)
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["step"] = state["state"][0]["step"].double()  # stands for one on another device
-    optimizer.load_state_dict(state)
-    assert optimizer.state[X]["step"].dtype == torch.float32

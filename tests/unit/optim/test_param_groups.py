@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying.linalg import defect
-from manifold_tying.models import Llama, preset
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
 
 
@@ -118,33 +117,6 @@ def test_overrides() -> None:
     with pytest.raises(ValueError, match=r"no parameter matches 'plain\.x\*'") as caught:
         param_groups(model, overrides={"plain.x*": {}, "gain": {}})
     assert "plain.weight" in str(caught.value) and "'gain'" not in str(caught.value)
-
-
-@pytest.mark.parametrize("memory", ["frozen", "trainable"])
-def test_a_language_model_with_pit(memory: Any) -> None:
-    config = preset("nano")
-    model = Llama(config, mt.PIT(config.vocab_size, config.hidden_size, memory=memory))
-    groups = param_groups(model, manifold_lr=0.01, weight_decay=0.1, overrides={"*cholesky_factor*": {"lr": 0.04}})
-    assert_total_and_disjoint(model, groups)
-    found = by_name(groups)
-    name = "interface.parametrizations.{}.original"
-    assert found[name.format("cholesky_factor")]["lr"] == 0.04
-    assert found[name.format("cholesky_factor")]["weight_decay"] == 0.0
-    assert (name.format("memory") in found) == (memory == "trainable")
-    if memory == "trainable":
-        assert found[name.format("memory")]["lr"] == 0.01
-        assert isinstance(found[name.format("memory")]["manifold"], mt.Stiefel)
-    for n, p in model.named_parameters():
-        if n.startswith("blocks"):
-            assert found[n]["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0)
-    optimizer = RiemannianAdam(groups, lr=0.001)
-    ids = torch.randint(config.vocab_size, (1, 9))
-    before = model.loss(ids[:, :-1], ids[:, 1:])
-    before.backward()
-    optimizer.step()
-    interface: Any = model.interface
-    assert model.loss(ids[:, :-1], ids[:, 1:]) < before
-    assert defect(interface.memory.detach()) <= 1e-6
 
 
 def test_a_flattened_point_is_refused() -> None:

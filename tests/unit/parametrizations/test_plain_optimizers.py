@@ -10,7 +10,7 @@ import geoopt
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 import manifold_tying as mt
@@ -49,27 +49,8 @@ MAKERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "named": (lambda m: torch.optim.Adam(m.named_parameters()), "Adam moved parametrizations.weight.original"),
     "our groups": (lambda m: torch.optim.AdamW(param_groups(m)), "AdamW moved parametrizations.weight.original"),
     "geoopt": (lambda m: geoopt.optim.RiemannianAdam(m.parameters()), "geoopt.*RiemannianAdam moved Linear.weight"),
-    "closure": (lambda m: WithClosure(m), "LBFGS moved Linear.weight"),
     "fused": (lambda m: torch.optim.Adam(m.parameters(), fused=True), "Adam moved Linear.weight"),
 }
-
-
-class WithClosure:
-    """LBFGS, whose step takes the loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        self.zero_grad = self.optimizer.zero_grad
-
-    def step(self) -> None:
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = self.model(torch.ones(8, 4)).pow(4).sum()
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -299,19 +299,6 @@ def test_more_errors() -> None:
 # State and dtype
 
 
-def test_a_checkpoint_holds_memory_and_factor_and_loads_bitwise() -> None:
-    pit = pit_with(memory="trainable")
-    state = pit.state_dict()
-    assert sorted(state) == ["parametrizations.cholesky_factor.original", "parametrizations.memory.original"]
-    assert torch.equal(state["parametrizations.memory.original"], pit.memory)
-    fresh = PIT(V, D, memory="trainable")
-    assert not torch.equal(fresh.memory, pit.memory)
-    fresh.load_state_dict(state)
-    assert torch.equal(fresh.memory, pit.memory) and torch.equal(fresh.cholesky_factor, pit.cholesky_factor)
-    for a, b in zip(fresh.materialize(), pit.materialize(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(("dtype", "through_parent"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_low_precision_models_keep_a_float32_interface(dtype: torch.dtype, through_parent: bool) -> None:
     pit = pit_with(1e3)
