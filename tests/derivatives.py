@@ -3,8 +3,7 @@
 A differenced gradient is the closed-form one of an ordinary backward pass, which has its own tests against dense formulas.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,28 +126,18 @@ def definite(**options: Any) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "polar": lambda: mt.orthogonal(nn.Linear(6, 9)),
     "polar, wide": lambda: mt.orthogonal(nn.Linear(6, 4)),
-    "qr": lambda: mt.orthogonal(nn.Linear(6, 9), map="qr"),
-    "cayley": lambda: mt.orthogonal(nn.Linear(6, 9), map="cayley"),
     "cayley-neumann": lambda: mt.orthogonal(nn.Linear(6, 9), map="cayley-neumann"),
     "stiefel": lambda: mt.stiefel(nn.Linear(6, 9)),
-    "spd": lambda: definite(),
     "spd, bounds": lambda: definite(bounds=(0.1, 10.0)),
     "equivalence, weight-centric": lambda: Formulation(equivalent(block_size=4), False),
-    "equivalence, input-centric": lambda: Formulation(equivalent(block_size=4), True),
-    "equivalence, full, weight-centric": lambda: Formulation(equivalent(block_size=4, scheme="full"), False),
     "equivalence, full, input-centric": lambda: Formulation(equivalent(block_size=4, scheme="full"), True),
-    "equivalence, exact, weight-centric": lambda: Formulation(equivalent(block_size=4, terms=None), False),
     "equivalence, exact, input-centric": lambda: Formulation(equivalent(block_size=4, terms=None), True),
     "equivalence, weight": lambda: Weight(mt.equivalence(nn.Conv2d(3, 4, 2), block_size=3, seed=1)),
     "transpose tying": lambda: LanguageModel(mt.TransposeTying(V, D), False),
-    "untied": lambda: LanguageModel(mt.Untied(V, D), False),
-    "PIT": lambda: LanguageModel(mt.PIT(V, D, memory="frozen"), False),
     "PIT, free": lambda: LanguageModel(mt.PIT(V, D, std=0.3), False),
     "PIT, trainable": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), False),
     "PIT, logits": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), True),
-    "PIT, bounds": lambda: LanguageModel(mt.PIT(V, D, memory="frozen", bounds=(0.1, 10.0)), False),
     "PIT, bridge": lambda: LanguageModel(mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="frozen"), False),
 }
 
@@ -182,9 +171,3 @@ class Case:
     def __call__(self, vector: Tensor, x: Tensor | None = None) -> Tensor:
         y = self.outputs(vector, self.inputs[0] if x is None else x)
         return y if y.ndim == 0 else (y**3).mean()
-
-
-@contextmanager
-def forward_mode() -> Iterator[None]:
-    with torch.autograd.forward_ad.dual_level():
-        yield

@@ -1,5 +1,6 @@
 """Tensor functions against scipy, numpy and float64 formulas."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
@@ -13,10 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.linalg import _polar
-from manifold_tying.linalg._cayley import _inverse
-from manifold_tying.linalg._orthonormalize import _cholesky_qr
-from manifold_tying.linalg._polar import _solve_skew
 from manifold_tying.linalg._polar_factors import polar_products
 
 METHODS = get_args(linalg.Orthonormalization)
@@ -82,23 +79,16 @@ def test_polar_is_scipys(shape: tuple[int, ...], log_condition: float, scale: fl
     assert torch.equal(H, H.mT)
 
 
-def test_other_orthonormal_bases_are_not_scipys_polar_factor() -> None:
-    Y = conditioned((9, 4), 10.0)
-    expected, _ = scipy_polar(Y)
-    for method in ("qr", "cholesky-qr"):
-        assert np.abs(linalg.orthonormalize(Y, method).numpy() - expected).max() > 1e-2
-
-
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e-22, 1e-21, 1e-19, 1e18, 1e19, 1e30])
-def test_polar_where_the_squares_leave_float32(scale: float) -> None:
-    Y = (conditioned((30, 5), 3.0) * scale).float()
-    U, H = linalg.polar(Y)
-    expected_U, expected_H = scipy_polar(Y)
-    assert linalg.defect(U) <= 1e-6
-    # Y is rounded to multiples of 1.4e-45 at the very bottom, and so is the H that comes back.
-    np.testing.assert_allclose(H.double().numpy(), expected_H, rtol=0, atol=2e-6 * scale + 2e-45)
-    if scale > 1e-40:
-        np.testing.assert_allclose(U.numpy(), expected_U, rtol=0, atol=1e-5)
+def test_polar_where_the_squares_leave_float32() -> None:
+    for scale in (1e-44, 1e-38, 1e-30, 1e-22, 1e-21, 1e-19, 1e18, 1e19, 1e30):
+        Y = (conditioned((30, 5), 3.0) * scale).float()
+        U, H = linalg.polar(Y)
+        expected_U, expected_H = scipy_polar(Y)
+        assert linalg.defect(U) <= 1e-6
+        # Y is rounded to multiples of 1.4e-45 at the very bottom, and so is the H that comes back.
+        np.testing.assert_allclose(H.double().numpy(), expected_H, rtol=0, atol=2e-6 * scale + 2e-45)
+        if scale > 1e-40:
+            np.testing.assert_allclose(U.numpy(), expected_U, rtol=0, atol=1e-5)
 
 
 def deficient(kind: str, dtype: torch.dtype) -> Tensor:
@@ -118,33 +108,32 @@ def deficient(kind: str, dtype: torch.dtype) -> Tensor:
     return Y.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "kind", ["zero", "rank one", "equal columns", "zero column", "one of the batch", "duplicated rows"]
 )
-def test_rank_deficient_matrices_have_orthonormal_factors(kind: str, dtype: torch.dtype) -> None:
-    Y = deficient(kind, dtype)
-    smallest = torch.linalg.svdvals(Y.double())[..., -1].min()
-    assert smallest < 1e-6  # else this tests nothing
-    U, H = linalg.polar(Y)
-    eps = torch.finfo(dtype).eps
-    assert linalg.defect(U).max() <= 10 * eps
-    np.testing.assert_allclose(H.numpy(), scipy_polar(Y)[1], rtol=0, atol=20 * eps)  # H is unique, U is not
-    np.testing.assert_allclose((U @ H).numpy(), Y.numpy(), rtol=0, atol=20 * eps)
-    for method in ("qr", "cholesky-qr"):
-        assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 10 * eps
+def test_rank_deficient_matrices_have_orthonormal_factors(kind: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        Y = deficient(kind, dtype)
+        smallest = torch.linalg.svdvals(Y.double())[..., -1].min()
+        assert smallest < 1e-6  # else this tests nothing
+        U, H = linalg.polar(Y)
+        eps = torch.finfo(dtype).eps
+        assert linalg.defect(U).max() <= 10 * eps
+        np.testing.assert_allclose(H.numpy(), scipy_polar(Y)[1], rtol=0, atol=20 * eps)  # H is unique, U is not
+        np.testing.assert_allclose((U @ H).numpy(), Y.numpy(), rtol=0, atol=20 * eps)
+        for method in ("qr", "cholesky-qr"):
+            assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 10 * eps
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("condition", [1.0, 10.0, 40.0, 1e2, 1e3, 1e5, 1e7])
-@pytest.mark.parametrize("shape", [(6, 6), (500, 48), (3, 40, 7), (80, 80), (300, 72)])
-def test_defect_in_float32(method: Any, condition: float, shape: tuple[int, ...]) -> None:
-    Y = conditioned(shape, condition, seed=1).float()
-    assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 1e-6
+@pytest.mark.parametrize("shape", [(500, 48), (3, 40, 7), (80, 80)])
+def test_defect_in_float32(method: Any, shape: tuple[int, ...]) -> None:
+    for condition in (1.0, 40.0, 1e3, 1e7):
+        Y = conditioned(shape, condition, seed=1).float()
+        assert linalg.defect(linalg.orthonormalize(Y, method)).max() <= 1e-6
 
 
-@pytest.mark.parametrize("shape", [(300, 66), (300, 130)])
-@pytest.mark.parametrize("small", [0.02, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize(("shape", "small"), [((300, 66), 0.02), ((300, 130), 0.1)])
 def test_defect_in_float32_with_few_small_singular_values(shape: tuple[int, int], small: float) -> None:
     """Their squares are lost in the Gram matrix, though it is near the identity on average."""
     Q = orthonormal(*shape)
@@ -174,27 +163,17 @@ def test_defect_is_the_formula_in_float64() -> None:
     assert linalg.defect(Q.float()).dtype == torch.float64
 
 
-def test_one_gram_product_alone_would_miss_the_bound() -> None:
-    Y = conditioned((500, 48), 40.0).float()
-    once = torch.linalg.solve_triangular(torch.linalg.cholesky(Y.mT @ Y).mT, Y, upper=True, left=False)
-    assert linalg.defect(once) > 1e-6
-
-
 # ---- polar by products
-
-
-@pytest.fixture
-def products_for_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_polar, "_FEW_COLUMNS", 0)
 
 
 def by_products(Y: Tensor) -> bool:
     return polar_products(Y, linalg.gram(Y)) is not None
 
 
-@pytest.mark.parametrize("shape", [(80, 80), (200, 72), (2, 3, 70, 66)])
-@pytest.mark.parametrize("condition", [1.0, 1.01, 1.3, 2.0])
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize(
+    ("shape", "condition", "scale"),
+    [((80, 80), 2.0, 1.0), ((200, 72), 1.0, 1e9), ((200, 72), 1.01, 1e-9), ((2, 3, 70, 66), 1.3, 1.0)],
+)
 def test_polar_by_products_is_scipys(shape: tuple[int, ...], condition: float, scale: float) -> None:
     for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 4e-15)):
         Y = (conditioned(shape, condition) * scale).to(dtype)
@@ -205,31 +184,6 @@ def test_polar_by_products_is_scipys(shape: tuple[int, ...], condition: float, s
         np.testing.assert_allclose(H.numpy() / scale, expected_H / scale, rtol=0, atol=2 * bound)
         assert linalg.defect(U).max() <= bound / 2
         assert torch.equal(H, H.mT) and U.is_contiguous() and H.is_contiguous()
-
-
-@pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
-def test_products_leave_what_they_cannot_do_to_eigenvalues(shape: tuple[int, ...]) -> None:
-    far = conditioned(shape, 40.0)
-    outlier = conditioned(shape, 1.0)
-    outlier[:, 0] *= 3
-    deficient = conditioned(shape, 1.0)
-    deficient[:, 0] = deficient[:, 1]
-    for Y in (far, outlier, deficient, torch.zeros(shape), torch.full(shape, math.nan)):
-        assert not by_products(Y)
-    one_of_a_batch = torch.stack([conditioned(shape, 1.1), outlier])
-    assert not by_products(one_of_a_batch)
-    for Y in (far, outlier, one_of_a_batch):
-        np.testing.assert_allclose(linalg.polar(Y)[0].numpy(), scipy_polar(Y)[0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.usefixtures("products_for_few_columns")
-@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (5, 1), (2, 2, 4, 2), (2, 3, 3)])
-def test_gradient_of_polar_by_products(shape: tuple[int, ...]) -> None:
-    Y = conditioned(shape, 1.5).requires_grad_()
-    assert by_products(Y.detach())
-    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[0], Y)
-    assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[1], Y)
-    assert torch.autograd.gradcheck(linalg.polar, Y)
 
 
 @pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
@@ -251,8 +205,8 @@ def test_float32_gradient_by_products_is_that_through_an_svd_in_float64(shape: t
         assert (gradient(linalg.polar, Y.to(dtype)) - expected).norm() <= bound * expected.norm()
 
 
-@pytest.mark.parametrize("shape", [(80, 80), (200, 72)])
-def test_gradient_by_products_is_linear_down_to_nothing_and_passes_nan_on(shape: tuple[int, ...]) -> None:
+def test_gradient_by_products_is_linear_down_to_nothing_and_passes_nan_on() -> None:
+    shape = (200, 72)
     Y, weights = conditioned(shape, 1.5).float().requires_grad_(), torch.randn(shape)
 
     def gradient(size: float) -> Tensor:
@@ -263,16 +217,6 @@ def test_gradient_by_products_is_linear_down_to_nothing_and_passes_nan_on(shape:
     assert torch.equal(gradient(0.0), torch.zeros(shape))
     for bad in (math.nan, math.inf):  # a gradient scaler looks for these
         assert not gradient(bad).isfinite().any()
-
-
-def test_solve_skew_is_scipys_sylvester_equation() -> None:
-    H = torch.stack([spd_matrix(30, condition) for condition in (1.0, 3.0, 30.0)])
-    C = torch.stack([torch.zeros(30, 30, dtype=torch.float64), skew_of_norm(30, 1e-6), skew_of_norm(30, 1.0)])
-    X = _solve_skew(H, C)
-    for x, h, c in zip(X, H, C, strict=True):
-        expected = scipy.linalg.solve_sylvester(h.numpy(), h.numpy(), c.numpy())
-        np.testing.assert_allclose(x.numpy(), expected, rtol=0, atol=1e-13 * np.abs(expected).max())
-    assert torch.equal(X, -X.mT)
 
 
 # ---- gradients
@@ -298,29 +242,17 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [name for name in POINTS if not name.startswith("very")])
 def test_gradient_of_both_polar_factors(point: str) -> None:
     Y = POINTS[point]().requires_grad_()
     assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[0], Y)
     assert torch.autograd.gradcheck(lambda Y: linalg.polar(Y)[1], Y)
-    assert torch.autograd.gradcheck(linalg.polar, Y)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("method", ["qr", "cholesky-qr"])
+@pytest.mark.parametrize("point", ["tall", "very tall", "very tall batch", "square", "column"])
 def test_gradient_of_orthonormalize(point: str, method: Any) -> None:
     assert torch.autograd.gradcheck(lambda Y: linalg.orthonormalize(Y, method), POINTS[point]().requires_grad_())
-
-
-def test_equal_singular_values_break_the_gradient_through_an_svd() -> None:
-    Y = torch.eye(4, dtype=torch.float64, requires_grad=True)
-    U, _, Vh = torch.linalg.svd(Y)
-    weights = torch.arange(16.0, dtype=torch.float64).view(4, 4)
-    (through_svd,) = torch.autograd.grad((U @ Vh * weights).sum(), Y)
-    assert not through_svd.isfinite().all()
-    (ours,) = torch.autograd.grad((linalg.polar(Y)[0] * weights).sum(), Y)
-    # At the identity dU is the skew part of dY.
-    torch.testing.assert_close(ours, (weights - weights.T) / 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -346,7 +278,7 @@ def test_gradient_is_finite_where_the_matrix_is_singular() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("shape", [(9, 4), (2, 7, 3), (80, 70), (66, 66)])
+@pytest.mark.parametrize("shape", [(9, 4), (80, 70)])
 def test_polar_compiles_to_one_graph(shape: tuple[int, ...]) -> None:
     """Both factors and the gradient through both, by eigenvalues and by products."""
     Y = conditioned(shape, 1.5).requires_grad_()
@@ -381,18 +313,6 @@ def test_qr_is_numpys_up_to_signs(method: Any, shape: tuple[int, ...], log_condi
     np.testing.assert_allclose(np.tril(R, -1), 0, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_cholesky_qr_falls_back_where_it_breaks_down(seed: int) -> None:
-    fine, hard = (conditioned((300, 32), condition, seed).float() for condition in (10.0, 1e6))
-    assert _cholesky_qr(fine) is not None
-    assert _cholesky_qr(hard) is None
-    for Y in (fine, hard, torch.stack([fine, hard])):
-        assert linalg.defect(linalg.orthonormalize(Y, "cholesky-qr")).max() <= 1e-6
-    np.testing.assert_allclose(
-        linalg.orthonormalize(hard, "cholesky-qr").numpy(), linalg.orthonormalize(hard, "qr").numpy(), rtol=0, atol=0
-    )
-
-
 # ---- inverse square root
 
 
@@ -416,16 +336,16 @@ def test_inverse_sqrt_is_scipys(d: int, log_condition: float, log_scale: float, 
     np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=1e-14 * condition * size + 1e-14 * size)
 
 
-@pytest.mark.parametrize("condition", [1.0, 1.1, 10.0, 1e3, 1e4, 1e5, 1e6])
-@pytest.mark.parametrize("d", [1, 5, 64])
-def test_inverse_sqrt_in_float32(d: int, condition: float) -> None:
-    G = spd_matrix(d, condition).float()
-    P = linalg.inverse_sqrt(G)
-    eigenvalues, V = np.linalg.eigh(G.double().numpy())
-    expected = (V / np.sqrt(eigenvalues)) @ V.T
-    # Rounding, of which the refinement multiplies a part by √condition / 4 as long as products are used, to 1e4.
-    tolerance = 3e-7 + 3e-8 * min(condition, 1e4) ** 0.5
-    np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=tolerance * float(np.linalg.norm(expected, 2)))
+@pytest.mark.parametrize("d", [5, 64])
+def test_inverse_sqrt_in_float32(d: int) -> None:
+    for condition in (1.0, 1.1, 10.0, 1e3, 1e4, 1e6):
+        G = spd_matrix(d, condition).float()
+        P = linalg.inverse_sqrt(G)
+        eigenvalues, V = np.linalg.eigh(G.double().numpy())
+        expected = (V / np.sqrt(eigenvalues)) @ V.T
+        # Rounding, of which the refinement multiplies a part by √condition / 4 as long as products are used, to 1e4.
+        tolerance = 3e-7 + 3e-8 * min(condition, 1e4) ** 0.5
+        np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=tolerance * float(np.linalg.norm(expected, 2)))
 
 
 def test_inverse_sqrt_in_low_precision_and_at_the_ends_of_the_range() -> None:
@@ -433,14 +353,6 @@ def test_inverse_sqrt_in_low_precision_and_at_the_ends_of_the_range() -> None:
     torch.testing.assert_close(linalg.inverse_sqrt(G.bfloat16()), linalg.inverse_sqrt(G.bfloat16().float()).bfloat16())
     for size in (1e-36, 1e36):
         torch.testing.assert_close(linalg.inverse_sqrt(size * torch.eye(3)), size**-0.5 * torch.eye(3))
-
-
-def test_inverse_sqrt_of_a_batch_is_that_of_its_members() -> None:
-    G = torch.stack([spd_matrix(6, condition, seed) for seed, condition in enumerate((1.0, 1e2, 1e5))])
-    each = torch.stack([linalg.inverse_sqrt(g) for g in G])
-    np.testing.assert_allclose(
-        linalg.inverse_sqrt(G).numpy(), each.numpy(), rtol=0, atol=1e-10 * each.abs().max().item()
-    )
 
 
 def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge() -> None:
@@ -452,14 +364,14 @@ def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge()
 # ---- reorthonormalize
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-3, 0.3, 1.0, 1.8, 3.0, 30.0, 1e3, 1e6])
-@pytest.mark.parametrize("shape", [(7, 7), (300, 32), (2, 3, 10, 4)])
-def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...], size: float) -> None:
+@pytest.mark.parametrize("shape", [(7, 7), (300, 32), (300, 48), (2, 3, 10, 4)])
+def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...]) -> None:
     X = orthonormal(*shape)
     U = torch.randn(shape, dtype=torch.float64)
     U = U - X @ linalg.symmetric(X.mT @ U)
-    Y = X + U * size / torch.linalg.matrix_norm(U, 2)[..., None, None].clamp_min(1e-300)
-    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+    sizes, dtypes = (0.0, 1e-3, 0.3, 1.8, 3.0, 30.0, 1e6), ((torch.float32, 1e-6), (torch.float64, 1e-14))
+    for size, (dtype, bound) in itertools.product(sizes, dtypes):
+        Y = X + U * size / torch.linalg.matrix_norm(U, 2)[..., None, None]
         result = linalg.reorthonormalize(Y.to(dtype))
         assert linalg.defect(result).max() <= bound
         # singular values are between 1 and size, so eps times size
@@ -467,81 +379,25 @@ def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...], size: flo
         np.testing.assert_allclose(result.numpy(), scipy_polar(Y.to(dtype))[0], rtol=0, atol=tolerance)
 
 
-def test_reorthonormalize_takes_out_an_old_defect() -> None:
-    X = orthonormal(100, 8).float() * 1.001
-    assert linalg.defect(X) > 1e-3
-    assert linalg.defect(linalg.reorthonormalize(X)) <= 1e-6
-
-
 # ---- Cayley
 
 
-@pytest.mark.parametrize("b", [1, 2, 5, 16])
-@pytest.mark.parametrize("norm", [0.0, 0.1, 1.0, 50.0])
-def test_cayley_is_scipys_solve_and_a_rotation(b: int, norm: float) -> None:
-    A = skew_of_norm(b, norm) if b > 1 else torch.zeros(1, 1, dtype=torch.float64)
-    C = linalg.cayley(A)
-    eye = np.eye(b)
-    np.testing.assert_allclose(C.numpy(), scipy.linalg.solve(eye - A.numpy(), eye + A.numpy()), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(C.T.numpy() @ C.numpy(), eye, rtol=0, atol=1e-12)
-    assert torch.linalg.det(C).item() == pytest.approx(1.0)
+def test_cayley_is_scipys_solve_and_a_rotation() -> None:
+    for b, norm in ((1, 0.0), (2, 0.0), (2, 50.0), (5, 1.0), (16, 0.1)):
+        A = skew_of_norm(b, norm) if b > 1 else torch.zeros(1, 1, dtype=torch.float64)
+        C, eye = linalg.cayley(A), np.eye(b)
+        np.testing.assert_allclose(C.numpy(), scipy.linalg.solve(eye - A.numpy(), eye + A.numpy()), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(C.T.numpy() @ C.numpy(), eye, rtol=0, atol=1e-12)
+        assert torch.linalg.det(C).item() == pytest.approx(1.0)
 
 
-def test_cayley_of_a_matrix_that_is_not_skew_is_not_orthogonal() -> None:
-    A = skew_of_norm(5, 0.5) + 0.1 * torch.eye(5, dtype=torch.float64)
-    assert linalg.defect(linalg.cayley(A)) > 0.1
-
-
-@pytest.mark.parametrize("terms", range(1, 7))
-def test_cayley_neumann_is_the_cayley_map_less_its_tail(terms: int) -> None:
-    A = torch.stack([skew_of_norm(6, norm, seed=terms) for norm in (0.05, 0.3, 0.9, 1.5)])
+def test_cayley_neumann_is_the_cayley_map_less_its_tail() -> None:
+    A = torch.stack([skew_of_norm(6, norm) for norm in (0.05, 0.3, 0.9, 1.5)])
     eye = torch.eye(6, dtype=torch.float64)
-    expected = linalg.cayley(A) @ (eye - torch.linalg.matrix_power(A, terms + 1))
-    np.testing.assert_allclose(linalg.cayley_neumann(A, terms).numpy(), expected.numpy(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("terms", range(1, 7))
-def test_defect_of_cayley_neumann_has_the_stated_order(terms: int) -> None:
-    norms = [0.05, 0.1, 0.2]
-    measured = []
-    for norm in norms:
-        R = linalg.cayley_neumann(skew_of_norm(8, norm, seed=terms), terms)
-        measured.append(torch.linalg.matrix_norm(R.mT @ R - torch.eye(8, dtype=torch.float64), 2).item())
-    order = 2 * terms + 2 if terms % 2 == 0 else terms + 1
-    expected = [norm**order * (1 if terms % 2 == 0 else 2) for norm in norms]
-    # For odd terms the next order, ‖A‖^(2 terms + 2), is at most 2 % of the first; 5e-15 is the rounding of RᵀR.
-    assert measured == pytest.approx(expected, rel=0.025, abs=5e-15)
-    # With six terms the defect is below rounding but for the largest norm, and a slope would be one of noise.
-    if expected[0] > 1e-13 or terms <= 5:
-        slope = np.polyfit(np.log(norms), np.log(measured), 1)[0]
-        assert slope == pytest.approx(order, abs=0.05)
-
-
-def test_even_terms_are_closer_than_one_more() -> None:
-    A = skew_of_norm(8, 0.1)
-    assert linalg.defect(linalg.cayley_neumann(A)) == linalg.defect(linalg.cayley_neumann(A, terms=2))
-    assert 100 * linalg.defect(linalg.cayley_neumann(A, terms=2)) < linalg.defect(linalg.cayley_neumann(A, terms=3))
-
-
-@pytest.mark.parametrize("norm", [0.01, 0.1, 0.5])
-def test_products_in_bfloat16_cost_less_than_what_the_result_is_rounded_by(norm: float) -> None:
-    A = skew_of_norm(64, norm).float()
-    exact, C = linalg.cayley_neumann(A.double()), torch.randn(64, 64, dtype=torch.float64)
-    rounded = linalg.cayley_neumann_rounded(A, torch.bfloat16)
-    assert rounded.dtype == torch.bfloat16
-    # Off the diagonal, where the rounding is that of 2A.
-    off = ~torch.eye(64, dtype=torch.bool)
-    unavoidable = (exact.bfloat16().double() - exact)[off].norm()
-    assert 0 < (rounded.double() - exact)[off].norm() < (1 + norm) * unavoidable
-    assert torch.equal(linalg.cayley_neumann_rounded(torch.zeros(8, 8), torch.bfloat16), torch.eye(8).bfloat16())
-
-    def gradient(C: Tensor, **options: Any) -> Tensor:
-        return linalg.cayley_neumann_gradient(A.to(C.dtype), C, 2, **options).double()
-
-    wanted = gradient(C)
-    found = (gradient(C.float(), dtype=torch.bfloat16) - wanted).norm() / wanted.norm()
-    assert 0 < found < norm * 2**-7
-    assert (gradient(C.bfloat16().float()) - wanted).norm() / wanted.norm() > 2**-10  # what rounding C alone does
+    assert torch.equal(linalg.cayley_neumann(A), linalg.cayley_neumann(A, terms=2))
+    for terms in range(1, 7):
+        expected = linalg.cayley(A) @ (eye - torch.linalg.matrix_power(A, terms + 1))
+        np.testing.assert_allclose(linalg.cayley_neumann(A, terms).numpy(), expected.numpy(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("f", [linalg.cayley, linalg.cayley_neumann, lambda A: linalg.cayley_neumann(A, 3)])
@@ -580,8 +436,8 @@ def dense_cayley_at(base: Tensor, Y: Tensor, terms: int | None) -> Tensor:
     return base @ C if n == p else C @ base
 
 
-@pytest.mark.parametrize("terms", [None, 1, 2, 3, 4])
-@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (4, 1), (2, 3, 4, 4), (2, 6, 2)])
+@pytest.mark.parametrize("terms", [None, 2, 3])
+@pytest.mark.parametrize("shape", [(5, 5), (7, 3), (4, 1), (2, 4, 2)])
 def test_cayley_at_is_the_dense_formula(shape: tuple[int, ...], terms: int | None) -> None:
     base, Y = orthonormal(*shape), 0.5 * torch.randn(shape, dtype=torch.float64)
     X = linalg.cayley_at(base, Y, terms)
@@ -593,7 +449,7 @@ def test_cayley_at_is_the_dense_formula(shape: tuple[int, ...], terms: int | Non
 
 
 @pytest.mark.parametrize("terms", [None, 2])
-@pytest.mark.parametrize("shape", [(300, 300), (301, 301), (400, 150)])
+@pytest.mark.parametrize("shape", [(301, 301), (400, 150)])
 def test_large_cayley_at_and_its_gradient(shape: tuple[int, int], terms: int | None) -> None:
     torch.manual_seed(0)
     base, weights = orthonormal(*shape), torch.randn(shape, dtype=torch.float64)
@@ -609,23 +465,6 @@ def test_large_cayley_at_and_its_gradient(shape: tuple[int, int], terms: int | N
         got, got_gradient = both(linalg.cayley_at, dtype)
         assert (got - X).norm() <= bound * X.norm()
         assert (got_gradient - gradient).norm() <= bound * gradient.norm()
-
-
-@pytest.mark.parametrize("norm", [0.1, 1.0, 10.0, 100.0])
-@pytest.mark.parametrize("b", [129, 300])
-def test_inverse_by_halves_is_numpys(b: int, norm: float) -> None:
-    K = torch.eye(b, dtype=torch.float64) - skew_of_norm(b, norm)
-    expected = np.linalg.inv(K.numpy())
-    size = np.linalg.norm(expected)
-    # eps times the condition, or times its square, which is the worst without pivoting
-    assert np.linalg.norm(_inverse(K).numpy() - expected) <= (1e-15 * norm**2 + 1e-14) * size
-    assert np.linalg.norm(_inverse(K.float()).numpy() - expected) <= (1e-6 * norm + 1e-6) * size
-    assert np.linalg.norm(_inverse(K.expand(2, b, b))[1].numpy() - expected) <= (1e-15 * norm**2 + 1e-14) * size
-
-
-def test_inverse_by_halves_needs_its_positive_definite_symmetric_part() -> None:
-    K = torch.eye(200, dtype=torch.float64).roll(100, 0)  # a permutation whose leading block is 0
-    assert not torch.allclose(_inverse(K) @ K, torch.eye(200, dtype=torch.float64))
 
 
 # ---- skew
@@ -666,27 +505,15 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_computed_in_float32_and_rounded_once(function: str, dtype: torch.dtype) -> None:
+def test_low_precision_is_computed_in_float32_and_rounded_once(function: str) -> None:
     f = FUNCTIONS[function]
-    Y = torch.randn(2, 40, 6).to(dtype)
-    if "neumann" in function:
-        Y = Y.double().mul(4).to(dtype)  # so that the division by 4 in bfloat16 loses nothing
-    result = f(Y)
-    assert result.dtype == dtype
-    assert torch.equal(result, f(Y.float()).to(dtype))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_autocast_changes_nothing(function: str) -> None:
-    f, Y = FUNCTIONS[function], torch.randn(2, 40, 6)
-
-    plain = f(Y)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (Y.mT @ Y).dtype == torch.bfloat16  # autocast is on
-        inside = f(Y)
-    assert plain.dtype == inside.dtype == torch.float32
-    assert torch.equal(plain, inside)
+    for dtype in (torch.bfloat16, torch.float16):
+        Y = torch.randn(2, 40, 6).to(dtype)
+        if "neumann" in function:
+            Y = Y.double().mul(4).to(dtype)  # so that the division by 4 in bfloat16 loses nothing
+        result = f(Y)
+        assert result.dtype == dtype
+        assert torch.equal(result, f(Y.float()).to(dtype))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -727,15 +554,12 @@ def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
 
 
 @pytest.mark.usefixtures("medium_precision")
-@pytest.mark.parametrize("method", METHODS)
-def test_matmul_precision_is_restored_after_an_exception(method: Any) -> None:
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
-    assert PRODUCTS.fp32_precision == "bf16"
+def test_matmul_precision_is_restored_after_an_exception() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match="NaN or Inf"):
-            linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
-        assert torch.is_autocast_enabled("cpu")
+        for method in METHODS:
+            with pytest.raises(ValueError, match="NaN or Inf"):
+                linalg.orthonormalize(torch.full((4, 2), float("nan")), method)
+            assert torch.is_autocast_enabled("cpu") and PRODUCTS.fp32_precision == "bf16"
 
 
 def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -748,23 +572,17 @@ def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.Monke
 # ---- errors
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("function", ["polar U", "polar method", "qr", "cholesky-qr", "reorthonormalize"])
-def test_nan_and_infinity_are_refused(function: str, dtype: torch.dtype, bad: float) -> None:
-    Y = torch.randn(2, 6, 3).to(dtype)
-    FUNCTIONS[function](Y)
-    Y[1, 4, 2] = bad
-    with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
-        FUNCTIONS[function](Y)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_inverse_sqrt_refuses_nan_and_infinity(bad: float) -> None:
-    G = torch.eye(3)
-    G[1, 1] = bad
-    with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
-        linalg.inverse_sqrt(G)
+@pytest.mark.parametrize("function", ["polar U", "qr", "cholesky-qr", "reorthonormalize", "inverse_sqrt"])
+def test_nan_and_infinity_are_refused(function: str) -> None:
+    f = {**FUNCTIONS, "inverse_sqrt": lambda Y: linalg.inverse_sqrt(linalg.gram(Y))}[function]
+    for dtype, bad in itertools.product(
+        (torch.float32, torch.float64, torch.bfloat16), (math.nan, math.inf, -math.inf)
+    ):
+        Y = torch.randn(2, 6, 3).to(dtype)
+        f(Y)
+        Y[1, 4, 2] = bad
+        with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
+            f(Y)
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -30,17 +30,17 @@ def exact_polar(Y: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.tensor(np.array(F.tolist(), dtype=float)) for F in factors)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("condition", [2.0, 30.0, 100.0, 1e3, 8e3, 1e5])
 @pytest.mark.parametrize("shape", [(9, 6), (6, 6)])
-def test_float64_polar_factors_lose_no_more_than_the_condition(shape: tuple[int, int], condition: float) -> None:
-    Y = conditioned(*shape, condition)
-    expected_U, expected_H = exact_polar(Y)
-    U, H = linalg.polar(Y)
-    eps = torch.finfo(torch.float64).eps
-    # A relative change of eps in Y changes U by condition times eps, H by about eps.
-    assert (U - expected_U).abs().max() < 4 * condition * eps
-    assert (H - expected_H).abs().max() < 20 * eps
-    assert linalg.defect(U) < 20 * eps
+def test_float64_polar_factors_lose_no_more_than_the_condition(shape: tuple[int, int]) -> None:
+    for condition in (2.0, 30.0, 100.0, 1e3, 8e3, 1e5):
+        Y = conditioned(*shape, condition)
+        expected_U, expected_H = exact_polar(Y)
+        U, H = linalg.polar(Y)
+        eps = torch.finfo(torch.float64).eps
+        # A relative change of eps in Y changes U by condition times eps, H by about eps.
+        assert (U - expected_U).abs().max() < 4 * condition * eps
+        assert (H - expected_H).abs().max() < 20 * eps
+        assert linalg.defect(U) < 20 * eps
 
 
 def symmetric(n: int) -> Tensor:
@@ -55,6 +55,10 @@ def stiefel_vector(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 # Inputs are made outside of autocast.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "polar": (lambda Y: linalg.polar(Y)[1], lambda: (torch.randn(50, 40),)),
+    "qr": (lambda Y: linalg.orthonormalize(Y, "qr"), lambda: (torch.randn(50, 40),)),
+    "cayley": (lambda A: linalg.cayley(A - A.mT), lambda: (symmetric(40).tril(),)),
+    "cayley_neumann": (lambda A: linalg.cayley_neumann(A - A.mT), lambda: (symmetric(40).tril() / 40,)),
     "inverse_sqrt near I": (linalg.inverse_sqrt, lambda: (torch.eye(40) + symmetric(40) / 60,)),
     "inverse_sqrt far": (linalg.inverse_sqrt, lambda: (torch.diag(torch.logspace(0, 3, 40)) + symmetric(40) / 60,)),
     "SPD.projx": (SPD().projx, lambda: (SPD().random(8, 8) + symmetric(8) / 10,)),
@@ -92,7 +96,7 @@ def test_autocast_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("retraction", get_args(Retraction))
-@pytest.mark.parametrize("shape", [(12, 8), (8, 8), (300, 200)])
+@pytest.mark.parametrize("shape", [(12, 8), (300, 200)])
 def test_a_retraction_of_a_strided_point_is_contiguous(retraction: Retraction, shape: tuple[int, int]) -> None:
     manifold = Stiefel(retraction)
     torch.manual_seed(0)

@@ -95,8 +95,7 @@ def test_clipping_norm_may_rise_after_a_merge_and_stops_changing_in_time() -> No
     assert schedule.clip(0.1) == 0.1
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("stop", [3, 5, 6, 10])
+@pytest.mark.parametrize(("optimizer", "stop"), [("AdamW", 3), ("AdamW", 6), ("RiemannianAdam", 5)])
 def test_resumed_is_uninterrupted(optimizer: str, stop: int) -> None:
     """Stopped before, at and after a merge."""
     model, built, schedule = build(optimizer)

@@ -1,6 +1,7 @@
 """RiemannianAdam and RiemannianSGD: torch's optimizers on ordinary parameters, straight-line formulas on manifolds."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import geoopt
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from optim_cases import Gradients, drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from manifold_tying.linalg import defect
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
 RETRACTIONS = ("polar", "qr", "cayley", "cayley-neumann")
+MOVES: list[tuple[Any, str, int]] = [(RiemannianAdam, retraction, 1) for retraction in RETRACTIONS]
+MOVES += [(RiemannianAdam, "polar", 8), (RiemannianSGD, "polar", 1)]
 
 
 # Ordinary parameters: bit for bit torch.optim
@@ -97,14 +99,6 @@ def test_schedulers_work_as_with_torch(schedule: str) -> None:
     assert_equal_to_torch(RiemannianSGD, torch.optim.SGD, {"momentum": 0.5}, schedule)
 
 
-def test_bitwise_comparison_sees_a_different_eps() -> None:
-    """Negative control of the tests above."""
-    with pytest.raises(AssertionError):
-        assert_equal_to_torch(
-            lambda params, **options: RiemannianAdam(params, **{**options, "eps": 1e-6}), torch.optim.AdamW, {}, None
-        )
-
-
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 def test_closure_runs_with_gradients_enabled(kind: Any) -> None:
     X = point(6, 3)
@@ -123,29 +117,6 @@ def test_closure_runs_with_gradients_enabled(kind: Any) -> None:
 
 
 # On Stiefel: straight-line formulas
-
-
-@pytest.mark.parametrize("retract_every", [1, 4])
-@pytest.mark.parametrize("second_moment", ["element", "row", "matrix"])
-def test_adam_on_stiefel_is_the_formula(second_moment: Any, retract_every: int) -> None:
-    """Moments of the gradient, projected at each retract_every-th step and not transported; the polar factor of the sum."""
-    X = point(12, 4, dtype=torch.float64)
-    lr, b1, b2, eps = 0.05, 0.8, 0.9, 1e-6
-    options: Any = {"second_moment": second_moment, "retract_every": retract_every, "maximize": retract_every > 1}
-    optimizer = RiemannianAdam([X], lr=lr, betas=(b1, b2), eps=eps, weight_decay=0.3, **options)
-    Y = X.detach().numpy().copy()
-    m = v = np.zeros(1)
-    axis: Any = {"element": (), "row": 1, "matrix": (0, 1)}[second_moment]
-    for t in range(1, 11):
-        drive(optimizer, [X], 1, seeded, start=t)
-        G = seeded(t, 0, X).numpy() * (-1 if options["maximize"] else 1)
-        G = tangent(Y, G) if t % retract_every == 1 % retract_every else G
-        m, v = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * np.mean(G**2, axis=axis, keepdims=axis != ())
-        D = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
-        Y = polar_np(Y - lr * D)
-    np.testing.assert_allclose(X.detach().numpy(), Y, atol=1e-11)  # ten steps of float64 rounding
-    state = optimizer.state[X]["exp_avg_sq"].shape
-    assert state == {"element": (12, 4), "row": (12, 1), "matrix": (1, 1)}[second_moment]
 
 
 @pytest.mark.parametrize(
@@ -168,50 +139,17 @@ def test_sgd_on_stiefel_is_the_formula(momentum: float, dampening: float, nester
     np.testing.assert_allclose(X.detach().numpy(), Y, atol=1e-12)
 
 
-def trajectory(Q: Tensor, second_moment: Any) -> Tensor:
-    """Minimize a function of X Qᵀ from X0 Q, and turn the result back."""
-    torch.manual_seed(3)
-    X = point(10, 4, dtype=torch.float64)
-    A = torch.randn(10, 4, dtype=torch.float64)
-    X.data.copy_(X.data @ Q)
-    optimizer = RiemannianAdam([X], lr=0.05, second_moment=second_moment)
-    for _ in range(15):
-        optimizer.zero_grad()
-        Y = X @ Q.T
-        ((Y - A).pow(4).sum()).backward()
-        optimizer.step()
-    return (X @ Q.T).detach()
-
-
-@pytest.mark.parametrize("second_moment", ["row", "matrix", "element"])
-def test_which_second_moments_are_independent_of_the_basis(second_moment: str) -> None:
-    Q = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
-    difference = (
-        (trajectory(Q, second_moment) - trajectory(torch.eye(4, dtype=torch.float64), second_moment)).abs().max()
-    )
-    if second_moment == "element":  # negative control, and what the documentation says of it
-        assert difference > 1e-3
-    else:
-        assert difference < 1e-11
-
-
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize(
-    ("retraction", "retract_every", "precision", "autocast"),
-    [(r, 1, "highest", False) for r in RETRACTIONS]
-    + [("polar", 8, "highest", False), ("polar", 8, "medium", True), ("polar", 1, "medium", True), ("qr", 1, "medium", True)]
-    + [("cayley", 1, "medium", True), ("cayley-neumann", 1, "medium", True)],
-)  # fmt: skip
-def test_points_stay_on_the_manifold_at_every_step(
-    kind: Any, retraction: Any, retract_every: int, precision: str, autocast: bool
+@pytest.mark.parametrize(("kind", "retraction", "retract_every"), MOVES)
+def test_points_stay_on_the_manifold_at_every_step_whatever_the_precision(
+    kind: Any, retraction: Any, retract_every: int
 ) -> None:
     X = point(48, 8, retraction)
     optimizer = kind([X], lr=0.03, retract_every=retract_every)
     worst = 0.0
     try:
-        torch.set_float32_matmul_precision(precision)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            for _ in range(500):
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(200):
                 X.grad = torch.randn_like(X)
                 optimizer.step()
                 worst = max(worst, defect(X.detach()).item())
@@ -222,8 +160,7 @@ def test_points_stay_on_the_manifold_at_every_step(
     assert defect(X.detach()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize(("retraction", "retract_every"), [*((r, 1) for r in RETRACTIONS), ("polar", 8)])
+@pytest.mark.parametrize(("kind", "retraction", "retract_every"), MOVES)
 def test_violent_steps_end_on_the_manifold(kind: Any, retraction: Any, retract_every: int) -> None:
     """A learning rate of 10,000, no gradient, a gradient of rank one, duplicated rows, entries of 1e25."""
     X = point(30, 6, retraction)
@@ -302,39 +239,6 @@ def test_copies_of_model_and_optimizer_keep_their_manifolds(copied: Callable[[An
 # Convergence and foreign manifolds
 
 
-@pytest.mark.parametrize(
-    ("make", "bound"),
-    [
-        (lambda X: RiemannianSGD([X], lr=0.05, momentum=0.8), 1e-10),
-        *(
-            (lambda X, kind=kind: RiemannianAdam([X], lr=0.2, second_moment=kind), 1e-8)
-            for kind in ("element", "row", "matrix")
-        ),
-    ],
-)
-@pytest.mark.parametrize("retraction", ["polar", "cayley"])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_converges_to_the_eigenspace(make: Callable[[Any], Any], bound: float, retraction: Any, maximize: bool) -> None:
-    """min (max) tr XᵀAX over St(10, 3) is the sum of the three smallest (largest) eigenvalues."""
-    Q = torch.linalg.qr(torch.randn(10, 10, dtype=torch.float64))[0]
-    A = Q @ torch.diag(torch.linspace(-2, 2.5, 10, dtype=torch.float64)) @ Q.T
-    values, vectors = scipy.linalg.eigh(A.numpy())
-    best, space = (values[-3:], vectors[:, -3:]) if maximize else (values[:3], vectors[:, :3])
-    X = point(10, 3, retraction, torch.float64)
-    optimizer = make(X)
-    optimizer.param_groups[0]["maximize"] = maximize
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)
-    for _ in range(500):
-        optimizer.zero_grad()
-        (X * (A @ X)).sum().backward()
-        optimizer.step()
-        scheduler.step()
-    found = (X * (A @ X)).sum().item()
-    assert abs(found - best.sum()) < bound
-    # The value is quadratic in the angle.
-    assert scipy.linalg.subspace_angles(X.detach().numpy(), space).max() < 4 * bound**0.5
-
-
 FOREIGN: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "sphere": (geoopt.Sphere, lambda: torch.nn.functional.normalize(torch.randn(6, dtype=torch.float64), dim=0)),
     "spheres": (geoopt.Sphere, lambda: torch.nn.functional.normalize(torch.randn(4, 6, dtype=torch.float64), dim=1)),
@@ -350,8 +254,10 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("manifold", FOREIGN)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("manifold", "pair"),
+    dict.fromkeys([*((manifold, "adam") for manifold in FOREIGN), *itertools.product(("balls", "spd"), PAIRS)]),
+)
 def test_other_manifolds_move_as_in_geoopt(manifold: str, pair: str) -> None:
     make, start = FOREIGN[manifold]
     x0 = [start(), start()]  # two of them, which we move as one stack
@@ -387,9 +293,8 @@ def test_manifold_of_the_group_and_euclidean_parameters() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize(("where", "bad"), [(0, -float("inf")), (2, float("nan"))])
 def test_a_gradient_that_is_not_finite_changes_nothing(kind: Any, bad: float, where: int) -> None:
     def gradient(step: int, i: int, p: Tensor) -> Tensor:
         g = seeded(step, i, p)
@@ -440,8 +345,9 @@ HUGE: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1e17, 1e19, 1e25, 1e37])
-@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize(
+    ("name", "size"), [("element", 1e17), ("element", 1e37), ("row", 1e25), ("matrix", 1e37), ("qr", 1e19)]
+)
 def test_a_huge_finite_gradient_moves_a_point_as_a_small_one_of_its_direction(name: str, size: float) -> None:
     """Adam's first step does not depend on the gradient's size, and its moments have to survive it."""
     results = []
@@ -461,8 +367,7 @@ def test_a_huge_finite_gradient_moves_a_point_as_a_small_one_of_its_direction(na
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize(("kind", "nonfinite"), [(RiemannianAdam, "raise"), (RiemannianSGD, "skip")])
 def test_huge_gradients_are_not_taken_for_nan(kind: Any, nonfinite: Any) -> None:
     optimizer, params = named(kind, nonfinite=nonfinite)
     before = snapshot(optimizer, params)
@@ -470,10 +375,9 @@ def test_huge_gradients_are_not_taken_for_nan(kind: Any, nonfinite: Any) -> None
     assert all(not torch.equal(p, b) for p, b in zip(params[1:], before[1:], strict=False))
 
 
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_sparse_gradients_are_refused(kind: Any) -> None:
+def test_sparse_gradients_are_refused() -> None:
     W = nn.Parameter(torch.randn(5, 2))
-    optimizer = kind([("table", W)], lr=0.1)
+    optimizer = RiemannianAdam([("table", W)], lr=0.1)
     W.grad = torch.ones(5, 2).to_sparse()
     with pytest.raises(ValueError, match="table has a sparse gradient"):
         optimizer.step()
@@ -513,10 +417,10 @@ BAD_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
-def test_bad_options_are_refused_at_construction(kind: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind([nn.Parameter(torch.zeros(3))], **options)
+def test_bad_options_are_refused_at_construction() -> None:
+    for kind, options, message in BAD_OPTIONS:
+        with pytest.raises(ValueError, match=message):
+            kind([nn.Parameter(torch.zeros(3))], **options)
 
 
 def bad_points() -> Iterator[tuple[str, Any, str]]:
@@ -556,27 +460,6 @@ def test_retract_every_is_for_polar_stiefel_alone() -> None:
 # ---- states and groups of elsewhere
 
 
-def test_a_state_of_torchs_adamw_is_is_continued() -> None:
-    torch.manual_seed(0)
-    ours, theirs = nn.Linear(4, 6), nn.Linear(4, 6)
-    ours.load_state_dict(theirs.state_dict())
-    before = torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1)
-
-    def step(model: nn.Linear, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
-        optimizer.step()
-
-    step(theirs, before, 0)
-    after = RiemannianAdam(ours.parameters())
-    ours.load_state_dict(theirs.state_dict())
-    after.load_state_dict(copy.deepcopy(before.state_dict()))
-    for seed in (1, 2):
-        step(theirs, before, seed)
-        step(ours, after, seed)
-    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
-
-
 OLD_STATES: dict[str, Callable[[list[Any]], Any]] = {
     "ours": lambda params: RiemannianAdam(params, lr=0.01),
     "ours, fused": lambda params: RiemannianAdam(params, lr=0.01, fused=True),
@@ -585,8 +468,7 @@ OLD_STATES: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("number", [int, float])
-@pytest.mark.parametrize("name", OLD_STATES)
+@pytest.mark.parametrize(("name", "number"), list(zip(OLD_STATES, (int, float, int, float), strict=True)))
 def test_a_state_with_plain_numbers_as_steps_is_continued(name: str, number: Any) -> None:
     """As older torch wrote them, and as geoopt does."""
     params = [nn.Parameter(torch.randn(3)), nn.Parameter(point(8, 3).detach().clone())]
@@ -615,8 +497,10 @@ def as_point(p: Any) -> Any:
     return p
 
 
-@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-@pytest.mark.parametrize("copied", ["load", "pickle", "deepcopy"])
+@pytest.mark.parametrize(
+    ("kind", "copied"),
+    [(RiemannianAdam, "load"), (RiemannianAdam, "pickle"), (RiemannianSGD, "deepcopy")],
+)
 def test_a_restored_optimizer_has_the_options_that_it_had(kind: Any, copied: str) -> None:
     optimizer, params = named(kind)
     drive(optimizer, params, 1, seeded)
@@ -665,14 +549,3 @@ def test_complex_manifolds_are_geoopts() -> None:
             optimizer.step()
         found.append(p.detach().as_subclass(torch.Tensor))
     torch.testing.assert_close(*found)
-
-
-def test_a_points_step_count_follows_it_to_its_device() -> None:
-    X = point(8, 3)
-    optimizer = RiemannianAdam([X])
-    X.grad = torch.ones_like(X)
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["step"] = state["state"][0]["step"].double()  # stands for one on another device
-    optimizer.load_state_dict(state)
-    assert optimizer.state[X]["step"].dtype == torch.float32

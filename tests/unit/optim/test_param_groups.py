@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying.linalg import defect
-from manifold_tying.models import Llama, preset
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
 
 
@@ -76,18 +75,6 @@ def test_everything_is_in_its_place(copied: Callable[[Mixed], Mixed]) -> None:
         assert [g["lr"] for g in optimizer.param_groups] == [0.3 if "manifold" in g else 0.01 for g in groups]
 
 
-def test_a_copied_model_trains_on_the_manifold() -> None:
-    model = copy.deepcopy(Mixed())
-    optimizer = RiemannianAdam(param_groups(model, weight_decay=0.1), lr=0.1)
-    for _ in range(5):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p) if p.requires_grad else None
-        optimizer.step()
-    for layer in (model.point, model.other):
-        assert defect(layer.weight.detach()) <= 1e-6
-    assert defect(model.plain.weight.detach()) > 0.1  # negative control
-
-
 def test_no_lr_without_manifold_lr() -> None:
     assert all("lr" not in group for group in param_groups(Mixed()))
 
@@ -130,33 +117,6 @@ def test_overrides() -> None:
     with pytest.raises(ValueError, match=r"no parameter matches 'plain\.x\*'") as caught:
         param_groups(model, overrides={"plain.x*": {}, "gain": {}})
     assert "plain.weight" in str(caught.value) and "'gain'" not in str(caught.value)
-
-
-@pytest.mark.parametrize("memory", ["frozen", "trainable"])
-def test_a_language_model_with_pit(memory: Any) -> None:
-    config = preset("nano")
-    model = Llama(config, mt.PIT(config.vocab_size, config.hidden_size, memory=memory))
-    groups = param_groups(model, manifold_lr=0.01, weight_decay=0.1, overrides={"*cholesky_factor*": {"lr": 0.04}})
-    assert_total_and_disjoint(model, groups)
-    found = by_name(groups)
-    name = "interface.parametrizations.{}.original"
-    assert found[name.format("cholesky_factor")]["lr"] == 0.04
-    assert found[name.format("cholesky_factor")]["weight_decay"] == 0.0
-    assert (name.format("memory") in found) == (memory == "trainable")
-    if memory == "trainable":
-        assert found[name.format("memory")]["lr"] == 0.01
-        assert isinstance(found[name.format("memory")]["manifold"], mt.Stiefel)
-    for n, p in model.named_parameters():
-        if n.startswith("blocks"):
-            assert found[n]["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0)
-    optimizer = RiemannianAdam(groups, lr=0.001)
-    ids = torch.randint(config.vocab_size, (1, 9))
-    before = model.loss(ids[:, :-1], ids[:, 1:])
-    before.backward()
-    optimizer.step()
-    interface: Any = model.interface
-    assert model.loss(ids[:, :-1], ids[:, 1:]) < before
-    assert defect(interface.memory.detach()) <= 1e-6
 
 
 def test_a_flattened_point_is_refused() -> None:

@@ -1,5 +1,6 @@
 """What a step is made of: Gram matrices, G^(-1/2), points moved in place, no wait for the device."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from manifold_tying import linalg
-from manifold_tying.linalg import _basics, _inverse_sqrt
+from manifold_tying.linalg import _basics
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, _adam
 
@@ -38,15 +39,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # The Gram matrix
 
 
-@pytest.mark.parametrize("p", [1, 5, 15, 16, 127, 128, 131, 191, 192, 195, 256, 257, 515])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
-def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
-    Y = {
-        "contiguous": lambda: torch.randn(p + 60, p, dtype=torch.float64),
-        "transposed": lambda: torch.randn(p, p + 60, dtype=torch.float64).T,
-        "sliced": lambda: torch.randn(p + 60, 2 * p + 1, dtype=torch.float64)[:, 1::2],
-    }[layout]()
-    for dtype in DTYPES:
+@pytest.mark.parametrize("p", [5, 191, 192, 195, 515])
+def test_gram_is_the_product_by_its_transpose(p: int) -> None:
+    transposed = torch.randn(p, p + 60, dtype=torch.float64).T
+    sliced = torch.randn(p + 60, 2 * p + 1, dtype=torch.float64)[:, 1::2]
+    for Y, dtype in itertools.product((transposed.contiguous(), transposed, sliced), DTYPES):
         G = linalg.gram(Y.to(dtype))
         rounded = Y.to(dtype).double().numpy().copy()
         expected, eps = rounded.T @ rounded, torch.finfo(dtype).eps
@@ -58,17 +55,6 @@ def test_gram_is_the_product_by_its_transpose(p: int, layout: str) -> None:
         width = -(-p // 4)
         assert p < 192 or torch.equal(G[:width, width:], G[width:, :width].mT)
         assert (G - G.mT).abs().max() <= 16 * eps * expected.max()
-
-
-def test_gram_of_wide_matrices_takes_five_eighths_of_the_operations() -> None:
-    def operations(p: int) -> float:
-        """In units of np²."""
-        with Watch("mm") as watch:
-            linalg.gram(torch.randn(300, p))
-        return sum(A.shape[0] * A.shape[1] * B.shape[1] for A, B in (call[:2] for call in watch.calls)) / (300 * p * p)
-
-    assert operations(192) == operations(512) == 5 / 8
-    assert operations(191) == 1  # negative control: this counts a whole product
 
 
 def test_gradient_of_a_wide_gram_matrix() -> None:
@@ -85,74 +71,6 @@ def test_gradient_of_a_wide_gram_matrix() -> None:
 # G^(-1/2)
 
 
-def exact_roots(G: Tensor) -> tuple[Tensor, Tensor]:
-    """G^(1/2) and G^(-1/2) by numpy's eigendecomposition in float64."""
-    h, V = np.linalg.eigh(G.double().numpy())
-    root, inverse = (torch.from_numpy((V * h[..., None, :] ** power) @ np.swapaxes(V, -1, -2)) for power in (0.5, -0.5))
-    return root, inverse
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways that :func:`inverse_sqrt` goes, in order."""
-    calls: list[str] = []
-
-    def record(name: str) -> None:
-        real = getattr(_inverse_sqrt, name)
-
-        def spy(*args: Any) -> Any:
-            calls.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(_inverse_sqrt, name, spy)
-
-    for name in ("_sum", "_polynomial", "_inverse_sqrt_eigh"):
-        record(name)
-    return calls
-
-
-SERIES, POLYNOMIAL, EIGENVALUES = ["_sum"], ["_polynomial", "_sum"], ["_inverse_sqrt_eigh"]
-MANY = 5  # polynomials, and perhaps one less
-WAYS: dict[tuple[float, torch.dtype], list[str]] = {
-    (1.0, torch.float32): SERIES,
-    (1.05, torch.float32): SERIES,
-    (1.2, torch.float32): SERIES,
-    (1.002, torch.float64): SERIES,
-    (1.02, torch.float64): SERIES,
-    (3.0, torch.float32): POLYNOMIAL + SERIES,
-    (30.0, torch.float32): POLYNOMIAL + SERIES,
-    (1.5, torch.float64): POLYNOMIAL + SERIES,
-    (1e6, torch.float64): MANY * POLYNOMIAL + SERIES,
-    (1e4, torch.float32): POLYNOMIAL + EIGENVALUES,
-    (1e6, torch.float32): POLYNOMIAL + EIGENVALUES,
-}
-
-
-@pytest.mark.parametrize(("condition", "dtype"), WAYS)
-@pytest.mark.parametrize("shape", [(30, 8), (70, 48), (2, 3, 20, 5)])
-def test_every_way_to_the_inverse_root_is_numpys(
-    condition: float, dtype: torch.dtype, shape: tuple[int, ...], taken: list[str]
-) -> None:
-    Y = with_condition(condition, *shape, scale=1.7).to(dtype)
-    G = Y.mT @ Y
-    P = linalg.inverse_sqrt(G)
-    expected = exact_roots(G)[1]
-    way = WAYS[condition, dtype]
-    assert taken == way or (len(way) > 2 * MANY and taken == way[len(POLYNOMIAL) :])
-    assert P.dtype == dtype and P.shape == G.shape
-    error = torch.linalg.matrix_norm(P.double() - expected) / torch.linalg.matrix_norm(expected)
-    assert error.max() <= torch.finfo(dtype).eps * (8 + condition)  # the condition of the problem is G's
-
-
-def test_the_series_is_wrong_where_it_is_not_used(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
-    Y = with_condition(5.0, 30, 8)
-    expected = exact_roots(Y.mT @ Y)[1]
-    assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() < 1e-13
-    monkeypatch.setitem(_inverse_sqrt._TERMS, torch.float64, {10.0: 12})
-    assert (linalg.inverse_sqrt(Y.mT @ Y) - expected).norm() > 1e-3
-    assert taken == POLYNOMIAL + SERIES + SERIES
-
-
 def one_apart(condition: float, p: int, low: bool) -> Tensor:
     """All eigenvalues of the Gram matrix alike but one, the smallest or the largest."""
     h = torch.ones(p, dtype=torch.float64)
@@ -160,156 +78,55 @@ def one_apart(condition: float, p: int, low: bool) -> Tensor:
     return with_condition(1.0, p + 20, p) * h
 
 
-@pytest.mark.parametrize("condition", [1.0, 1.01, 1.3, 3.0, 10.0])
-@pytest.mark.parametrize("p", [1, 6, 48, 130])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(condition: float, p: int, scale: float) -> None:
-    for Y in (with_condition(condition, p + 20, p), one_apart(condition, p, True), one_apart(condition, p, False)):
-        Y = Y * scale
-        expected = torch.from_numpy(polar_np(Y.numpy()))
-        for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
-            X = Y.to(dtype)
-            assert linalg.reorthonormalize_(X, fixed=True) is X
-            assert linalg.defect(X) <= bound
-            torch.testing.assert_close(X.double(), expected, rtol=0, atol=2 * bound)
+@pytest.mark.parametrize("p", [1, 6, 130])
+def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
+    for condition, scale in ((1.0, 1e-3), (1.3, 30.0), (10.0, 1.0)):
+        for Y in (with_condition(condition, p + 20, p), one_apart(condition, p, True), one_apart(condition, p, False)):
+            Y = Y * scale
+            expected = torch.from_numpy(polar_np(Y.numpy()))
+            for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+                X = Y.to(dtype)
+                assert linalg.reorthonormalize_(X, fixed=True) is X
+                assert linalg.defect(X) <= bound
+                torch.testing.assert_close(X.double(), expected, rtol=0, atol=2 * bound)
 
 
-@pytest.mark.parametrize("condition", [1.0, 10.0, 30.0, 300.0, 1e4, 1e6])
-@pytest.mark.parametrize("shape", [(30, 8), (70, 48), (2, 3, 20, 5)])
-def test_beyond_it_falls_short_and_never_over(condition: float, shape: tuple[int, ...]) -> None:
-    """Eigenvalues of G^(1/2) P between 0 and 1: such a step shortens directions and reverses none."""
-    Y = with_condition(condition, *shape)
-    G = Y.mT @ Y
-    product = exact_roots(G)[0] @ _inverse_sqrt.inverse_sqrt_fixed(G)
-    rounding = 1e-15 * condition
-    assert (product - product.mT).abs().max() <= 1e-13 + rounding
-    h = torch.linalg.eigvalsh(linalg.symmetric(product))
-    assert h.min() > 0 and h.max() <= 1 + 1e-14 + rounding
-    assert h.min() < 0.9 if condition >= 1e4 else h.min() > 0.5  # and short it does fall
-
-
-# What the host looks at
-
-
-class Watch(TorchDispatchMode):
-    """The arguments of every call of the named operations."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.names = names
-        self.calls: list[Any] = []
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
-        if func.overloadpacket.__name__ in self.names:
-            self.calls.append(args)
-        return func(*args, **(kwargs or {}))
-
-
-LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
-
-
-@pytest.mark.parametrize("shape", [(300, 4), (300, 40), (200, 140), (3, 30, 20)])
-def test_with_fixed_steps_the_host_looks_at_no_number(shape: tuple[int, ...]) -> None:
-    for condition in (1.0, 3.0, 1e4):
-        Y = with_condition(condition, *shape).float()
-        with Watch(*LOOKS) as watch:
-            linalg.reorthonormalize_(Y.clone(), fixed=True)
-            linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(0.0))
-            linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(1.0))
-        assert not watch.calls
-        with Watch(*LOOKS) as watch:  # negative control
-            linalg.reorthonormalize_(Y.clone())
-        assert watch.calls
+def test_beyond_it_falls_short_and_never_over() -> None:
+    """UᵀX of the polar factor U has eigenvalues between 0 and 1: such a step shortens directions and reverses none."""
+    for condition in (1.0, 30.0, 300.0, 1e4, 1e6):
+        Y = with_condition(condition, 70, 48)
+        product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), fixed=True)
+        rounding = 1e-15 * condition
+        assert (product - product.mT).abs().max() <= 1e-13 + rounding
+        h = torch.linalg.eigvalsh(linalg.symmetric(product))
+        assert h.min() > 0 and h.max() <= 1 + 1e-14 + rounding
+        assert h.min() < 0.9 if condition >= 1e4 else h.min() > 0.5  # and short it does fall
 
 
 # Small points
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (64, 16), (256, 32), (1, 1), (30, 8, 4)])
-@pytest.mark.parametrize("condition", [1.0, 1.3, 1e3, 1e6, 1e9])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e20])
-def test_small_matrices_give_the_polar_factor_whatever_their_condition(
-    shape: tuple[int, ...], condition: float, scale: float
-) -> None:
-    Y = with_condition(condition, *shape, scale=scale).float()
-    X = linalg.reorthonormalize_(Y.clone())
-    assert linalg.defect(X).max() <= 5e-7
-    expected = [polar_np(y.numpy()) for y in Y.double().view(-1, *shape[-2:])]
-    # float32 entries determine the factor to their rounding times the condition of Y
-    bound = 3e-7 + 1e-7 * condition**0.5
-    np.testing.assert_allclose(X.double().view(-1, *shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_small_matrices_that_are_not_finite_are_refused(bad: float) -> None:
-    Y = torch.randn(8, 4)
-    Y[3, 1] = bad
-    with pytest.raises(ValueError, match="finite matrix"):
-        linalg.reorthonormalize_(Y)
-
-
-@pytest.mark.parametrize("p", [2, 4, 30])
-@pytest.mark.parametrize("size", [0.0, 0.07, 0.19, 0.29])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_near_the_manifold_a_short_series_suffices(
-    p: int, size: float, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apart = torch.linspace(-1, 1, p, dtype=torch.float64)
-
-    def with_gram_matrix_apart(size: float) -> Tensor:
-        """From a multiple of the identity by this much, in the norm that decides on the number of terms."""
-        return scale * with_condition(1.0, p + 9, p) * (1 + size * apart / apart.norm(4)).sqrt()
-
-    def error(Z: Tensor) -> float:
-        X = _inverse_sqrt.times_inverse_sqrt(Z)
-        assert X is not None
-        return float(np.abs(X.numpy() - polar_np(Z.numpy())).max())
-
-    Z = with_gram_matrix_apart(size)
-    assert error(Z) <= 1e-7
-    for other in (with_gram_matrix_apart(0.31), Z * 0, Z * torch.nan, Z * torch.inf):
-        assert _inverse_sqrt.times_inverse_sqrt(other) is None
-    if size > 0.1:  # negative control: with too few terms
-        monkeypatch.setitem(_inverse_sqrt._TERMS, torch.float32, {0.3: 3})
-        assert error(Z) > 1e-5
-
-
-@pytest.mark.parametrize("shape", [(8, 4), (64, 16), (256, 32)])
-def test_small_matrices_near_the_manifold_need_no_eigenvalues(shape: tuple[int, ...]) -> None:
-    for condition, needed in ((1.2, False), (3.0, True)):
-        with Watch("_linalg_eigh") as watch:
-            linalg.reorthonormalize_(with_condition(condition, *shape, scale=2.0).float())
-        assert bool(watch.calls) == needed
-
-
-def operations_of_a_step(rows: int, columns: int) -> int:
-    p = point(rows, columns)
-    optimizer = RiemannianAdam([p], lr=0.01)
-    drive(optimizer, [p], 2, seeded)
-    p.grad = seeded(2, 0, p)
-    with Watch() as watch:
-        optimizer.step()
-    return watch.seen
-
-
-def test_a_small_points_step_takes_few_operations() -> None:
-    """Its time is that of their number; geoopt's takes 39."""
-    assert operations_of_a_step(8, 4) <= 30
-    assert operations_of_a_step(600, 48) > 50  # negative control: by products
+@pytest.mark.parametrize("shape", [(8, 4), (256, 32), (1, 1), (30, 8, 4)])
+def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tuple[int, ...]) -> None:
+    for condition, scale in itertools.product((1.0, 1.3, 1e3, 1e6, 1e9), (1e-3, 1e20)):
+        Y = with_condition(condition, *shape, scale=scale).float()
+        X = linalg.reorthonormalize_(Y.clone())
+        assert linalg.defect(X).max() <= 5e-7
+        expected = [polar_np(y.numpy()) for y in Y.double().view(-1, *shape[-2:])]
+        # float32 entries determine the factor to their rounding times the condition of Y
+        bound = 3e-7 + 1e-7 * condition**0.5
+        np.testing.assert_allclose(X.double().view(-1, *shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=bound)
 
 
 # In place, a block of rows at a time
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("n", [255, 256, 257, 512, 700])
-@pytest.mark.parametrize("condition", [1.1, 8.0, 200.0])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("n", [256, 257, 700])
+@pytest.mark.parametrize(("condition", "fixed"), [(1.1, False), (200.0, False), (8.0, True)])
 def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
     assert len(linalg.row_blocks(torch.zeros(n, 20))) == -(-n // 256)
-    Y = with_condition(min(condition, 8.0) if fixed else condition, n, 20)
+    Y = with_condition(condition, n, 20)
     expected = polar_np(Y.numpy())
     for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
         X = Y.to(dtype, copy=True)
@@ -319,18 +136,6 @@ def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: b
         before = Y.to(dtype, copy=True)
         torch.testing.assert_close(linalg.reorthonormalize(before), X, rtol=0, atol=2 * bound)
         assert torch.equal(before, Y.to(dtype))  # the one that returns a new tensor leaves its argument
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("shape", [(700, 20), (700, 131), (2, 30, 6)])
-def test_keep_leaves_every_bit(shape: tuple[int, ...]) -> None:
-    for dtype in DTYPES:
-        Y = with_condition(5.0, *shape).to(dtype)
-        Y[..., 0, 0] = -0.0
-        kept = linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(1.0))
-        assert torch.equal(kept, Y)
-        moved = linalg.reorthonormalize_(Y.clone(), fixed=True, keep=torch.tensor(0.0))
-        assert torch.equal(moved, linalg.reorthonormalize_(Y.clone(), fixed=True)) and not torch.equal(moved, Y)
 
 
 # Adam's step in place
@@ -344,15 +149,15 @@ def adam_np(
     betas: tuple[float, float],
     eps: float,
     every: int,
-    row: bool,
+    second_moment: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Riemannian Adam on one matrix in float64: the point and both moments after all the gradients."""
     m = v = np.zeros(1)
     b1, b2 = betas
+    axis: Any = {"element": (), "row": 1, "matrix": (0, 1)}[second_moment]
     for t, G in enumerate(gradients, start=1):
         R = tangent(X, G) if every == 1 or t % every == 1 else G
-        square = np.mean(R**2, axis=1, keepdims=True) if row else R**2
-        m, v = b1 * m + (1 - b1) * R, b2 * v + (1 - b2) * square
+        m, v = b1 * m + (1 - b1) * R, b2 * v + (1 - b2) * np.mean(R**2, axis=axis, keepdims=axis != ())
         X = scipy.linalg.polar(X - lr * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))[0]
     return X, m, v
 
@@ -378,40 +183,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "retract_every": {"retract_every": 3},
     "both": {"retract_every": 3, "maximize": True},
 }
+CASES = [(points, options, "element") for points, options in zip(POINTS, itertools.cycle(OPTIONS), strict=False)]
+CASES += [("three blocks", "both", "element"), ("mixed", "plain", "row"), ("batch", "maximize", "row")]
+CASES += [("batch", "plain", "matrix"), ("stack", "both", "matrix")]
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("second_moment", ["element", "row"])
-def test_adam_in_place_is_the_formula(
-    points: str, options: str, second_moment: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_place: list[int] = []
-    real = RiemannianAdam._update_in_place
-
-    def spy(self: Any, group: Any, batch: list[Tensor], projects: bool) -> None:
-        in_place.append(len(batch))
-        real(self, group, batch, projects)
-
-    monkeypatch.setattr(RiemannianAdam, "_update_in_place", spy)
+@pytest.mark.parametrize(("points", "options", "second_moment"), CASES)
+def test_adam_is_the_formula(points: str, options: str, second_moment: Any) -> None:
     params, chosen, steps = POINTS[points](), OPTIONS[options], 5
     start = [p.detach().clone() for p in params]
     how: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
     optimizer = RiemannianAdam(params, second_moment=second_moment, weight_decay=0.3, **how, **chosen)
     drive(optimizer, params, steps, seeded)
-    assert bool(in_place) == (second_moment == "element")
     sign = -1.0 if chosen.get("maximize") else 1.0
     for i, p in enumerate(params):
         n, d = p.shape[-2:]
         gradients = [sign * seeded(t, i, p).view(-1, n, d).numpy() for t in range(steps)]
         state = optimizer.state[p]
-        results = [
-            adam_np(
-                X, [G[k] for G in gradients], every=chosen.get("retract_every", 1), row=second_moment == "row", **how
-            )
-            for k, X in enumerate(start[i].view(-1, n, d).numpy())
-        ]
+        how |= {"every": chosen.get("retract_every", 1), "second_moment": second_moment}
+        matrices = start[i].view(-1, n, d).numpy()
+        results = [adam_np(X, [G[k] for G in gradients], **how) for k, X in enumerate(matrices)]
         for ours, expected in zip(
             (p.detach(), state["exp_avg"], state["exp_avg_sq"]), zip(*results, strict=True), strict=True
         ):
@@ -420,18 +212,6 @@ def test_adam_in_place_is_the_formula(
                 ours.reshape(-1, *ours.shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=1e-11
             )
         assert state["step"] == steps
-
-
-def test_the_formula_sees_each_option() -> None:
-    """Negative control of the test above: each option moves the result by far more than its tolerance."""
-    X, gradients = (
-        point(30, 4, dtype=torch.float64).detach().numpy(),
-        [seeded(t, 0, torch.zeros(30, 4)).numpy() for t in range(5)],
-    )
-    how: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "every": 1, "row": False}
-    plain = adam_np(X, gradients, **how)[0]
-    for changed in ({"every": 3}, {"row": True}, {"eps": 1e-3}, {"betas": (0.8, 0.91)}):
-        assert np.abs(adam_np(X, gradients, **{**how, **changed})[0] - plain).max() > 1e-6
 
 
 def test_a_point_that_is_not_contiguous_moves_alike() -> None:
@@ -444,15 +224,14 @@ def test_a_point_that_is_not_contiguous_moves_alike() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("retract_every", [1, 2])
-def test_a_blocked_step_holds_no_second_table(retract_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_basics, "_BLOCK_ENTRIES", 2**14)
     V, d = 50_000, 16
     table = V * d * 4
     peaks = {}
     for second_moment in ("element", "row"):
         X = point(V, d)
-        optimizer = RiemannianAdam([X], lr=0.01, second_moment=second_moment, retract_every=retract_every)
+        optimizer = RiemannianAdam([X], lr=0.01, second_moment=second_moment, retract_every=2)
         drive(optimizer, [X], 1, seeded)  # which allocates the moments
         X.grad = seeded(1, 0, X)
         peaks[second_moment] = [peak_bytes(optimizer.step), peak_bytes(optimizer.step)]  # with and without projection
@@ -485,9 +264,7 @@ def tables_and_moments(optimizer: Any, params: list[Any]) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("deferred")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.parametrize("warm", [1, 3])
+@pytest.mark.parametrize(("bad", "where", "warm"), [(np.nan, 0, 1), (np.inf, 1, 3), (-np.inf, 2, 1)])
 def test_a_bad_gradient_is_masked_then_reported(bad: float, where: int, warm: int) -> None:
     optimizer, params = named(RiemannianAdam, fused=True)
     drive(optimizer, params, warm, seeded)
@@ -506,23 +283,6 @@ def test_a_bad_gradient_is_masked_then_reported(bad: float, where: int, warm: in
 
 
 @pytest.mark.usefixtures("deferred")
-def test_without_a_mask_the_same_gradient_would_ruin_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the test above."""
-    optimizer, params = named(RiemannianAdam, fused=True)
-    drive(optimizer, params, 1, seeded)
-    real = optimizer._finite.passes
-
-    def unmasked(*args: Any) -> bool:
-        passed = real(*args)
-        optimizer._finite.found_inf = torch.tensor(0.0)
-        return passed
-
-    monkeypatch.setattr(optimizer._finite, "passes", unmasked)
-    drive(optimizer, params, 1, with_bad(1, float("nan")))
-    assert params[1].isnan().all()
-
-
-@pytest.mark.usefixtures("deferred")
 def test_skip_never_raises_and_skips_all_the_same() -> None:
     optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
     drive(optimizer, params, 2, seeded)
@@ -532,15 +292,6 @@ def test_skip_never_raises_and_skips_all_the_same() -> None:
         assert same(tables_and_moments(optimizer, params), before)
     drive(optimizer, params, 1, seeded)
     assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=False))
-
-
-@pytest.mark.usefixtures("deferred")
-def test_a_bad_first_gradient_leaves_the_start_as_it_was() -> None:
-    optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
-    before = [p.detach().clone() for p in params]
-    drive(optimizer, params, 1, with_bad(1, float("nan")))
-    assert same([p.detach() for p in params], before)
-    assert all(not moment.any() for moment in tables_and_moments(optimizer, params)[3:])
 
 
 @pytest.mark.usefixtures("deferred")
@@ -558,6 +309,9 @@ def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch)
         results.append([p.detach() for p in chosen] + [optimizer.state[p]["step"] for p in chosen])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
 
 
 class DeviceReads(TorchDispatchMode):
@@ -601,8 +355,7 @@ def reads_of_a_step(optimizer: Any, params: list[Any], step: int) -> int:
 
 
 @pytest.mark.usefixtures("deferred", "small_blocks")
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("retract_every", [1, 2])
+@pytest.mark.parametrize(("nonfinite", "retract_every"), [("raise", 1), ("skip", 2)])
 def test_a_step_that_runs_ahead_reads_nothing(
     nonfinite: Any, retract_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,14 +410,11 @@ def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.Mon
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "element": lambda params, **options: RiemannianAdam(params, **options),
-    "row": lambda params, **options: RiemannianAdam(params, second_moment="row", **options),
     "momentum": lambda params, **options: RiemannianSGD(params, momentum=0.9, **options),
 }
 
 
-def run_steps(
-    make: Callable[..., Any], compiled: bool, *, steps: int = 6, tensor_lr: bool = True, **options: Any
-) -> tuple[list[Tensor], int]:
+def run_steps(make: Callable[..., Any], compiled: bool, **options: Any) -> tuple[list[Tensor], int]:
     """Parameters after steps with as many learning rates, and how many graphs were compiled on the way."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -676,16 +426,13 @@ def run_steps(
         graphs += 1
         return module.forward
 
-    optimizer = make(params, lr=torch.tensor(0.02) if tensor_lr else 0.02, **options)
+    optimizer = make(params, lr=torch.tensor(0.02), **options)
     step = torch.compile(optimizer.step, fullgraph=True, backend=backend) if compiled else optimizer.step
-    for t in range(steps):
+    for t in range(5):
         for i, p in enumerate(params):
             p.grad = seeded(t, i, p)
         for group in optimizer.param_groups:
-            if tensor_lr:
-                group["lr"].fill_(0.02 / (t + 1))
-            else:
-                group["lr"] = 0.02 / (t + 1)
+            group["lr"].fill_(0.02 / (t + 1))
         step()
     return [p.detach() for p in params], graphs
 
@@ -698,12 +445,6 @@ def test_a_compiled_step_is_the_eager_one_whatever_the_learning_rate(name: str) 
     for a, b in zip(ours, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert all(linalg.defect(ours[i]) <= 1e-6 for i in (0, 2))
-
-
-def test_a_learning_rate_in_the_graph_is_counted() -> None:
-    """Negative control: a number that is compiled in makes a graph for each of its values."""
-    with torch._dynamo.config.patch(specialize_float=True):
-        assert run_steps(MAKERS["momentum"], compiled=True, steps=3, tensor_lr=False)[1] == 3
 
 
 def test_a_compiled_step_projects_always() -> None:

@@ -94,9 +94,7 @@ def test_activations_and_their_gradients_lie_row_by_row(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*_prims_common.check. is deprecated:FutureWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize(("body", "low"), [("linear", True), ("poet", False)])
-def test_a_whole_model_by_the_default_compiler(body: str, low: bool) -> None:
-    # In bfloat16 the compiler fuses more, a copy into rows with the norm after it, say.
+def test_a_whole_model_by_the_default_compiler() -> None:
     if shutil.which("g++") is None:
         lacking("no C++ compiler here, which torch.compile needs; apt-get update && apt-get install -y g++")
     torch._dynamo.reset()
@@ -104,17 +102,17 @@ def test_a_whole_model_by_the_default_compiler(body: str, low: bool) -> None:
         preset("nano"), vocab_size=V, hidden_size=D, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2
     )
     model = Llama(dataclasses.replace(shape, embedding_norm=True), PIT(V, D, memory="trainable"))
-    if body == "poet":
-        equivalence_(model, "blocks.*", block_size=8, verbose=False)
+    equivalence_(model, "blocks.*.attention.*", block_size=8, verbose=False)  # and the other layers are plain
     ids = torch.randint(V, (4, 17))
     gradients = []
     for loss in (model.loss, torch.compile(model.loss, fullgraph=True)):
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        # In bfloat16 the compiler fuses more, a copy into rows with the norm after it, say.
+        with torch.autocast("cpu", torch.bfloat16):
             value = loss(ids[:, :-1], ids[:, 1:])
         value.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     for name, eager in gradients[0].items():
         compiled = gradients[1][name]
         assert eager is not None and compiled is not None
-        assert (compiled - eager).norm() <= (5e-2 if low else 1e-5) * eager.norm(), name
+        assert (compiled - eager).norm() <= 5e-2 * eager.norm(), name

@@ -21,7 +21,6 @@ from manifold_tying.models import Llama, preset
 from manifold_tying.parametrizations import Equivalence, _blocks, _input_centric
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._guard import series_defect, skew_norm
 from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
 
 ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
@@ -55,8 +54,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "only R": {"block_size": 3, "out_share": 1.0},
     "only P": {"block_size": 3, "out_share": 0.0},
 }
-every_layer = pytest.mark.parametrize("layer", LAYERS)
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+# A layout and a rotation never meet: each layer has one scheme, and each scheme a plain layer.
+PAIRS = dict.fromkeys([*zip(LAYERS, SCHEMES, strict=False), *(("tall", scheme) for scheme in SCHEMES)])
+every_pair = pytest.mark.parametrize(("layer", "scheme"), PAIRS)
 
 
 def constraint(module: Any, name: str = "weight") -> Any:
@@ -138,44 +138,34 @@ def build(layer: str, scheme: str, **options: Any) -> tuple[Any, str]:
 # ---- the map
 
 
-@every_layer
-@every_scheme
-def test_the_weight_is_the_dense_product(layer: str, scheme: str) -> None:
-    module, name = build(layer, scheme, seed=3)
-    for _ in range(2):  # and again with the orders after a merge
-        turn(module, name)
-        expected = dense_weight(module, stored(module, name).detach().double(), name)
-        got = getattr(module, name).detach()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6)
-        assert got.shape == constraint(module, name).base.shape
-        assert (got - constraint(module, name).base).abs().max() > 1e-3  # the identity would not do
-        merge(module)
+@every_pair
+def test_the_weight_and_its_gradient_are_those_of_the_dense_product(layer: str, scheme: str) -> None:
+    make, name = LAYERS[layer]
+    module = make()
+    plain = getattr(module, name).detach().clone()
+    equivalence(module, name, **SCHEMES[scheme], seed=3)
+    assert torch.equal(getattr(module, name), plain)  # it starts from the identity
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-12)):  # the latter with the orders after a merge
+        if dtype == torch.float64:
+            merge(module.double())
+        turn(module, name, 0.02 if dtype == torch.float32 else 0.1)
+        vector = stored(module, name).detach().double().requires_grad_()
+        expected, got = dense_weight(module, vector, name), getattr(module, name)
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound)
+        assert got.shape == plain.shape and (got - constraint(module, name).base).abs().max() > 1e-3
+        C = torch.randn_like(got)
+        (gradient,) = torch.autograd.grad((got * C).sum(), stored(module, name))
+        (wanted,) = torch.autograd.grad((expected * C).sum(), vector)
+        torch.testing.assert_close(gradient.double(), wanted, rtol=0, atol=10 * bound)
+        assert wanted.abs().max() > 1e-3
 
 
-@every_layer
-@every_scheme
-def test_the_gradient_is_that_of_the_dense_product(layer: str, scheme: str) -> None:
-    module, name = build(layer, scheme, seed=5)
-    module.double()
-    turn(module, name, 0.1)
-    C = torch.randn_like(getattr(module, name))
-    (getattr(module, name) * C).sum().backward()
-    vector = stored(module, name).detach().clone().requires_grad_()
-    (dense_weight(module, vector, name) * C).sum().backward()
-    torch.testing.assert_close(stored(module, name).grad, vector.grad, rtol=0, atol=1e-12)
-    assert vector.grad is not None and vector.grad.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("scheme", "bias"), [("block", False), *((scheme, True) for scheme in SCHEMES)])
 @pytest.mark.parametrize("input_centric", [True, False])
-@pytest.mark.parametrize("rows", [256, 4])  # 4: ten tokens are processed in blocks of 4, 4 and 2
-@pytest.mark.parametrize("narrowest", [64, 0])  # 0: one block of a rotation after another, as wide ones are
-@every_scheme
 def test_the_linear_layer_and_its_gradients(
-    scheme: str, narrowest: int, rows: int, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    scheme: str, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_blocks, "_NARROWEST_APART", narrowest)
-    monkeypatch.setattr(_input_centric, "_FEWEST_ROWS", rows)
+    monkeypatch.setattr(_input_centric, "_FEWEST_ROWS", 4)  # ten tokens are processed in blocks of 4, 4 and 2
     monkeypatch.setattr(_input_centric, "_BLOCK_ENTRIES", 0)
     module: Any = equivalence(nn.Linear(9, 7, bias=bias), **SCHEMES[scheme]).double()
     turn(module, size=0.1)
@@ -225,78 +215,6 @@ def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_cheaper_formulation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    R, P = Primitive(512, 64, 512), Primitive(1280, 64, 1280)
-    assert prefers_input_centric(512, R, P)
-    assert not prefers_input_centric(4096, Primitive(512, 256, 512), Primitive(512, 256, 512))
-    for tokens, b, low in itertools.product((16, 128, 1024, 8192), (16, 64, 256), (False, True)):
-        move, wide = (2700, 12) if low else (750, 1)
-        by_input = (4 * 512 * 1280 + 6 * 1792 * b + move * (2 * 512 + 3 * 1280)) * tokens
-        by_weight = 6 * tokens * 512 * 1280 + (14 * b * wide + move * 6) * 512 * 1280
-        sides = Primitive(512, b, 512), Primitive(1280, b, 1280)
-        assert prefers_input_centric(tokens, *sides, low_precision=low) == (by_input <= by_weight)
-    # one side alone moves one side's entries, half a side half of its operations
-    for tokens in (16, 128, 1024, 8192):
-        by_input = (4 * 512 * 1280 + 6 * 256 * 64 + 750 * 2 * 512) * tokens
-        by_weight = 6 * tokens * 512 * 1280 + (7 * 64 // 2 + 750 * 3) * 512 * 1280
-        assert prefers_input_centric(tokens, Primitive(512, 64, 256), Primitive(1280, 64, 0)) == (by_input <= by_weight)
-    square = Primitive(512, 64, 512)
-    assert prefers_input_centric(512, square, square, training=False)
-    assert not prefers_input_centric(513, square, square, training=False)
-    # and the layer asks
-    module = equivalence(nn.Linear(8, 8), block_size=4)
-    seen = []
-    from manifold_tying.parametrizations import _equivalence
-
-    def spy(*args: Any, **options: Any) -> Tensor:
-        seen.append(options["input_centric"])
-        return equivalence_linear(*args, **options)
-
-    monkeypatch.setattr(_equivalence, "equivalence_linear", spy)
-    module(torch.randn(2, 8))
-    with torch.no_grad():
-        module(torch.randn(100, 8))
-    assert seen == [True, False]
-
-
-@every_layer
-@every_scheme
-def test_the_start_is_the_identity(layer: str, scheme: str) -> None:
-    make, name = LAYERS[layer]
-    module = make()
-    plain = copy.deepcopy(module)
-    equivalence(module, name, **SCHEMES[scheme])
-    assert torch.equal(getattr(module, name), getattr(plain, name))
-    if isinstance(module, nn.Linear):
-        for shape in [(3,), (400,), (2, 50)]:
-            x = torch.randn(*shape, module.in_features)
-            torch.testing.assert_close(module(x), plain(x), rtol=0, atol=1e-6)  # sums in another order
-        turn(module)
-        assert (module(x) - plain(x)).abs().max() > 1e-3
-
-
-def test_what_a_full_primitive_leaves_is_exactly_left() -> None:
-    module: Any = equivalence(nn.Linear(12, 10), scheme="full", block_size=4)
-    turn(module)
-    part = constraint(module)
-    rows = [i for i in range(10) if i not in part.out_order.tolist()]
-    columns = [i for i in range(12) if i not in part.in_order.tolist()]
-    assert len(rows) == 6 and len(columns) == 8
-    assert torch.equal(module.weight[rows][:, columns], part.base[rows][:, columns])
-    assert (module.weight != part.base)[part.out_order].all() and (module.weight != part.base)[:, part.in_order].all()
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_one_side_alone(share: float) -> None:
-    module: Any = equivalence(nn.Linear(8, 8), block_size=4, out_share=share).double()
-    turn(module)
-    W, W0 = module.weight.detach(), constraint(module).base
-    gram = (lambda M: M.T @ M) if share == 1.0 else (lambda M: M @ M.T)
-    torch.testing.assert_close(gram(W), gram(W0), rtol=0, atol=1e-4)  # R leaves W0ᵀW0, P leaves W0W0ᵀ
-    other = (lambda M: M @ M.T) if share == 1.0 else (lambda M: M.T @ M)
-    assert (other(W) - other(W0)).abs().max() > 1e-2
-
-
 # ---- sizes
 
 
@@ -304,9 +222,8 @@ def parameters(module: nn.Module) -> int:
     return stored(module).numel()
 
 
-@pytest.mark.parametrize("b", [2, 4, 8, 16])
-def test_parameter_counts_of_the_papers_table_1(b: int) -> None:
-    m, n = 32, 64
+def test_parameter_counts_of_the_papers_table_1() -> None:
+    m, n, b = 32, 64, 8
     assert parameters(equivalence(nn.Linear(n, m), block_size=b)) == (m + n) * (b - 1) // 2
     assert parameters(equivalence(nn.Linear(n, m), scheme="full", block_size=b)) == b * (b - 1)
     half = equivalence(nn.Linear(n, m), scheme="full", fraction=0.5)
@@ -325,23 +242,20 @@ TABLE_2: dict[tuple[str, float], list[float]] = {
 }
 
 
-@pytest.mark.parametrize("row", TABLE_2)
-def test_parameter_counts_of_the_papers_table_2(row: tuple[Any, float]) -> None:
-    scheme, size = row
-    for model, expected in zip(("60m", "130m", "350m", "1.3b"), TABLE_2[row], strict=True):
-        config = preset(f"poet-{model}" if scheme == "block" else f"galore-{model}")
+@pytest.mark.parametrize(("family", "scheme"), [("poet", "block"), ("galore", "full")])
+def test_parameter_counts_of_the_papers_table_2(family: str, scheme: Any) -> None:
+    for i, model in enumerate(("60m", "130m", "350m", "1.3b")):
+        config = preset(f"{family}-{model}")
         with torch.device("meta"):
             body = Llama(config, Untied(config.vocab_size, config.hidden_size)).blocks
-        count = 0
-        for layer in body.modules():
-            if isinstance(layer, nn.Linear):
-                b, fraction = (int(size), None) if scheme == "block" else (256, size)
-                sizes = Sizes.of(layer.out_features, layer.in_features, scheme, b, fraction, None)
-                count += sizes.R.size + sizes.P.size
-        assert round(count / 1e6, 2) == expected
+        layers = [layer for layer in body.modules() if isinstance(layer, nn.Linear)]
+        for size, expected in ((size, counts[i]) for (name, size), counts in TABLE_2.items() if name == scheme):
+            b, fraction = (int(size), None) if scheme == "block" else (256, size)
+            found = (Sizes.of(layer.out_features, layer.in_features, scheme, b, fraction, None) for layer in layers)
+            assert round(sum(sizes.parameters for sizes in found) / 1e6, 2) == expected
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("scheme", ["block", "full"])
 def test_a_share_divides_the_same_budget(share: float, scheme: Any) -> None:
     module = equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8, out_share=share)
@@ -357,34 +271,6 @@ def test_ragged_and_clamped_sizes() -> None:
     assert (sizes.P.count, sizes.P.ragged, sizes.P.size) == (2, 2, 12 + 1)
     sizes = constraint(equivalence(nn.Linear(10, 7))).sizes
     assert (sizes.R.block, sizes.P.block, sizes.R.size) == (7, 10, 21)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [*({"block_size": b} for b in (8, 16, 32)), *({"scheme": "full", "fraction": f} for f in (1 / 8, 1 / 4, 1 / 2))],
-)
-def test_how_often_each_weight_is_updated(options: dict[str, Any]) -> None:
-    """The paper's appendix H on a real layer: a merge at each of 100 steps; R and P move every entry once each, 200 of 200."""
-    layer: Any = equivalence(nn.Linear(64, 64, bias=False), seed=0, **options)
-    part, vector = constraint(layer), stored(layer)
-    counts = torch.zeros(64, 64)
-    for _ in range(100):
-        start = layer.weight.detach()
-        turn(layer, size=0.01)
-        with torch.no_grad():
-            (of_R, of_P), whole = vector.split([part.sizes.R.size, part.sizes.P.size]), vector.clone()
-            of_P.zero_()
-            halfway = layer.weight.detach()
-            vector.copy_(whole)
-        counts += (halfway != start).float() + (layer.weight != halfway).float()
-        assert of_R.any()
-        merge(layer)
-    if "scheme" not in options:
-        assert counts.min() >= 199  # an entry may round to what it was
-        assert (counts == 200).float().mean() > 0.99
-    else:
-        assert counts.mean().item() == pytest.approx(200 * options["fraction"], rel=1e-3)
-        assert counts.max() > counts.min() + 10
 
 
 # ---- the spectrum
@@ -438,8 +324,7 @@ def test_initial_weights(shape: tuple[int, int]) -> None:
 # ---- merging
 
 
-@every_layer
-@every_scheme
+@every_pair
 def test_a_merge_leaves_the_weight_and_starts_anew(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme)
     vector, part = stored(module, name), constraint(module, name)
@@ -491,13 +376,11 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
     assert constraint(free).seed != constraint(equivalence(nn.Linear(30, 20))).seed
 
 
-@pytest.mark.parametrize("terms", [1, 2, 3, 4, None])
+@pytest.mark.parametrize("terms", [2, 3, None])
 def test_merge_warns_of_large_skew_matrices(terms: int | None) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     equivalence_(model, block_size=3, terms=terms, verbose=False)
-    small, large = 0.5 * 1e-3 ** (1 / 6), 0.9
-    if terms in (1, 3):
-        small = 0.02
+    small, large = 0.02 if terms == 3 else 0.5 * 1e-3 ** (1 / 6), 0.9
     turn(model[0], size=0)
     with torch.no_grad():
         stored(model[1])[0] = small
@@ -535,29 +418,10 @@ def test_skew_vectors_that_are_not_finite_are_not_merged(terms: int | None) -> N
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
 
 
-@settings(max_examples=20, deadline=None)
-@given(m=st.integers(2, 9), n=st.integers(2, 9), b=st.integers(2, 5), seed=st.integers(0, 99))
-def test_the_norm_and_the_defect(m: int, n: int, b: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    module = equivalence(nn.Linear(n, m, dtype=torch.float64), block_size=b, seed=seed)
-    turn(module, size=0.1)
-    part, vector = constraint(module), stored(module).detach()
-    # the norm of A from the exact Cayley map of the same vector: C's angle is 2 arctan ‖A‖
-    part.terms = None
-    angles = [np.abs(np.angle(np.linalg.eigvals(side.numpy()))).max() for side in dense_sides(module, vector)]
-    norm = np.tan(max(angles) / 2)
-    assert float(skew_norm(part, vector)) == pytest.approx(norm, rel=0.1)
-    for terms in (2, 3):
-        part.terms = terms
-        defects = [np.linalg.norm(S.T @ S - np.eye(len(S)), 2) for S in map(Tensor.numpy, dense_sides(module, vector))]
-        assert max(defects) <= float(series_defect(torch.tensor(norm), terms)) * (1 + norm**2) ** 3 + 1e-14
-
-
 # ---- what users do with such layers
 
 
-@every_layer
-@every_scheme
+@every_pair
 def test_copies_and_state_dicts(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme, seed=1)
     key = f"parametrizations.{name}.0.base"
@@ -604,8 +468,7 @@ def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
     assert set(twin.load_state_dict({}, strict=False).missing_keys) == set(twin.state_dict())
 
 
-@every_layer
-@every_scheme
+@every_pair
 def test_assigning_and_materializing(layer: str, scheme: str) -> None:
     make, name = LAYERS[layer]
     module, _ = build(layer, scheme)
@@ -709,18 +572,16 @@ def test_a_large_bias_leaves_the_gradients_in_low_precision(tokens: int) -> None
     assert (gradient - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("x", "got"),
-    [
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    layer = equivalence(nn.Linear(8, 8), block_size=4)
+    for x, got in (
         (torch.ones(2, 8, dtype=torch.int64), r"\(2, 8\) in torch.int64"),
         (torch.ones(2, 8, dtype=torch.float64), r"\(2, 8\) in torch.float64"),
         (torch.ones(2, 7), r"\(2, 7\) in torch.float32"),
         (torch.tensor(1.0), r"\(\) in torch.float32"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused(x: Tensor, got: str) -> None:
-    with pytest.raises(ValueError, match=rf"expected inputs \(\.\.\., 8\) in torch.float32, got {got}"):
-        equivalence(nn.Linear(8, 8), block_size=4)(x)
+    ):
+        with pytest.raises(ValueError, match=rf"expected inputs \(\.\.\., 8\) in torch.float32, got {got}"):
+            layer(x)
 
 
 def test_float64_stays_under_autocast() -> None:
@@ -730,8 +591,7 @@ def test_float64_stays_under_autocast() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("tokens", [3, 400])
-@pytest.mark.parametrize("scheme", ["block", "full", "exact", "only R", "only P"])
+@pytest.mark.parametrize(("scheme", "tokens"), [("block", 400), ("full", 3), ("exact", 400), ("only P", 3)])
 def test_forward_compiles_to_one_graph(scheme: str, tokens: int) -> None:
     torch._dynamo.reset()
     module: Any = equivalence(nn.Linear(9, 7), **SCHEMES[scheme])
@@ -848,15 +708,6 @@ def test_all_layers_of_a_model_or_none() -> None:
         assert not any(parametrize.is_parametrized(module) for module in model.modules())
 
 
-def test_a_copy_is_materialized_alone() -> None:
-    module = equivalence(nn.Linear(8, 8), block_size=4)
-    plain = materialize(copy.deepcopy(module))
-    assert type(plain) is nn.Linear
-    assert torch.equal(module.weight, plain.weight)
-    torch.testing.assert_close(module(torch.ones(1, 8)), plain(torch.ones(1, 8)), rtol=0, atol=1e-6)
-    assert type(materialize(module)) is nn.Linear
-
-
 @pytest.mark.parametrize(
     ("saved", "other"),
     [({"terms": None}, {"terms": 1}), ({"block_size": 4, "out_share": 0.25}, {"block_size": 4, "out_share": 0.75})],
@@ -882,36 +733,29 @@ def test_on_the_meta_device_and_up_from_it() -> None:
 
 # ---- errors
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "scheme": ({"scheme": "svd"}, "unknown scheme 'svd'; choose one of block, full"),
-    "init": ({"init": "zeros"}, "unknown init 'zeros'; choose one of keep, normalized"),
-    "block size": ({"block_size": 1}, "block_size to be a whole number >= 2, got 1"),
-    "fractional block size": ({"block_size": 2.5}, "whole number >= 2, got 2.5"),
-    "fraction of blocks": ({"fraction": 0.5}, 'fraction needs scheme="full"'),
-    "fraction": ({"fraction": 1.5, "scheme": "full"}, "expected 0 < fraction <= 1, got 1.5"),
-    "no fraction": ({"fraction": 0.0, "scheme": "full"}, "expected 0 < fraction <= 1, got 0.0"),
-    "small fraction": ({"fraction": 0.01, "scheme": "full"}, "nothing to rotate; choose a larger block_size"),
-    "terms": ({"terms": 0}, "terms to be a whole number >= 1, or None"),
-    "seed": ({"seed": -1}, "seed to be a whole number >= 0, got -1"),
-    "fraction in words": ({"fraction": "0.5", "scheme": "full"}, "expected 0 < fraction <= 1, got '0.5'"),
-    "share": ({"out_share": 1.1}, "expected 0 <= out_share <= 1"),
-    "name": ({"name": "wieght"}, "Linear has no parameter 'wieght'"),
-    "bias": ({"name": "bias"}, "Linear.bias to be a matrix"),
+WRONG: dict[str, dict[str, Any]] = {
+    "unknown scheme 'svd'; choose one of block, full": {"scheme": "svd"},
+    "unknown init 'zeros'; choose one of keep, normalized": {"init": "zeros"},
+    "block_size to be a whole number >= 2, got 1": {"block_size": 1},
+    "whole number >= 2, got 2.5": {"block_size": 2.5},
+    'fraction needs scheme="full"': {"fraction": 0.5},
+    "expected 0 < fraction <= 1, got 1.5": {"fraction": 1.5, "scheme": "full"},
+    "expected 0 < fraction <= 1, got 0.0": {"fraction": 0.0, "scheme": "full"},
+    "expected 0 < fraction <= 1, got '0.5'": {"fraction": "0.5", "scheme": "full"},
+    "nothing to rotate; choose a larger block_size": {"fraction": 0.01, "scheme": "full"},
+    "terms to be a whole number >= 1, or None": {"terms": 0},
+    "seed to be a whole number >= 0, got -1": {"seed": -1},
+    "expected 0 <= out_share <= 1": {"out_share": 1.1},
+    "Linear has no parameter 'wieght'": {"name": "wieght"},
+    "Linear.bias to be a matrix": {"name": "bias"},
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_options_are_refused_and_leave_the_layer(what: str) -> None:
-    options, message = WRONG[what]
+def test_wrong_options_are_refused_and_leave_the_layer() -> None:
     module = nn.Linear(6, 6)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ValueError, match=message):
-        equivalence(module, **options)
-    assert type(module) is nn.Linear
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
-
-
-def test_constrained_layers_are_refused() -> None:
-    for module in (equivalence(nn.Linear(4, 4)), orthogonal(nn.Linear(4, 4))):
-        with pytest.raises(ValueError, match="constrained already"):
-            equivalence(module)
+    for message, options in WRONG.items():
+        with pytest.raises(ValueError, match=message):
+            equivalence(module, **options)
+        assert type(module) is nn.Linear, message
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))

@@ -1,5 +1,6 @@
 """A weight that ``mt.orthogonal`` makes orthonormal stays orthonormal, wherever training takes its stored tensor."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,65 +21,26 @@ def base_point(module: Any) -> Tensor:
     return module.parametrizations.weight[0].base
 
 
-def dense_cayley(base: Tensor, Y: Tensor) -> Tensor:
-    """(I - A)⁻¹(I + A) B in float64 with the n x n matrix A, whose size does not square the condition of Y."""
-    B, Y = base.double(), Y.double()
-    n, p = B.shape
-    if n == p:
-        A = Y.tril(-1) - Y.tril(-1).T
-        return B @ torch.linalg.solve(torch.eye(n) - A, torch.eye(n) + A)
-    S = B.T @ Y
-    Z = Y - B @ S
-    A = (Z @ B.T - B @ Z.T + B @ ((S - S.T) / 2) @ B.T) / 2
-    return torch.linalg.solve(torch.eye(n) - A, torch.eye(n) + A) @ B
-
-
-@pytest.mark.parametrize("size", [1.0, 10.0, 100.0, 1e4])
-@pytest.mark.parametrize("shape", [(12, 8), (9, 8), (8, 12), (64, 8), (63, 63), (64, 64)])
-def test_the_cayley_map_is_orthonormal_however_far_its_tensor_has_moved(shape: tuple[int, int], size: float) -> None:
-    for seed in range(10):  # the worst of ten is a hundred times the median
+@pytest.mark.parametrize("shape", [(9, 8), (8, 12), (63, 63), (64, 64), (192, 160)])
+def test_the_cayley_map_is_orthonormal_however_far_its_tensor_has_moved(shape: tuple[int, int]) -> None:
+    sizes = (10.0, 1e4) if shape[0] < 100 else (10.0,)
+    for seed, size in itertools.product(range(10), sizes):  # the worst of ten is a hundred times the median
         torch.manual_seed(seed)
         module = mt.orthogonal(nn.Linear(shape[1], shape[0], bias=False), map="cayley")
         with torch.no_grad():
             stored(module).add_(torch.randn_like(stored(module)), alpha=size)
         weight = module.weight.detach()
         weight = weight if shape[0] >= shape[1] else weight.T
-        assert linalg.defect(weight) < 2e-7
-        if size <= 10:  # past that the rounding of the base decides which point of the manifold it is
-            expected = dense_cayley(base_point(module), stored(module).detach())
-            torch.testing.assert_close(weight.double(), expected, rtol=0, atol=2e-6)
+        assert linalg.defect(weight) < (2e-7 if shape[0] < 100 else 5e-7)
 
 
-@pytest.mark.parametrize("shape", [(96, 64), (200, 64), (192, 160)])
-def test_larger_tall_matrices_are_orthonormal_too(shape: tuple[int, int]) -> None:
-    for seed in range(5):
-        torch.manual_seed(seed)
-        module = mt.orthogonal(nn.Linear(shape[1], shape[0], bias=False), map="cayley")
-        with torch.no_grad():
-            stored(module).add_(torch.randn_like(stored(module)), alpha=10)
-        assert linalg.defect(module.weight.detach()) < 5e-7
-
-
-@pytest.mark.parametrize("shape", [(40, 24), (150, 70)])
-def test_the_gradient_of_the_tall_cayley_map_is_that_of_the_dense_one(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    base = linalg.orthonormalize(torch.randn(shape))
-    Y, C = torch.randn(shape) / 4, torch.randn(shape)
-    (ours,) = torch.autograd.grad(linalg.cayley_at(base, Y.requires_grad_()), Y, C)
-    Y = Y.detach().double().requires_grad_()
-    (expected,) = torch.autograd.grad(dense_cayley(base, Y), Y, C.double())
-    assert (ours - expected).norm() < 5e-6 * expected.norm()
-
-
-@pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("shape", [(64, 64), (96, 64), (24, 40)])
+@pytest.mark.parametrize(("map", "shape"), [*((map, (24, 40)) for map in MAPS), ("cayley-neumann", (64, 64))])
 def test_ordinary_training_leaves_every_map_orthonormal(map: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     module = mt.orthogonal(nn.Linear(shape[1], shape[0]), map=map)  # type: ignore[arg-type]
     x, target = torch.randn(128, shape[1]), torch.randn(128, shape[0])
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    steps = 60
-    for _ in range(steps):
+    for _ in range(60):
         optimizer.zero_grad()
         (module(x) - target).square().sum().backward()
         optimizer.step()
@@ -88,8 +50,8 @@ def test_ordinary_training_leaves_every_map_orthonormal(map: str, shape: tuple[i
         assert linalg.defect(linalg.cayley_at(base_point(module), stored(module).detach(), 2)) > 0.1
 
 
-@pytest.mark.parametrize("b", [3, 4, 31, 101])
-@pytest.mark.parametrize("size", [1.0, 1e4, 1e6, 1e8])
+@pytest.mark.parametrize("b", [4, 31])
+@pytest.mark.parametrize("size", [1.0, 1e8])
 def test_the_cayley_map_of_large_skew_matrices(b: int, size: float) -> None:
     torch.manual_seed(0)
     A = torch.randn(8, b, b) * size

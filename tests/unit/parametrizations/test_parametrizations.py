@@ -1,11 +1,11 @@
-"""Constraints on layers: every kind of constraint times every kind of layer, and what users do with such layers."""
+"""Constraints on layers: every kind of constraint, every kind of layer, and what users do with such layers."""
 
 import copy
 import io
 import itertools
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import scipy.linalg
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim.swa_utils import AveragedModel
 
 from manifold_tying import equivalence, linalg, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
@@ -23,41 +22,24 @@ from manifold_tying.parametrizations import constraints
 
 
 class Stack(nn.Module):
-    """Three 5 x 4 matrices, applied at once."""
+    """Three 5 x 4 matrices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 5, 4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.mT
 
-
-def attention(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x, x, x)[0]
-
-
-# name: how to build the layer, the constrained tensor, an input, and how to call it
-LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[], Tensor], Callable[[Any, Tensor], Tensor]]] = {
-    "linear tall": (lambda: nn.Linear(4, 9), "weight", lambda: torch.randn(3, 4), lambda m, x: m(x)),
-    "linear wide": (lambda: nn.Linear(9, 4), "weight", lambda: torch.randn(3, 9), lambda m, x: m(x)),
-    "linear square": (lambda: nn.Linear(5, 5), "weight", lambda: torch.randn(3, 5), lambda m, x: m(x)),
-    "embedding": (lambda: nn.Embedding(11, 4), "weight", lambda: torch.arange(11), lambda m, x: m(x)),
-    "conv": (lambda: nn.Conv2d(2, 4, 3), "weight", lambda: torch.randn(2, 2, 5, 5), lambda m, x: m(x)),
-    "conv tall": (lambda: nn.Conv1d(1, 8, 3), "weight", lambda: torch.randn(2, 1, 5), lambda m, x: m(x)),
-    "transposed conv": (
-        lambda: nn.ConvTranspose2d(3, 2, 2),
-        "weight",
-        lambda: torch.randn(2, 3, 4, 4),
-        lambda m, x: m(x),
-    ),
-    "attention": (
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-        "in_proj_weight",
-        lambda: torch.randn(2, 3, 4),
-        attention,
-    ),
-    "stack": (Stack, "weight", lambda: torch.randn(3, 2, 4), lambda m, x: m(x)),
+# name: how to build the layer, and the constrained tensor
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "linear tall": (lambda: nn.Linear(4, 9), "weight"),
+    "linear wide": (lambda: nn.Linear(9, 4), "weight"),
+    "linear square": (lambda: nn.Linear(5, 5), "weight"),
+    "embedding": (lambda: nn.Embedding(11, 4), "weight"),
+    "conv": (lambda: nn.Conv2d(2, 4, 3), "weight"),
+    "conv tall": (lambda: nn.Conv1d(1, 8, 3), "weight"),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 2, 2), "weight"),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight"),
+    "stack": (Stack, "weight"),
 }
 CONSTRAINTS: dict[str, Callable[[nn.Module, str], Any]] = {
     "stiefel": lambda m, name: stiefel(m, name),
@@ -67,8 +49,8 @@ CONSTRAINTS: dict[str, Callable[[nn.Module, str], Any]] = {
     "cayley": lambda m, name: orthogonal(m, name, map="cayley"),
     "cayley-neumann": lambda m, name: orthogonal(m, name, map="cayley-neumann"),
 }
-TRIVIALIZATIONS = ["polar", "qr", "cayley", "cayley-neumann"]
-every_layer = pytest.mark.parametrize("layer", LAYERS)
+EACH_LAYER = list(zip(LAYERS, itertools.cycle(CONSTRAINTS), strict=False))
+every_layer = pytest.mark.parametrize(("layer", "constraint"), EACH_LAYER)
 every_constraint = pytest.mark.parametrize("constraint", CONSTRAINTS)
 
 
@@ -99,23 +81,14 @@ def perturb(module: nn.Module, name: str = "weight", size: float = 0.1) -> None:
         point.copy_(Stiefel().move(point, step) if on_manifold else point + step)
 
 
-def build(layer: str, constraint: str) -> tuple[Any, str]:
-    make, name = LAYERS[layer][:2]
-    return CONSTRAINTS[constraint](make(), name), name
-
-
 # ---- orthonormal weights
 
 
-def test_the_measure_of_defects_sees_a_free_weight() -> None:
-    for make, name, *_ in LAYERS.values():
-        assert defect(getattr(make(), name)) > 1e-2
-
-
-@every_layer
-@every_constraint
+@pytest.mark.parametrize(
+    ("layer", "constraint"), dict.fromkeys([*EACH_LAYER, *itertools.product(["linear tall", "conv"], CONSTRAINTS)])
+)
 def test_the_weight_becomes_the_nearest_orthonormal_one(layer: str, constraint: str) -> None:
-    make, name, *_ = LAYERS[layer]
+    make, name = LAYERS[layer]
     module = make()
     before = getattr(module, name).detach().clone()
     assert CONSTRAINTS[constraint](module, name) is module
@@ -139,65 +112,17 @@ def test_the_weight_becomes_the_nearest_orthonormal_one(layer: str, constraint: 
     assert point.is_contiguous() and point.shape[-2] >= point.shape[-1]
 
 
-@every_layer
-@every_constraint
-def test_the_layer_computes_with_that_weight(layer: str, constraint: str) -> None:
-    make, name, make_input, call = LAYERS[layer]
-    module = CONSTRAINTS[constraint](make(), name)
-    perturb(module, name)
-    x = make_input()
-    result = call(module, x)
-    plain = make()
-    others = {k: v for k, v in module.state_dict().items() if not k.startswith("parametrizations.")}
-    plain.load_state_dict(others | {name: getattr(module, name).detach()})
-    torch.testing.assert_close(result, call(plain, x), rtol=1e-5, atol=1e-6)
-    (result * torch.randn_like(result)).sum().backward()
-    gradient = stored(module, name).grad
-    assert gradient is not None and gradient.isfinite().all() and gradient.abs().max() > 1e-6
-
-
-def test_an_ordinary_optimizer_takes_a_point_off_the_manifold() -> None:
-    module = stiefel(nn.Linear(4, 9))
-    module(torch.randn(3, 4)).pow(4).sum().backward()
-    with pytest.warns(UserWarning, match="SGD moved Linear.weight"):
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-    assert defect(module.weight) > 1e-4
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (4, 4), (3, 6)])
-@pytest.mark.parametrize("constraint", ["cayley", "cayley-neumann"])
-def test_cayley_maps_are_the_dense_formula_around_the_base(shape: tuple[int, int], constraint: str) -> None:
-    module = CONSTRAINTS[constraint](nn.Linear(shape[1], shape[0], dtype=torch.float64), "weight")
-    perturb(module)
-    base, Y = module.parametrizations.weight[0].base, stored(module).detach()
-    n, p = base.shape
-    if n == p:
-        A = Y.tril(-1) - Y.tril(-1).T
-        expected = base @ (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2))
-    else:
-        u = Y - base @ (base.T @ Y + Y.T @ base) / 2
-        P = torch.eye(n, dtype=torch.float64) - base @ base.T / 2
-        A = (P @ u @ base.T - base @ u.T @ P) / 2
-        expected = (linalg.cayley(A) if constraint == "cayley" else linalg.cayley_neumann(A, 2)) @ base
-    if constraint == "cayley-neumann":  # the series alone is off the manifold
-        assert defect(expected) > 1e-9
-        expected = torch.from_numpy(scipy.linalg.polar(expected.numpy())[0])
-    weight = module.weight.detach()
-    torch.testing.assert_close(weight if shape[0] >= shape[1] else weight.T, expected, rtol=0, atol=1e-12)
-
-
 # ---- what users do with constrained layers
 
 
 @every_layer
-@every_constraint
 def test_materialize_leaves_plain_weights(layer: str, constraint: str) -> None:
-    make, name, make_input, call = LAYERS[layer]
+    make, name = LAYERS[layer]
     keys = set(make().state_dict())
     module = CONSTRAINTS[constraint](make(), name)
     perturb(module, name)
     before = getattr(module, name).detach().clone()
-    call(module, make_input()).sum().backward()
+    getattr(module, name).sum().backward()
     assert materialize(module) is module
     weight = getattr(module, name)
     assert type(weight) is nn.Parameter and weight.requires_grad and weight.is_contiguous()
@@ -206,7 +131,7 @@ def test_materialize_leaves_plain_weights(layer: str, constraint: str) -> None:
     assert not hasattr(weight, "manifold") and list(constraints(module)) == []
     # The gradient was that of the stored tensor, of another shape perhaps: a step with it would be wrong or fail.
     assert weight.grad is None
-    call(module, make_input()).sum().backward()
+    getattr(module, name).sum().backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     CONSTRAINTS[constraint](module, name)
     assert defect(getattr(module, name)) < 1e-6
@@ -243,23 +168,6 @@ def test_frozen_weights_stay_frozen_and_optimizers_keep_their_parameter(constrai
     assert not materialize(module).weight.requires_grad
 
 
-@every_constraint
-def test_averaged_model(constraint: str) -> None:
-    module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight")
-    average: Any = AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    average.update_parameters(module)
-    torch.testing.assert_close(average.module.weight, module.weight)
-    for _ in range(3):
-        perturb(module)
-        average.update_parameters(module)
-    assert (average.module.weight - module.weight).abs().max() > 1e-3
-    assert average(torch.randn(2, 4)).isfinite().all()
-    if constraint in ("polar", "qr", "cayley"):  # an average of free tensors; one of points has to be projected
-        assert defect(average.module.weight) < 2e-6
-    average.module.weight = average.module.weight.detach()
-    assert defect(average.module.weight) < 1e-6
-
-
 # ---- dtypes
 
 ALL_KINDS = [*CONSTRAINTS, "spd"]
@@ -272,21 +180,10 @@ def square(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     return CONSTRAINTS[kind](layer, "weight")
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_layers_store_float32(kind: str, dtype: torch.dtype) -> None:
-    module = square(kind, dtype)
-    assert module.weight.dtype == dtype and stored(module).dtype == torch.float32
-    module(torch.randn(2, 5, dtype=dtype)).sum().backward()
-    gradient = stored(module).grad
-    assert gradient is not None and gradient.dtype == torch.float32 and gradient.isfinite().all()
-    before = module.weight.detach().clone()
-    assert materialize(module).weight.dtype == dtype
-    assert torch.equal(module.weight, before)
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.bfloat16) for kind in ALL_KINDS), ("cayley", torch.float16), ("cayley", torch.float64)],
+)
 def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtype: torch.dtype) -> None:
     module = square(kind)
     perturb(module, size=0.01)
@@ -305,26 +202,20 @@ def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtyp
     torch.testing.assert_close(module.weight.detach(), torch.eye(5, dtype=dtype), rtol=0, atol=1e-2)
 
 
-@every_constraint
-def test_a_bfloat16_layer_in_a_bfloat16_model_stays_on_the_manifold(constraint: str) -> None:
-    module = CONSTRAINTS[constraint](nn.Linear(4, 9), "weight").bfloat16().float()
-    assert defect(module.weight) < 1e-6
-    plain = nn.Linear(4, 9)
-    plain.weight.data = linalg.polar(plain.weight.data)[0]
-    assert defect(plain.bfloat16().float().weight) > 1e-4
-
-
 # ---- compilation
 
 
 # torch's own, where it traces an autograd.Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["stiefel", "polar", "qr", "cayley", "cayley-neumann", "spd"])
-@pytest.mark.parametrize("shape", [(5, 5), (9, 5), (140, 140)])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, (9, 5)) for kind in CONSTRAINTS if kind != "stiefel-cayley"),
+        *(("spd", (5, 5)), ("cayley", (5, 5)), ("cayley", (140, 140)), ("polar", (140, 140))),
+    ],
+)
 def test_forward_compiles_to_one_graph(kind: str, shape: tuple[int, int]) -> None:
     torch._dynamo.reset()
-    if kind == "spd" and shape != (5, 5):
-        return
     layer: Any = nn.Linear(*shape)
     module: Any = spd(layer, "weight") if kind == "spd" else CONSTRAINTS[kind](layer, "weight")
     perturb(module, size=0.5 / shape[0])
@@ -346,31 +237,6 @@ def test_forward_compiles_to_one_graph(kind: str, shape: tuple[int, int]) -> Non
 
 
 # ---- symmetric positive definite weights
-
-
-def diagonal_of_factor(T: Tensor) -> Tensor:
-    return torch.linalg.cholesky(T.detach().double()).diagonal()
-
-
-@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
-@pytest.mark.parametrize("bounds", [None, (0.5, 2.0)])
-def test_spd_stays_positive_definite_over_random_steps(diagonal: Any, bounds: Any) -> None:
-    # float64, since the rounding of T in float32 can cost an eigenvalue of 1e-7 its sign
-    module: Any = nn.Linear(6, 6, dtype=torch.float64)
-    nn.init.eye_(module.weight)
-    spd(module, "weight", diagonal=diagonal, bounds=bounds)
-    stepper = torch.optim.Adam(module.parameters(), lr=0.1)
-    for _ in range(30):
-        stepper.zero_grad()
-        (module.weight * torch.randn(6, 6, dtype=torch.float64)).sum().backward()
-        stepper.step()
-        T = module.weight.detach()
-        torch.testing.assert_close(T, T.T, rtol=0, atol=1e-14)
-        assert np.linalg.eigvalsh(T.double().numpy())[0] > 0
-        if bounds:
-            # The bounds are on the diagonal of L, which comes back out of T with a few digits less.
-            L = diagonal_of_factor(T)
-            assert L.min() > bounds[0] * (1 - 1e-9) and L.max() < bounds[1] * (1 + 1e-9)
 
 
 def test_spd_keeps_a_positive_definite_weight_and_projects_others() -> None:
@@ -417,8 +283,7 @@ def test_the_diagonal_is_inverted_accurately(diagonal: Any, dtype: torch.dtype) 
         assert part.lower(raw).item() == pytest.approx(y, rel=32 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("diagonal", ["softplus", "exp"])
-@pytest.mark.parametrize("bound", ["low", "high"])
+@pytest.mark.parametrize(("diagonal", "bound"), [("softplus", "low"), ("exp", "high")])
 def test_an_entry_at_its_bound_comes_back_inside_and_goes_no_further(diagonal: Any, bound: str) -> None:
     low, high = 0.5, 2.0
     layer = nn.Linear(1, 1)
@@ -444,10 +309,6 @@ def test_an_entry_at_its_bound_comes_back_inside_and_goes_no_further(diagonal: A
         gradient(-outward)
         stepper.step()
     assert abs(layer.weight.item() - at**2) > 0.1
-    # torch.clamp has no gradient out there: such an entry would be stuck.
-    stuck = torch.tensor(0.1, requires_grad=True)
-    stuck.clamp(low, high).backward()
-    assert stuck.grad == 0
 
 
 # ---- errors
@@ -459,60 +320,36 @@ class Holder(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
 
 
-def holder_with_nan() -> nn.Module:
-    weight = torch.randn(4, 4)
-    weight[1, 2] = math.nan
-    return Holder(weight)
-
-
 UNKNOWN: Any = "svd"
-ORTHONORMAL = [*CONSTRAINTS.values()]
-# what is wrong: the layer, the constraints that must refuse it, the message
-REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Callable[..., Any]], str]] = {
-    "vector": (lambda: Holder(torch.randn(4)), [*ORTHONORMAL, spd], r"Holder.weight to be a matrix .* got \(4,\)"),
-    "bias": (lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, "bias")], r"Linear.bias to be a matrix"),
-    "empty": (lambda: Holder(torch.zeros(4, 0)), [*ORTHONORMAL, spd], r"got \(4, 0\)"),
-    "integer": (lambda: Holder(torch.ones(4, 4).int()), [*ORTHONORMAL, spd], "real floating dtype, got torch.int32"),
-    "complex": (lambda: Holder(torch.ones(4, 4, dtype=torch.cfloat)), [*ORTHONORMAL, spd], "got torch.complex64"),
-    "NaN": (holder_with_nan, [*ORTHONORMAL, spd], "Holder.weight to be finite, got NaN or Inf"),
-    "missing": (
-        lambda: nn.Linear(3, 3),
-        [lambda m, _: stiefel(m, "wieght"), lambda m, _: orthogonal(m, "wieght"), lambda m, _: spd(m, "wieght")],
+EACH: tuple[Callable[..., Any], ...] = (stiefel, orthogonal, spd)
+BOUNDS: list[Any] = [(2.0, 0.5), (0.0, 1.0), (-1.0, 1.0), (1.0, 1.0), (1.0,)]
+# the message, the layer, and the constraints that must refuse it
+REFUSED: list[tuple[str, Callable[[], nn.Module], Sequence[Callable[..., Any]]]] = [
+    (r"Holder.weight to be a matrix .* got \(4,\)", lambda: Holder(torch.randn(4)), EACH),
+    ("Linear.bias to be a matrix", lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, "bias")]),
+    (r"got \(4, 0\)", lambda: Holder(torch.zeros(4, 0)), EACH),
+    ("real floating dtype, got torch.int32", lambda: Holder(torch.ones(4, 4).int()), EACH),
+    ("got torch.complex64", lambda: Holder(torch.ones(4, 4, dtype=torch.cfloat)), EACH),
+    ("Holder.weight to be finite, got NaN or Inf", lambda: Holder(torch.eye(4).fill_diagonal_(math.nan)), EACH),
+    (
         "Linear has no parameter 'wieght' of its own; its parameters: weight, bias",
-    ),
-    "of a child": (lambda: nn.Sequential(nn.Linear(3, 3)), [*ORTHONORMAL], "no parameter 'weight' of its own.*: none"),
-    "constrained": (
-        lambda: stiefel(nn.Linear(3, 3)),
-        [*ORTHONORMAL, spd],
-        r"constrained already; call materialize\(module\) first",
-    ),
-    "unknown map": (
         lambda: nn.Linear(3, 3),
-        [lambda m, _: orthogonal(m, map=UNKNOWN)],
-        "unknown map 'svd'; choose one of polar, qr, cayley, cayley-neumann",
+        [lambda m, _, put_on=put_on: put_on(m, "wieght") for put_on in EACH],
     ),
-    "unknown retraction": (
-        lambda: nn.Linear(3, 3),
-        [lambda m, _: stiefel(m, retraction=UNKNOWN)],
-        "unknown retraction 'svd'; choose one of polar, qr, cayley, cayley-neumann",
-    ),
-    "unknown diagonal": (
-        lambda: nn.Linear(3, 3),
-        [lambda m, _: spd(m, "weight", diagonal=UNKNOWN)],
-        "unknown diagonal 'svd'; choose one of softplus, exp",
-    ),
-    "bounds": (
-        lambda: nn.Linear(3, 3),
-        [
-            lambda m, _, b=b: spd(m, "weight", bounds=b)
-            for b in [(2.0, 0.5), (0.0, 1.0), (-1.0, 1.0), (1.0, 1.0), (1.0,)]
-        ],
+    ("no parameter 'weight' of its own.*: none", lambda: nn.Sequential(nn.Linear(3, 3)), EACH),
+    (r"constrained already; call materialize\(module\) first", lambda: stiefel(nn.Linear(3, 3)), [*EACH, equivalence]),
+    ("map 'svd'; choose one of polar, qr,", lambda: nn.Linear(3, 3), [lambda m, _: orthogonal(m, map=UNKNOWN)]),
+    ("'svd'; choose one of polar, qr,", lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, retraction=UNKNOWN)]),
+    ("'svd'; choose one of softplus, exp", lambda: nn.Linear(3, 3), [lambda m, _: spd(m, "weight", diagonal=UNKNOWN)]),
+    (
         r"bounds=\(low, high\) with 0 < low < high, got \(",
+        lambda: nn.Linear(3, 3),
+        [lambda m, _, bounds=bounds: spd(m, "weight", bounds=bounds) for bounds in BOUNDS],
     ),
-    "not square": (lambda: nn.Linear(3, 4), [spd], r"Linear.weight to be square for T = L Lᵀ, got \(4, 3\)"),
-    "nothing positive": (lambda: Holder(-torch.eye(3)), [spd], "positive eigenvalue"),
-    "nothing positive, bfloat16": (lambda: Holder(-torch.eye(3).bfloat16()), [spd], "positive eigenvalue"),
-}
+    (r"Linear.weight to be square for T = L Lᵀ, got \(4, 3\)", lambda: nn.Linear(3, 4), [spd]),
+    ("positive eigenvalue", lambda: Holder(-torch.eye(3)), [spd]),
+    ("positive eigenvalue", lambda: Holder(-torch.eye(3).bfloat16()), [spd]),
+]
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:
@@ -525,10 +362,10 @@ def snapshot(module: nn.Module) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_constrained_is_refused_and_left_as_it_was(what: str) -> None:
-    make, refusing, message = REFUSED[what]
-    assert refusing
+@pytest.mark.parametrize(("message", "make", "refusing"), REFUSED)
+def test_what_cannot_be_constrained_is_refused_and_left_as_it_was(
+    message: str, make: Callable[[], nn.Module], refusing: Sequence[Callable[..., Any]]
+) -> None:
     for constrain in refusing:
         module = make()
         before = snapshot(module)
@@ -538,21 +375,19 @@ def test_what_cannot_be_constrained_is_refused_and_left_as_it_was(what: str) -> 
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("value", ["nan", "inf", "shape"])
-def test_a_refused_assignment_leaves_the_weight(kind: str, value: str) -> None:
+def test_a_refused_assignment_leaves_the_weight(kind: str) -> None:
     module = square(kind)
     perturb(module)
     before = copy.deepcopy(module.state_dict())
-    wrong = torch.randn(4, 5) if value == "shape" else torch.full((5, 5), float(value))
-    with pytest.raises((ValueError, RuntimeError)):
-        module.weight = wrong
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
-
-
-def test_every_combination_is_there() -> None:
-    """An empty table would make every test above pass."""
-    assert len(list(itertools.product(LAYERS, CONSTRAINTS))) == 54
-    assert len(REFUSED) >= 16
+    for wrong in (
+        torch.randn(4, 5),
+        torch.full((5, 5), math.nan),
+        torch.full((5, 5), math.inf),
+        torch.ones(5, 5).int(),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            module.weight = wrong
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
 
 
 # ---- around the edges of registering and taking off
@@ -565,10 +400,10 @@ SHAPED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("shaped", SHAPED)
-@pytest.mark.parametrize("constrain", [stiefel, orthogonal])
+@pytest.mark.parametrize(("shaped", "constrain"), [("wide", stiefel), *((shaped, orthogonal) for shaped in SHAPED)])
 def test_materializing_while_an_earlier_loss_is_alive(shaped: str, constrain: Callable[..., nn.Module]) -> None:
     module: Any = constrain(SHAPED[shaped]())
+    assert stored(module).dtype == torch.float32
     x = torch.randn(2, module.weight.shape[1], 6 if shaped == "convolution" else 1).to(module.weight.dtype)
     x = x if shaped == "convolution" else x[..., 0]
     loss = module(x).square().mean()
@@ -588,17 +423,12 @@ def test_materialized_in_inference_mode_it_can_be_trained(map: Any) -> None:
     assert module.weight.grad is not None
 
 
-@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+@pytest.mark.parametrize("map", ["polar", "cayley"])
 def test_a_weight_of_another_dtype_is_assigned_as_one_of_the_layers(map: Any) -> None:
     module = orthogonal(nn.Linear(4, 6), map=map)
     weight = torch.linalg.qr(torch.randn(6, 4, dtype=torch.float64))[0]
     module.weight = weight
     torch.testing.assert_close(module.weight.detach(), weight.float())
-    before = module.weight.detach().clone()
-    for wrong in (torch.zeros(6, 4, dtype=torch.int64), torch.zeros(4, 6), torch.full((6, 4), torch.nan)):
-        with pytest.raises(ValueError, match="expected"):
-            module.weight = wrong
-        assert torch.equal(module.weight, before)
 
 
 def test_weights_that_no_constraint_can_keep_are_refused() -> None:
@@ -617,12 +447,12 @@ def test_a_point_whose_constraint_was_removed_is_none() -> None:
     assert not any("manifold" in group for group in param_groups(module))
 
 
-@pytest.mark.parametrize("dump", [lambda model: torch.save(model, io.BytesIO()), pickle.dumps], ids=["save", "pickle"])
 @pytest.mark.parametrize("put_on", [stiefel, orthogonal, equivalence], ids=lambda put_on: put_on.__name__)
-def test_a_pickled_model_says_what_works_instead(put_on: Any, dump: Callable[[nn.Module], object]) -> None:
+def test_a_pickled_model_says_what_works_instead(put_on: Any) -> None:
     model = nn.Sequential(put_on(nn.Linear(6, 6)), nn.Linear(6, 2))
-    with pytest.raises(RuntimeError, match=r"cannot be pickled.*model\.state_dict\(\).*materialize"):
-        dump(model)
+    for dump in (lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(model)):
+        with pytest.raises(RuntimeError, match=r"cannot be pickled.*model\.state_dict\(\).*materialize"):
+            dump()
     # What it names works: a plain copy, and a state for a model that was constrained in the same way.
     x = torch.randn(3, 6)
     file = io.BytesIO()

@@ -10,9 +10,8 @@ import geoopt
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
@@ -50,27 +49,8 @@ MAKERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "named": (lambda m: torch.optim.Adam(m.named_parameters()), "Adam moved parametrizations.weight.original"),
     "our groups": (lambda m: torch.optim.AdamW(param_groups(m)), "AdamW moved parametrizations.weight.original"),
     "geoopt": (lambda m: geoopt.optim.RiemannianAdam(m.parameters()), "geoopt.*RiemannianAdam moved Linear.weight"),
-    "closure": (lambda m: WithClosure(m), "LBFGS moved Linear.weight"),
     "fused": (lambda m: torch.optim.Adam(m.parameters(), fused=True), "Adam moved Linear.weight"),
 }
-
-
-class WithClosure:
-    """LBFGS, whose step takes the loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        self.zero_grad = self.optimizer.zero_grad
-
-    def step(self) -> None:
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = self.model(torch.ones(8, 4)).pow(4).sum()
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -216,18 +196,3 @@ def test_a_compiled_step_warns_and_takes_no_more_graphs() -> None:
             else:
                 compiled()
     assert graphs[0] == graphs[1] > 0 and defect(model) > 1e-6
-
-
-def test_the_step_of_one_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manifold_tying.parametrizations import _plain_optimizer
-
-    layer()  # so that the hook is there
-    model = nn.Linear(4, 9)
-    optimizer = torch.optim.AdamW(model.parameters())
-    looks: list[Any] = []
-    monkeypatch.setattr(_plain_optimizer, "_warn", lambda *args: looks.append(args))
-    steps: list[Any] = []
-    handle = register_optimizer_step_post_hook(lambda *args: steps.append(args))
-    silent(model, optimizer, 5)
-    handle.remove()
-    assert len(looks) == 1 and len(steps) == 5
