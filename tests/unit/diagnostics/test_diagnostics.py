@@ -1,7 +1,5 @@
 """Diagnostics against numpy."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -39,10 +37,10 @@ def test_delta_ti_separates_the_interfaces() -> None:
     assert delta_ti(half, half.T) == pytest.approx(delta_ti(half.double(), half.double().T), rel=1e-12)
 
 
-@pytest.mark.parametrize("shapes", [((5, 3), (5, 3)), ((5, 3), (3, 4)), ((3,), (3,)), ((2, 5, 3), (3, 5, 2))])
-def test_delta_ti_errors(shapes: Any) -> None:
-    with pytest.raises(ValueError, match="W_out"):
-        delta_ti(*(torch.zeros(shape) for shape in shapes))
+def test_delta_ti_errors() -> None:
+    for E, W_out in ((torch.zeros(5, 3), torch.zeros(3, 4)), (torch.zeros(3), torch.zeros(3))):
+        with pytest.raises(ValueError, match="W_out"):
+            delta_ti(E, W_out)
 
 
 @CASES

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 import manifold_tying as mt
 from manifold_tying import models
 from manifold_tying.diagnostics import inspect_tables, interface_tables
-from manifold_tying.training import TrainConfig
+from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._config import Interface, Settings
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
 
@@ -47,7 +46,7 @@ def reference(interface: mt.TokenInterface) -> models.Llama:
     return models.Llama(shape, interface)
 
 
-@pytest.mark.parametrize("kind", [mt.Untied, mt.TransposeTying, mt.PIT])
+@pytest.mark.parametrize("kind", [mt.Untied, mt.PIT])
 def test_tables_of_the_reference_model(kind: Any) -> None:
     model = reference(kind(V, D))
     E, W_out = interface_tables(model)
@@ -55,7 +54,7 @@ def test_tables_of_the_reference_model(kind: Any) -> None:
     assert torch.equal(interface_tables(model.interface)[0], E)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tables_of_a_hugging_face_model_are_what_it_computes_with(name: str) -> None:
     model = hugging_face(name)
     E, W_out = interface_tables(model)
@@ -93,7 +92,7 @@ def test_tables_of_something_else(model: torch.nn.Module) -> None:
         interface_tables(model)
 
 
-@pytest.mark.parametrize("interface", get_args(Interface))
+@pytest.mark.parametrize("interface", ["untied", "transpose", "pit-trainable", "pit-free"])
 def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> None:
     config = resolve(TrainConfig(out=tmp_path, interface=interface, settings=Settings(steps=1)))
     model = build_model(config)
@@ -108,7 +107,7 @@ def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> 
         E, W_out, description = inspect_tables(path)
         assert torch.equal(E, expected[0]) and torch.equal(W_out, expected[1])
         assert "step 2" in description and interface.split("-")[0] in description
-    if interface in ("pit-frozen", "pit-trainable"):  # negative control: the other diagonal map makes another T
+    if interface == "pit-trainable":  # negative control: the other diagonal map makes another T
         state = json.loads((checkpoint / "state.json").read_text())
         state["config"]["diagonal"] = "softplus"
         (checkpoint / "state.json").write_text(json.dumps(state))
@@ -122,8 +121,7 @@ def test_a_bridged_pit_is_read_with_its_bridge(tmp_path: Path) -> None:
     assert torch.equal(inspect_tables(checkpoint).W_out, pit.materialize()[1])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(("name", "shards"), [("llama", True), ("gpt2", False), ("gpt_neox", True), ("opt", False)])
 def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: bool, tmp_path: Path) -> None:
     model = hugging_face(name)
     model.save_pretrained(tmp_path, max_shard_size="1KB" if shards else "1GB")

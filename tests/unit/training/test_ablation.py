@@ -3,17 +3,15 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from training_runs import SHAPE, TINY, config, text
 
 from manifold_tying.cli import main
-from manifold_tying.models import PRESETS
 from manifold_tying.training import AblateConfig, Settings, ablate
 from manifold_tying.training import _loop as loop
 from manifold_tying.training._ablation import parse_arm
@@ -23,33 +21,30 @@ KEYS = {
     "delta_ti", "cond_transform", "orthogonality_error", "trainable_parameters", "evaluated_tokens", "held_out_sha256",
 }  # fmt: skip
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "pit-free")
-V, D = 300, 16
+V, D = SHAPE.vocab_size, SHAPE.hidden_size
 
 
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = dataclasses.replace(
-        PRESETS["nano"], vocab_size=V, hidden_size=D, num_layers=2, intermediate_size=32, head_dim=0
-    )
-    monkeypatch.setitem(PRESETS, "tiny-for-tests", shape)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
-    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(40)))
-    return path
+    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def settings(corpus: Path, **changes: Any) -> Settings:
-    values = {
-        "preset": "tiny-for-tests", "data": f"text:{corpus}", "steps": 6, "batch_size": 4, "sequence_length": 16,
-        "val_tokens": 128, "eval_every": 3, "lr": 4e-3, **changes,
-    }  # fmt: skip
-    return Settings(**values)
+    values = {"steps": 6, "batch_size": 4, "eval_every": 3, "checkpoint_every": None, **changes}
+    return config(corpus, corpus, **values).settings
 
 
-def test_every_arm_and_seed_is_in_the_summary(tmp_path: Path, corpus: Path) -> None:
+def test_every_arm_and_seed_is_in_the_summary_and_sees_the_same_batches(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[torch.Tensor]] = {}
+    real = loop.gradients
+
+    def spy(run: Any, batch: Any, *rest: Any) -> Any:
+        seen.setdefault(run.config.out.name, []).append(torch.stack(batch))
+        return real(run, batch, *rest)
+
+    monkeypatch.setattr(loop, "gradients", spy)
     rows = ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
     assert [(row["arm"], row["seed"]) for row in rows] == [(arm, seed) for seed in (0, 1) for arm in ARMS]
     assert json.loads((tmp_path / "out/summary.json").read_text()) == rows
@@ -69,23 +64,10 @@ def test_every_arm_and_seed_is_in_the_summary(tmp_path: Path, corpus: Path) -> N
         experiment["arms"]["pit-trainable"]["memory_lr"] > 0 and experiment["arms"]["pit-frozen"]["memory_lr"] is None
     )
     assert experiment["settings"]["seeds"] == 2 and experiment["machine"]["torch"] == torch.__version__
-
-
-def test_all_arms_of_a_seed_see_the_same_batches(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, list[torch.Tensor]] = {}
-    real = loop.gradients
-
-    def spy(run: Any, batch: Any, *rest: Any) -> Any:
-        seen.setdefault(run.config.out.name, []).append(torch.stack(batch))
-        return real(run, batch, *rest)
-
-    monkeypatch.setattr(loop, "gradients", spy)
-    ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
     stacks = {name: torch.stack(batches) for name, batches in seen.items()}
     for arm in ARMS:
-        assert torch.equal(stacks[f"{arm}-0"], stacks["untied-0"]) and torch.equal(
-            stacks[f"{arm}-1"], stacks["untied-1"]
-        )
+        for seed in (0, 1):
+            assert torch.equal(stacks[f"{arm}-{seed}"], stacks[f"untied-{seed}"])
     assert not torch.equal(stacks["untied-0"], stacks["untied-1"])
 
 
@@ -124,15 +106,13 @@ def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
         ("untied+speed=3", r"unknown change 'speed=3' in arm 'untied\+speed=3'"),
         ("untied+lr", r"unknown change 'lr'"),
         ("untied+lr=fast", r"expected lr to be of type .*float.*, got 'fast'"),
-        ("untied+lr=NaN", r"expected lr"),
-        ("untied+steps=1.5", r"expected steps"),
         ("untied+retraction=svd", r"unknown retraction 'svd'"),
-        ("pit-trainable+second_moment=foo", r"unknown second_moment 'foo'; choose one of .*row"),
         ("untied+betas=0.9", r"unknown change 'betas=0\.9'"),
         ("untied+lr=1e+3", r"write 1e3 for 1e\+3"),
-        ("untied+lr=1e38", r"expected lr <= 1e\+34"),
         ("untied,untied", r"different arms"),
         (" , ", r"different arms"),
+        ("poet-full+body=adamw", r"unknown change 'body=adamw'"),
+        ("untied+fraction=null", r"expected fraction"),
     ],
 )
 def test_bad_arms_are_refused_before_anything_is_written(arms: str, message: str, tmp_path: Path) -> None:
@@ -143,25 +123,23 @@ def test_bad_arms_are_refused_before_anything_is_written(arms: str, message: str
 
 def test_several_budgets_each_in_its_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    shared = ["--preset", "tiny-for-tests", "--data", f"text:{corpus}", "--device", "cpu", "--batch-size", "4"]
+    shared = ["--preset", TINY, "--data", f"text:{corpus}", "--device", "cpu", "--batch-size", "4"]
     shared += ["--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004", "--seeds", "1", "--out", str(out)]
-    shared += ["--arms", "transpose,pit-trainable", "--tokens", "128, 256"]
+    shared += ["--arms", "transpose", "--tokens", "128, 256"]
     main(["ablate", *shared, "--dry-run"])
-    assert [re.findall(r"--steps (\d+)", line) for line in capsys.readouterr().out.splitlines()] == [["2"]] * 2 + [
-        ["4"]
-    ] * 2
+    assert [re.findall(r"--steps (\d+)", line) for line in capsys.readouterr().out.splitlines()] == [["2"], ["4"]]
     assert not out.exists()
     main(["ablate", *shared])
     for tokens in (128, 256):
         rows = json.loads((out / f"tokens-{tokens}/summary.json").read_text())
-        assert [(row["arm"], row["tokens"]) for row in rows] == [("transpose", tokens), ("pit-trainable", tokens)]
+        assert [(row["arm"], row["tokens"]) for row in rows] == [("transpose", tokens)]
         assert (out / f"tokens-{tokens}/report.html").is_file()
     assert (out / "report.html").is_file()
     both = AblateConfig(
-        out=out, arms="transpose,pit-trainable", seeds=1, tokens="128,256",
-        settings=settings(corpus, steps=Settings.steps, eval_every=None, device="cpu"),
+        out=out, arms="transpose", seeds=1, tokens="128,256",
+        settings=settings(corpus, steps=Settings.steps, eval_every=None, merge_every=None, block_size=None),
     )  # fmt: skip
-    assert [row["tokens"] for row in ablate(both)] == [128, 128, 256, 256]
+    assert [row["tokens"] for row in ablate(both)] == [128, 256]
 
 
 @pytest.mark.parametrize(("tokens", "changes", "message"), [
@@ -179,13 +157,17 @@ def test_bad_budgets_are_refused(
 
 
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
-    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true", settings(corpus, steps=9))
+    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+cayley_terms=null", settings(corpus, steps=9))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
+    # An arm called adamw is that, whatever body the other arms share.
+    assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
+    interface, own = parse_arm("poet-full", settings(corpus))
+    assert (interface, own.body) == ("untied", "poet-full")
 
 
 def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    shared = ["--preset", "tiny-for-tests", "--steps", "6", "--data", f"text:{corpus}", "--device", "cpu"]
+    shared = ["--preset", TINY, "--steps", "6", "--data", f"text:{corpus}", "--device", "cpu"]
     shared += ["--batch-size", "4", "--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004"]
     main(["ablate", *shared, "--seeds", "2", "--arms", "transpose,pit-trainable", "--out", str(out)])
     printed = capsys.readouterr().out
@@ -200,39 +182,3 @@ def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.Ca
     (out / "report.html").unlink()
     main(["report", str(out)])
     assert (out / "report.html").read_text() == page
-
-
-def test_train_command_and_its_flags(tmp_path: Path, corpus: Path) -> None:
-    out = tmp_path / "out"
-    run = [
-        "train",
-        "--preset",
-        "tiny-for-tests",
-        "--interface",
-        "pit-frozen",
-        "--steps",
-        "4",
-        "--checkpoint-every",
-        "2",
-    ]
-    run += ["--data", f"text:{corpus}", "--out", str(out), "--device", "cpu", "--batch-size", "4", "--lr", "0.004"]
-    run += ["--sequence-length", "16", "--val-tokens", "64"]
-    main([*run, "--resume"])
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
-    main([*run, "--resume"])  # finished already: nothing to do
-    with pytest.raises(SystemExit) as stopped:
-        main(run)
-    assert stopped.value.code == 2
-
-
-def test_errors_are_short_and_status_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "manifold_tying", "ablate", "--out", str(tmp_path / "out"), "--data"]
-    missing = tmp_path / ("long" * 30) / "missing"  # a path is not broken into lines, so that it can be copied
-    for data, expected in (("nowhere", "stdlib"), (f"text:{missing}", f"'{missing}'")):
-        done = subprocess.run([*command, data], capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and expected in done.stderr
-        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    bad_arm = subprocess.run([*command, "stdlib", "--arms", "x"], capture_output=True, text=True, check=False)
-    assert bad_arm.returncode == 2 and "unknown arm 'x'" in bad_arm.stderr and "Traceback" not in bad_arm.stderr
-    assert not (tmp_path / "out").exists()

@@ -77,11 +77,11 @@ def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path)
     assert len(load_experiment(tmp_path / "out").runs[0].metrics) == 1
 
 
-@pytest.mark.parametrize("name", ["m[/x]", "m[final]:x:"])
 def test_names_are_not_markup(
-    name: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config(tmp_path, corpus)
+    name = "m[/x][final]:x:"
     monkeypatch.chdir(tmp_path)
     main(command("train", name, corpus))
     assert f"written to {name}\n" in capsys.readouterr().out and (tmp_path / name / "result.json").exists()
@@ -89,16 +89,12 @@ def test_names_are_not_markup(
     main(["report", name])
     said = capsys.readouterr().out
     assert said.count(name) == 2 and f"report: {name}/report.html" in said
-    if name == "m[/x]":
-        main([*command("ablate", f"{name} too", corpus), "--arms", "untied", "--seeds", "1"])
-        assert f"report: {name} too/report.html" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("preset", "arms", "twice"),
     [
         ("mini", "transpose,pit-trainable,pit-trainable+lr=0.002", ("pit-trainable", "pit-trainable+lr=0.002")),
-        ("nano", "untied,transpose,transpose+lr=8e-3", ("transpose", "transpose+lr=8e-3")),
         ("nano", "untied,adamw", ("untied", "adamw")),
         ("nano", "untied,untied+timeout=60", ("untied", "untied+timeout=60")),
     ],
@@ -109,17 +105,10 @@ def test_arms_that_resolve_alike_are_refused(preset: str, arms: str, twice: tupl
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("preset", "arms"),
-    [
-        ("mini", "transpose,pit-trainable,pit-trainable+lr=0.001"),
-        ("nano", "transpose,pit-trainable,pit-trainable+lr=0.002,pit-trainable+second_moment=row"),
-        ("nano", "untied,untied+compile=true,poet-block,poet-block+block_size=16,poet-full"),
-    ],
-)
-def test_arms_that_differ_are_not_refused(preset: str, arms: str, tmp_path: Path) -> None:
-    experiment = AblateConfig(out=tmp_path / "out", arms=arms, settings=Settings(preset=preset))
-    assert len(experiment.runs()) == 3 * len(arms.split(","))
+def test_arms_that_differ_are_not_refused(tmp_path: Path) -> None:
+    arms = "transpose,pit-trainable,pit-trainable+lr=0.002,pit-trainable+second_moment=row,untied,untied+compile=true,"
+    arms += "poet-block,poet-block+block_size=16,poet-full"
+    assert len(AblateConfig(out=tmp_path / "out", arms=arms, seeds=3).runs()) == 3 * 9
 
 
 def test_the_report_counts_the_tokens_that_were_evaluated(tmp_path: Path, corpus: Path) -> None:
@@ -136,9 +125,6 @@ def test_the_report_counts_the_tokens_that_were_evaluated(tmp_path: Path, corpus
     page = (tmp_path / "alike/report.html").read_text()
     assert "cannot be compared" not in page and f"<dd>{million}</dd>" in page and "<dd>1000000</dd>" not in page
     assert {own["val_tokens"] for own in apart.arms.values()} == {million, 64}
-    main(["report", *map(str, folders[1:]), "--out", str(tmp_path / "apart")])
-    page = (tmp_path / "apart/report.html").read_text()
-    assert f"validation tokens: {million} (two-million/untied); 64 (few/untied)" in page
 
 
 @pytest.mark.parametrize("arm", ["pit-frozen+memory_lr=0.1", "transpose+transform_lr=0.1", "adamw+block_size=16"])

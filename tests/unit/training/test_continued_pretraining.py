@@ -26,7 +26,6 @@ from manifold_tying.training.data import Batches, open_tokens, prepare
 from manifold_tying.tying.huggingface import PITEmbedding
 
 V, D, N = 300, 16, 16
-ARMS: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable", "pit-free")
 TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
 
 
@@ -118,7 +117,7 @@ def test_rotation_keeps_the_function_where_the_last_gain_is_even(tmp_path: Path,
     assert 1e-3 < error(uneven) < 0.5 * error(uneven, transform="head")
 
 
-@pytest.mark.parametrize("family", ["Llama", "SmolLM3", "Qwen3", "Granite"])
+@pytest.mark.parametrize("family", ["SmolLM3", "Qwen3", "Granite"])
 def test_rotation_of_each_family(family: str) -> None:
     """Their last gains are 1 before training."""
     model = build(family)
@@ -127,7 +126,7 @@ def test_rotation_of_each_family(family: str) -> None:
     assert difference(logits(mt.convert(build(family))), before) > 1e-2
 
 
-@pytest.mark.parametrize("family", ["GPT-2", "Gemma 3", "OPT", "Cohere"])
+@pytest.mark.parametrize("family", ["GPT-2", "Gemma 3"])
 def test_rotation_refuses_other_blocks_and_leaves_them(family: str) -> None:
     model = build(family)
     before = logits(model)
@@ -136,8 +135,7 @@ def test_rotation_refuses_other_blocks_and_leaves_them(family: str) -> None:
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=["all", "lora"])
-@pytest.mark.parametrize("interface", ARMS)
+@pytest.mark.parametrize(("interface", "changes"), [("pit-trainable", {}), ("pit-free", {"lora_rank": 2})])
 def test_resumed_run_equals_uninterrupted_run(
     interface: Interface, changes: dict[str, Any], tmp_path: Path, source: Path, corpus: Path
 ) -> None:
@@ -156,7 +154,7 @@ def test_resumed_run_equals_uninterrupted_run(
         assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
 
 
-@pytest.mark.parametrize("interface", ARMS)
+@pytest.mark.parametrize("interface", ["transpose", "pit-trainable", "pit-free"])
 def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Path, source: Path, corpus: Path) -> None:
     (source / "tokenizer_files").mkdir(exist_ok=True)  # is no file to be copied
     config = run(tmp_path / "run", source, corpus, interface, init_transform="rotation")
@@ -183,7 +181,7 @@ def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Pat
         assert row["delta_ti"] > 1
 
 
-@pytest.mark.parametrize("interface", ARMS)
+@pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
 def test_low_rank_updates_are_merged_and_touch_nothing_else(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path
 ) -> None:
@@ -235,8 +233,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}], ids=["all", "lora"])
-@pytest.mark.parametrize("interface", ["pit-frozen", "pit-trainable"])
+@pytest.mark.parametrize(("interface", "changes"), [("pit-trainable", {}), ("pit-frozen", {"lora_rank": 2})])
 def test_converted_checkpoint_is_gone_on_with(
     interface: Interface, changes: dict[str, Any], tmp_path: Path, converted: Path, corpus: Path
 ) -> None:
@@ -282,8 +279,8 @@ def test_a_converted_checkpoints_own_settings_count(tmp_path: Path, converted: P
 def test_ablation_of_all_arms(tmp_path: Path, source: Path, corpus: Path) -> None:
     arms = "transpose,untied,pit-frozen,pit-trainable+init_transform=rotation"
     shared = run(tmp_path, source, corpus, steps=2).settings
-    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=2, settings=shared))
-    assert [row["arm"] for row in rows[:4]] == arms.split(",") and len(rows) == 8
+    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=shared))
+    assert [row["arm"] for row in rows] == arms.split(",")
     described = json.loads((tmp_path / "out/experiment.json").read_text())
     assert described["settings"]["init_from"] == str(source)
     per_arm = described["arms"]
@@ -309,14 +306,10 @@ def test_command_line(tmp_path: Path, source: Path, corpus: Path, capsys: pytest
     ("changes", "message"),
     [
         ({"preset": "mini"}, "preset cannot be chosen with init_from"),
-        ({"body": "poet-block"}, "body cannot be chosen"),
-        ({"embedding_norm": True}, "embedding_norm cannot be chosen"),
         ({"table_std": 0.1}, "table_std cannot be chosen"),
         ({"init_transform": "hat"}, "unknown init_transform 'hat'; choose one of identity, head"),
         ({"bridge": True, "init_transform": "identity"}, "init_transform or bridge, got both"),
-        ({"lora_rank": 0}, "expected lora_rank >= 1"),
         ({"init_from": None, "lora_rank": 4}, "lora_rank needs init_from"),
-        ({"init_from": None, "init_transform": "rotation"}, "init_transform needs init_from"),
         ({"sequence_length": 65}, "expected sequence_length <= 64"),
     ],
 )
@@ -342,7 +335,7 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     refused(r"is not a tokenizer.json", empty)
     (empty / "config.json").write_text('{"model_type": "no such"}')
     refused("describes no model that transformers knows", empty)
-    for lost in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+    for lost in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
         partial = shutil.copytree(source, tmp_path / lost)
         tensors = load_file(partial / "model.safetensors")
         del tensors[lost]

@@ -1,10 +1,10 @@
 """Corpora to token directories, token directories to batches."""
 
+import itertools
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import sysconfig
 import tracemalloc
@@ -31,6 +31,7 @@ from manifold_tying.training.data import (
     validation_batches,
 )
 from manifold_tying.training.data._corpus import open_corpus
+from manifold_tying.training.data._tokens import Meta
 
 SEPARATOR = "<|endoftext|>"
 VOCABULARY = 400
@@ -216,7 +217,7 @@ def test_a_subfolder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
         open_corpus(f"text:{tmp_path}")
 
 
-@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+@pytest.mark.parametrize("block", [7, 1 << 20])
 def test_how_a_file_is_read_does_not_matter(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_corpus, "_BLOCK", block)
     monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", 50)
@@ -254,7 +255,7 @@ def test_long_runs_of_letters_train_a_tokenizer_in_time() -> None:
 
 def test_short_words_are_not_cut() -> None:
     """So that tokenizers of ordinary text stay as they were."""
-    for parts in open_corpus("stdlib").documents():
+    for parts in itertools.islice(open_corpus("stdlib").documents(), 100):
         text = "".join(parts)
         assert list(_tokenizer._short_words(text)) == [text]
     blank = " " * 1024 + "x" * 1024 + "\n"
@@ -286,8 +287,6 @@ def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     assert ["".join(parts) for parts in open_corpus(f"docstrings:{package.name}").documents()] == [f"{prose}\n\nOf f."]
     assert package.name not in sys.modules
-    numpy = open_corpus("docstrings:numpy").documents()
-    assert any("Compute the inverse of a matrix" in "".join(parts) for parts in numpy)
 
 
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
@@ -297,7 +296,7 @@ def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> 
     assert "xy" not in data.tokenizer().get_vocab()
 
 
-@pytest.mark.parametrize("count", [1, 3, 19])
+@pytest.mark.parametrize("count", [1, 19])
 def test_few_documents_are_divided_by_tokens(count: int, tmp_path: Path) -> None:
     documents = make_documents(count)
     data = open_tokens(prepare(jsonl_corpus(tmp_path, count), vocab_size=VOCABULARY))
@@ -376,11 +375,8 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
         "stdlib takes nothing": ("stdlib:3.11", "the forms are"),
         "no package": ("docstrings:no_such_package", "name of an installed package, got 'no_such_package'"),
         "a module, no package": ("docstrings:torch,this", "got 'this'"),
-        "no packages": ("docstrings:", "the forms are"),
-        "empty": ("", "the forms are"),
         "no path": ("text:", "no file or folder"),
         "missing": (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),
-        "missing among others": (f"jsonl:{root / 'good.jsonl'},{root / 'x'}", "no file or folder"),
         "empty folder": (f"text:{root / 'empty'}", "holds no text"),
         "empty file": (f"text:{root / 'blank.txt'}", "holds no text"),
         "not UTF-8": (f"text:{root / 'latin.txt'}", "latin.txt is not UTF-8"),
@@ -392,7 +388,6 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
         "no parquet": (f"parquet:{root / 'bad.parquet'}", "bad.parquet is not a parquet file"),
         "no parquet column": (f"parquet:{root / 'content.parquet'}", "no column \"text\"; it has .'content'"),
         "hub without a name": ("hf:", "expected hf:NAME"),
-        "hub with too much": ("hf:a:b:c:d", "expected hf:NAME"),
         "hub missing": (f"hf:{root / 'nothing'}", "cannot open the dataset"),
         "hub split": (f"hf:{root / 'hub'}::test", "Bad split: test"),
         "hub config": (f"hf:{root / 'hub'}:other", "cannot open the dataset"),
@@ -539,18 +534,17 @@ def test_every_ingredient_counts(tmp_path: Path) -> None:
     assert len(seen) == 14
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["encode", "move_tail", "write_meta"])
 def test_a_failed_build_leaves_nothing(
-    place: str, error: type[BaseException], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
-        raise error("in the middle")
+        raise KeyboardInterrupt("in the middle")
 
     spec = jsonl_corpus(tmp_path, 3)
     with monkeypatch.context() as patch:
         patch.setattr(_prepare, place, fail)
-        with pytest.raises(error, match="in the middle"):
+        with pytest.raises(KeyboardInterrupt, match="in the middle"):
             prepare(spec, vocab_size=VOCABULARY)
     assert list(cache.iterdir()) == []
     assert open_tokens(prepare(spec, vocab_size=VOCABULARY)).meta.documents == 3
@@ -572,47 +566,21 @@ def test_the_environment_is_as_before(before: str | None, tmp_path: Path, monkey
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 
 
-CHILD = """
-import os, signal, sys
-from manifold_tying.training.data import _prepare, prepare
-spec, killed = sys.argv[1:]
-write_meta = _prepare.write_meta
-def wait_for_the_other(*args):
-    write_meta(*args)
-    if killed == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    print("written", flush=True)
-    sys.stdin.readline()  # both have built before either renames
-_prepare.write_meta = wait_for_the_other
-print(prepare(spec, vocab_size=400))
-"""
+def test_two_builds_at_once_do_no_harm(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, write_meta = jsonl_corpus(tmp_path), _prepare.write_meta
+    other: list[Path] = []
 
+    def wait_for_the_other(directory: Path, meta: Meta) -> None:
+        write_meta(directory, meta)
+        if len(list(cache.iterdir())) == 1:
+            other.append(prepare(spec, vocab_size=400))  # has built and renamed before this one renames
 
-def start(spec: str, killed: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", "-c", CHILD, spec, killed]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def test_processes_do_not_harm_each_other(tmp_path: Path, cache: Path) -> None:
-    """Two build at once; a third is killed when all is written but nothing has its final name."""
-    spec = jsonl_corpus(tmp_path)
-    first, second, killed = start(spec), start(spec), start(spec, "killed")
-    assert killed.wait() == -signal.SIGKILL
-    for process in (first, second):
-        assert process.stdout is not None and process.stdout.readline() == "written\n"
-    assert len(list(cache.iterdir())) == 3
-    results = [process.communicate("\n") for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), results
-    killed.communicate()
+    monkeypatch.setattr(_prepare, "write_meta", wait_for_the_other)
     directory = prepare(spec, vocab_size=400)
-    assert [Path(output.strip()) for output, _ in results] == [directory, directory]
-    assert [path for path in cache.iterdir() if not path.name.startswith(".")] == [directory]
-    # What another process has made is, to the byte, what this one makes.
+    assert other == [directory] and list(cache.iterdir()) == [directory]
     again = prepare(spec, vocab_size=400, cache=tmp_path / "again")
-    assert again.name == directory.name
-    names = sorted(path.name for path in directory.iterdir())
-    assert names == ["meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin"]
+    names = ["meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin"]
+    assert sorted(path.name for path in directory.iterdir()) == names
     assert [(again / name).read_bytes() for name in names] == [(directory / name).read_bytes() for name in names]
 
 
@@ -675,12 +643,8 @@ def no_digests(damage: Callable[[Path], object]) -> Callable[[Path], object]:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
     "empty meta": (lambda d: (d / "meta.json").write_text(""), "is not JSON"),
-    "broken meta": (lambda d: (d / "meta.json").write_bytes(b'{"format": \xff'), "is not JSON"),
-    "list meta": (lambda d: (d / "meta.json").write_text("[1]"), "expected a JSON object, got a list"),
     "newer format": (edit_meta(lambda m: m.update(format=2)), "expected format 1, found 2"),
-    "no field": (edit_meta(lambda m: m.pop("val_bytes")), "expected val_bytes .* found None"),
     "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
-    "truth for a number": (edit_meta(lambda m: m.update(shard_tokens=True)), "expected shard_tokens .* found True"),
     "no shards": (edit_meta(lambda m: m.update(shard_tokens=0)), "expected shard_tokens to be positive, found 0"),
     "other dtype": (edit_meta(lambda m: m.update(dtype="object")), "expected dtype to be one of"),
     "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val-00000\.bin: expected \d+ bytes"),
@@ -689,16 +653,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shard": (lambda d: (d / "train-00001.bin").unlink(), r"train-00001\.bin is missing"),
     "empty shard": (lambda d: (d / "val-00000.bin").write_bytes(b""), r"val-00000\.bin: expected \d+ bytes .*found 0"),
     "cut shard": (cut("train-00000.bin", -2), r"train-00000\.bin: expected 1000 bytes .*found 998"),
-    "half a token": (cut("train-00001.bin", -1), r"train-00001\.bin: expected 1000 bytes .*found 999"),
     "flipped bit": (flip("train-00000.bin"), r"train-00000\.bin is not the shard that meta\.json names by its hash"),
     "other digests": (edit_meta(lambda m: m.update(shards={"x": "y"})), r"train-00000\.bin is not the shard"),
-    "digests in a list": (edit_meta(lambda m: m.update(shards=[1])), r"expected shards to be .*dict.*, found \[1\]"),
-    "nested meta": (lambda d: (d / "meta.json").write_text("[" * 10**5), "is not JSON .nested too deeply"),
     "token beyond the vocabulary": (
         no_digests(edit("train-00001.bin", 400)),
         r"token ids below vocab_size=400, found 400",
     ),
-    "longer shard": (cut("val-00000.bin", 2), r"val-00000\.bin: expected \d+ bytes"),
 }
 
 

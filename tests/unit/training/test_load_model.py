@@ -24,10 +24,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("interface", "changes"),
     [
-        ("transpose", {"embedding_norm": True}),
         ("untied", {"body": "poet-block", "equivalence_lr": 2e-3, "merge_every": 3}),
-        ("pit-frozen", {"body": "poet-full", "equivalence_lr": 2e-3, "log_det_penalty": 0.1}),
-        ("pit-trainable", {"retraction": "qr", "diagonal": "softplus", "second_moment": "row", "betas": (0.8, 0.9)}),
+        (
+            "pit-trainable",
+            {
+                "embedding_norm": False,
+                "retraction": "qr",
+                "diagonal": "softplus",
+                "second_moment": "row",
+                "betas": (0.8, 0.9),
+            },
+        ),
     ],
 )
 def test_every_checkpoint_has_the_loss_that_was_measured(
@@ -56,19 +63,12 @@ def test_every_checkpoint_has_the_loss_that_was_measured(
     assert diagnostics.delta_ti(*newest.interface.materialize()) == pytest.approx(lines(tmp_path)[-1]["delta_ti"])
 
 
-@pytest.mark.parametrize(("keep", "steps"), [(2, [9, 12]), (3, [6, 9, 12]), (None, [3, 6, 9, 12])])
+@pytest.mark.parametrize(("keep", "steps"), [(1, [12]), (3, [6, 9, 12])])
 def test_as_many_checkpoints_stay_as_are_asked_for(keep: Any, steps: list[int], tmp_path: Path, corpus: Path) -> None:
     train(config(tmp_path, corpus, "transpose", checkpoint_every=3, keep_checkpoints=keep))
     assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in steps]
 
 
-def test_bad_folders(tmp_path: Path, corpus: Path) -> None:
+def test_a_folder_without_checkpoints_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the folder of a run with checkpoints"):
         load_model(tmp_path)
-    run = config(tmp_path / "run", corpus, "transpose")
-    train(run)
-    file = checkpoints(tmp_path / "run")[0] / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match=r"model\.safetensors .* is not what was written"):
-        load_model(file.parent)
-    load_model(tmp_path / "run")  # its newest one is whole

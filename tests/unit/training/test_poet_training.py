@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 
 from manifold_tying import diagnostics
-from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
 from manifold_tying.parametrizations import equivalences
-from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, train
-from manifold_tying.training._ablation import parse_arm
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, checkpoints, train
 from manifold_tying.training._build import build_merges, build_model, build_optimizer
-from manifold_tying.training._checkpoint import checkpoints, load_checkpoint
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.report import load_experiment, write_report
@@ -56,13 +52,12 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize("body", ["poet-block", "poet-full"])
-def test_resumed_at_any_step_around_a_merge_equals_uninterrupted(body: str, tmp_path: Path, corpus: Path) -> None:
-    """A checkpoint at every step; stopped before, at and after the merge at 4."""
-    shared = settings(corpus, body=body, checkpoint_every=1, eval_every=3)
+def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corpus: Path) -> None:
+    """A checkpoint at every step; stopped before and at the merge at 4."""
+    shared = settings(corpus, body="poet-full", checkpoint_every=1, eval_every=3, steps=6)
     whole = TrainConfig(out=tmp_path / "whole", interface="untied", settings=shared)
     train(whole)
-    for stop in (3, 4, 5):
+    for stop in (3, 4):
         parts = dataclasses.replace(whole, out=tmp_path / str(stop))
 
         def observe(metrics: dict[str, Any], last: int = stop) -> None:
@@ -73,12 +68,8 @@ def test_resumed_at_any_step_around_a_merge_equals_uninterrupted(body: str, tmp_
             train(parts, observer=observe)
         assert checkpoints(parts.out)[-1].name == f"step-{stop:08d}"
         train(dataclasses.replace(parts, resume=True))
-        for file in ("metrics.jsonl", "probes.jsonl"):
-            assert lines(parts.out / file) == lines(whole.out / file), f"{file} after a stop at {stop}"
-        last = "checkpoints/step-00000012/model.safetensors"
-        assert (parts.out / last).read_bytes() == (whole.out / last).read_bytes()
-        shutil.rmtree(parts.out)
-    assert [line["step"] for line in lines(whole.out / "probes.jsonl")] == [0, 3, 6, 9, 12]
+        for file in ("metrics.jsonl", "probes.jsonl", "checkpoints/step-00000006/model.safetensors"):
+            assert (parts.out / file).read_bytes() == (whole.out / file).read_bytes(), f"{file} after a stop at {stop}"
 
 
 def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus: Path) -> None:
@@ -89,15 +80,6 @@ def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus
     again = train(dataclasses.replace(run, resume=True))
     same = set(row) - {"peak_memory_bytes", "seconds", "tokens_per_second"}
     assert {key: again[key] for key in same} == {key: row[key] for key in same}
-
-
-def test_lost_probes_are_noticed(tmp_path: Path, corpus: Path) -> None:
-    run = TrainConfig(out=tmp_path / "run", interface="untied", settings=settings(corpus, body="poet-block"))
-    train(run)
-    kept = (run.out / "probes.jsonl").read_text().splitlines(keepends=True)
-    (run.out / "probes.jsonl").write_text("".join(kept[:-1]))
-    with pytest.raises(ValueError, match=r"probes\.jsonl has 3 of the 4 lines"):
-        train(dataclasses.replace(run, resume=True))
 
 
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
@@ -161,14 +143,14 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
 
 def test_poet_keeps_the_spectrum_that_adamw_changes(tmp_path: Path, corpus: Path) -> None:
     change = {}
-    for body in ("adamw", "poet-block", "poet-full"):
-        shared = settings(corpus, body=body, steps=40, eval_every=40)
+    for body in ("adamw", "poet-block"):
+        shared = settings(corpus, body=body, steps=24, eval_every=24)
         train(TrainConfig(out=tmp_path / body, interface="untied", settings=shared))
         looks = lines(tmp_path / body / "probes.jsonl")
         spectra = [[one["singular_values"][-1] for one in look["weights"].values()] for look in (looks[0], looks[-1])]
         change[body] = max(abs(b / a - 1) for a, b in zip(*spectra, strict=True))
         assert ("R" in looks[0]["weights"]["blocks.1.mlp.up"]) == (body != "adamw")
-    assert change["poet-block"] < 1e-3 and change["poet-full"] < 1e-3 and change["adamw"] > 0.1
+    assert change["poet-block"] < 1e-3 < 0.05 < change["adamw"]
 
 
 def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path) -> None:
@@ -212,64 +194,35 @@ def test_recipe_of_the_paper(preset: str, values: dict[str, Any], expected: tupl
     assert (found.block_size, found.merge_every, found.equivalence_lr) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"body": "poet"}, r"unknown body 'poet'; choose one of adamw, poet-block, poet-full"),
-        ({"block_size": 1}, r"block_size to be a whole number >= 2, got 1"),
-        ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
-        ({"cayley_terms": 0}, r"terms to be a whole number >= 1"),
-        ({"merge_every": 0}, r"merge_every >= 1, got 0"),
-        ({"init": "zero"}, r"unknown init 'zero'; choose one of keep, normalized"),
-        ({"out_share": 1.5}, r"0 <= out_share <= 1"),
-        ({"equivalence_lr": -1.0}, r"equivalence_lr >= 0, got -1"),
-    ],
-)
-def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(**values)
-
-
-def test_arms_name_a_body_or_change_to_one(corpus: Path) -> None:
-    assert parse_arm("poet-full", Settings())[0] == "untied"
-    interface, own = parse_arm("pit-trainable+body=poet-block+block_size=128+cayley_terms=null", Settings())
-    assert interface == "pit-trainable" and (own.body, own.block_size, own.cayley_terms) == ("poet-block", 128, None)
-    # An arm called adamw is that, whatever body the other arms share.
-    assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
-    for arm, message in (
-        ("poet", r"unknown arm 'poet'; choose from untied, .*pit-free, adamw, poet-block, poet-full"),
-        ("poet-full+body=adamw", r"unknown change 'body=adamw'"),
-        ("untied+body=full", r"unknown body 'full'; choose one of adamw, poet-block"),
-        ("untied+fraction=null", r"expected fraction"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            parse_arm(arm, Settings())
-
-
 # torch 2.13's own way of tracing an autograd.Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_body_trains_alike_across_a_merge(
+def test_a_compiled_run_has_the_same_losses_across_a_merge(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a trainable memory, too. Without a compiler: the capture of the graphs is what can go wrong on our side."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager"))
+    monkeypatch.setitem(PRESETS, TINY, dataclasses.replace(PRESETS[TINY], num_layers=1))
     losses = {}
     for compiled in (False, True):
         out = tmp_path / str(compiled)
-        shared = settings(corpus, body="poet-block", compile=compiled, steps=4, merge_every=2)
-        train(TrainConfig(out=out, interface="untied", settings=shared))
+        shared = settings(corpus, body="poet-block", compile=compiled, steps=3, merge_every=2)
+        train(TrainConfig(out=out, interface="pit-trainable", settings=shared))
         losses[compiled] = [line["loss"] for line in lines(out / "metrics.jsonl")]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
-    arms = "adamw,poet-block,poet-full,pit-trainable+body=poet-block"
+def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, TINY, dataclasses.replace(PRESETS[TINY], num_layers=1))
+    arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
-    rows = ablate(AblateConfig(out=out, arms=arms, seeds=2, settings=settings(corpus, eval_every=2)))
-    assert [row["arm"] for row in rows[:4]] == arms.split(",")
-    assert [row["orthogonality_error"] is None for row in rows[:4]] == [True, False, False, False]
+    rows = ablate(
+        AblateConfig(out=out, arms=arms, seeds=1, settings=settings(corpus, steps=4, merge_every=2, eval_every=2))
+    )
+    assert [row["arm"] for row in rows] == arms.split(",")
+    assert [row["orthogonality_error"] is None for row in rows] == [True, False, False]
     trainable = {row["arm"]: row["trainable_parameters"] for row in rows}
-    assert trainable["poet-block"] < trainable["adamw"]
+    assert trainable["poet-full"] < trainable["adamw"]
     described = json.loads((out / "experiment.json").read_text())
     assert described["arms"]["poet-full"]["body"] == "poet-full"
     assert described["arms"]["adamw"]["equivalence_lr"] is None
@@ -279,47 +232,7 @@ def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None
     assert page.count('role="img"') == page.count("<figure ") and 'aria-label=""' not in page
     assert "Δ<br>to" not in page and "to adamw" in page.replace("\N{NO-BREAK SPACE}", " ").replace("<br>", " ")
     assert {path.stem for path in out.glob("*.png")} >= {"updates", "hyperspherical-energy"}
-    # Where nothing rotates there are no such figures.
-    plain = json.loads((out / "summary.json").read_text())
-    (out / "summary.json").write_text(json.dumps([row for row in plain if row["arm"] == "adamw"]))
-    page = write_report(load_experiment(out), out).read_text()
-    assert 'id="figure-updates"' not in page and 'id="figure-val-loss-tokens"' in page
     with (out / "adamw-0/probes.jsonl").open("a") as file:
         file.write('{"step": 99, "tokens": 9, "weights": {"blocks.1.mlp.up": {"svd_entropy": "high"}}}\n')
-    with pytest.raises(ValueError, match=r"probes\.jsonl, line 8, blocks\.1\.mlp\.up: expected a number under"):
+    with pytest.raises(ValueError, match=r"probes\.jsonl, line 4, blocks\.1\.mlp\.up: expected a number under"):
         load_experiment(out)
-
-
-def test_train_command_takes_a_body(tmp_path: Path, corpus: Path) -> None:
-    out = tmp_path / "out"
-    run = [
-        "train",
-        "--preset",
-        TINY,
-        "--interface",
-        "untied",
-        "--body",
-        "poet-full",
-        "--fraction",
-        "0.25",
-        "--steps",
-        "4",
-    ]
-    run += ["--data", f"text:{corpus}", "--out", str(out), "--device", "cpu", "--batch-size", "4", "--lr", "0.004"]
-    main([*run, "--sequence-length", "16", "--val-tokens", "64", "--cayley-terms", "None"])
-    there = json.loads((out / "config.json").read_text())
-    assert (there["body"], there["fraction"], there["cayley_terms"], there["merge_every"]) == (
-        "poet-full",
-        0.25,
-        None,
-        2,
-    )
-    model = build_model(run_of := resolve(TrainConfig(out=out, interface="untied", settings=_again(there))))
-    load_checkpoint(checkpoints(out)[-1], model, None, run_of.as_json())
-    assert len(equivalences(model)) == 2 * len(KINDS)
-
-
-def _again(values: dict[str, Any]) -> Settings:
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    known = {key: value for key, value in values.items() if key in fields}
-    return Settings(**{**known, "betas": tuple(known["betas"])})

@@ -1,0 +1,370 @@
+"""Damaged files of a run: refused by name with every byte as it was, or repaired with what was dropped set aside."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile import run, tree
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training_runs import TINY, config, text
+
+from manifold_tying.training import checkpoints, load_model, train
+from manifold_tying.training._checkpoint import digest_of_state
+from manifold_tying.training._files import digest
+from manifold_tying.training._record import Record
+
+Damage = Callable[[Path], object]
+CHECKPOINT = "checkpoints/step-00000004"
+COMMANDS = {"report": ["report", "run"], "inspect": ["inspect", "run"], "export": ["export", "run", "out"]}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run and its corpus."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(config(folder / "run", text(folder), "untied", steps=4, checkpoint_every=2))
+    return folder
+
+
+@pytest.fixture
+def here(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    return tmp_path
+
+
+def again(here: Path) -> None:
+    """The run as it was."""
+    shutil.rmtree(here / "run")
+    shutil.copytree(here / "whole", here / "run")
+
+
+def resumed(here: Path, finished: Path, **changes: Any) -> dict[str, Any]:
+    options = {"steps": 4, "checkpoint_every": 2, "resume": True, **changes}
+    return train(config(here / "run", finished / "sums.txt", "untied", **options))
+
+
+def resume(finished: Path) -> list[str]:
+    """The command that made the run, to resume."""
+    sizes = {"--batch-size": 5, "--sequence-length": 16, "--val-tokens": 128, "--eval-every": 4, "--lr": 4e-3}
+    others = {"--steps": 4, "--checkpoint-every": 2, "--merge-every": 4, "--block-size": 8}
+    options = [str(word) for pair in {**sizes, **others}.items() for word in pair]
+    run_of = [
+        "train",
+        "--out",
+        "run",
+        "--preset",
+        TINY,
+        "--interface",
+        "untied",
+        "--data",
+        f"text:{finished / 'sums.txt'}",
+    ]
+    return [*run_of, *options, "--resume-from", Path(CHECKPOINT).name]
+
+
+def replaced(content: bytes) -> Damage:
+    return lambda path: path.write_bytes(content)
+
+
+def other(make: Damage) -> Damage:
+    """Something else in the place of the file."""
+
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+DAMAGES: dict[str, Damage] = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 3),
+    "empty": replaced(b""),
+    "binary": replaced(bytes(range(256))),
+    "BOM": lambda path: path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes()),
+    "UTF-16": lambda path: path.write_bytes(path.read_bytes().decode("latin1").encode("utf-16")),
+    "control characters": replaced(b"\x00\x1b[31m\x07\n"),
+    "nested": replaced(b"[" * 10**5 + b"\n"),
+    "list": replaced(b"[]\n"),
+    "null": replaced(b"null\n"),
+    "huge number": replaced(b"9" * 5000 + b"\n"),
+    "text": replaced(b'"text"\n'),
+    "NaN": replaced(b"NaN\n"),
+    "no keys": replaced(b"{}\n"),
+    "FIFO": other(os.mkfifo),
+    "folder": other(Path.mkdir),
+    "link to itself": other(lambda path: path.symlink_to(path.name)),
+    "dangling link": other(lambda path: path.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "named"),
+    [
+        ("report", "result.json", "result.json"),
+        ("report", "timing.jsonl", "timing.jsonl"),
+        ("resume", "metrics.jsonl", "metrics.jsonl"),
+        ("resume", f"{CHECKPOINT}/state.json", "step-00000004"),
+        ("inspect", f"{CHECKPOINT}/model.safetensors", "step-00000004"),
+    ],
+)
+def test_every_reader_refuses_every_damage(
+    command: str, file: str, named: str, finished: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(here / "run", here / "whole")
+    words = resume(finished) if command == "resume" else COMMANDS[command]
+    for name, damage in DAMAGES.items():
+        if (file, name) == ("timing.jsonl", "empty"):
+            continue  # no step was timed
+        damage(here / "run" / file)
+        before = tree(here)
+        status, said = run(words, capsys)
+        assert status == 2 and named in said and tree(here) == before, (name, said)
+        again(here)
+
+
+READ = {
+    "report": ["config.json", "result.json", "run.json", "metrics.jsonl", "timing.jsonl", "probes.jsonl"],
+    "resume": ["metrics.jsonl", "timing.jsonl", "probes.jsonl", *(
+        f"{CHECKPOINT}/{name}" for name in ("state.json", "model.safetensors", "optimizer.safetensors", "probes.safetensors")
+    )],
+    "inspect": [f"{CHECKPOINT}/{name}" for name in ("state.json", "model.safetensors")],
+    "export": [f"{CHECKPOINT}/{name}" for name in ("state.json", "model.safetensors", "optimizer.safetensors")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", READ)
+def test_every_file_that_a_command_reads_is_checked(
+    command: str, finished: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(here / "run", here / "whole")
+    for file in READ[command]:
+        DAMAGES["truncated"](here / "run" / file)
+        before = tree(here)
+        status, said = run(resume(finished) if command == "resume" else COMMANDS[command], capsys)
+        assert status == 2 and (Path(file).name in said or "step-00000004" in said), (file, said)
+        assert {name: of for name, of in tree(here).items() if name != "out"} == before
+        again(here)
+
+
+def test_what_a_run_can_write_again_is_no_reason_to_refuse(finished: Path, here: Path) -> None:
+    whole = tree(here)
+    loss = json.loads((here / "run/result.json").read_bytes())["val_loss"]
+    for file in ("config.json", "run.json", "result.json"):
+        DAMAGES["binary"](here / "run" / file)
+    assert resumed(here, finished)["val_loss"] == loss
+    changes = {"run/run.json", "run/result.json"}  # these say how and on what the run was called last
+    assert all(tree(here)[name] == of for name, of in whole.items() if name not in changes)
+
+
+# Logs
+
+
+def line(number: int, change: Callable[[bytes], bytes]) -> Damage:
+    """Change one line of a file."""
+
+    def damage(path: Path) -> None:
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[number - 1] = change(lines[number - 1])
+        path.write_bytes(b"".join(lines))
+
+    return damage
+
+
+def edited(**changes: Any) -> Callable[[bytes], bytes]:
+    """Change an object's values; ... drops one."""
+
+    def edit(content: bytes) -> bytes:
+        values = {**json.loads(content), **changes}
+        return json.dumps({k: v for k, v in values.items() if v is not ...}).encode() + b"\n"
+
+    return edit
+
+
+LOGS: list[tuple[str, Damage, str]] = [
+    ("metrics.jsonl", line(2, lambda content: b"{broken\n"), "line 2: not JSON"),
+    ("metrics.jsonl", line(2, edited(step=3)), "line 2: expected a whole line of step 2"),
+    ("metrics.jsonl", line(2, edited(loss=...)), "line 2: expected a number under 'loss', got nothing"),
+    ("metrics.jsonl", line(2, edited(loss=True)), "line 2: expected a number under 'loss', got True"),
+    ("metrics.jsonl", line(4, edited(val_loss="1")), "line 4: expected a number under 'val_loss'"),
+    ("metrics.jsonl", line(4, edited(delta_ti=...)), "line 4: expected a number under 'delta_ti'"),
+    ("metrics.jsonl", lambda path: path.unlink(), "has 0 of the 4 lines"),
+    ("timing.jsonl", line(4, edited(seconds=float("nan"))), "expected a number under 'seconds'"),
+    ("timing.jsonl", line(4, edited(seconds=0)), "expected seconds > 0"),
+    ("probes.jsonl", line(1, lambda content: b"{}\n"), r"probes\.jsonl, line 1: expected a whole line of step 0"),
+    ("probes.jsonl", lambda path: path.unlink(), r"probes\.jsonl has 0 of the 2 lines"),
+]
+
+
+def test_logs_that_do_not_fit_the_checkpoint_are_refused(finished: Path, here: Path) -> None:
+    whole = (here / "run").glob("*.jsonl")
+    contents = {path: path.read_bytes() for path in whole}
+    for file, damage, message in LOGS:
+        damage(here / "run" / file)
+        before = tree(here)
+        with pytest.raises(ValueError, match=message):
+            resumed(here, finished)
+        assert tree(here) == before
+        for path, content in contents.items():
+            path.write_bytes(content)
+
+
+def test_a_missing_evaluation_of_the_newest_step_is_measured_again(finished: Path, here: Path) -> None:
+    path = here / "run/metrics.jsonl"
+    before = [json.loads(entry) for entry in path.read_bytes().splitlines()]
+    line(4, edited(val_loss=..., defect=..., delta_ti=..., cond_transform=...))(path)
+    resumed(here, finished)
+    assert [json.loads(entry) for entry in path.read_bytes().splitlines()] == before
+
+
+def test_what_is_dropped_is_set_aside(finished: Path, here: Path) -> None:
+    out = here / "run"
+    before = {name: (out / name).read_bytes() for name in ("metrics.jsonl", "result.json")}
+    for left in (b'{"half a li', b"\xff\xfe\n"):
+        with (out / "metrics.jsonl").open("ab") as file:
+            file.write(left)
+    newest = out / CHECKPOINT / "model.safetensors"
+    newest.write_bytes(damaged := newest.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"no checkpoint 'step-7'; there are: step-00000002, step-00000004"):
+        resumed(here, finished, resume_from="step-7")
+    resumed(here, finished, resume_from="step-00000002")
+    assert (out / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
+    assert (out / "aside-result.json").read_bytes() == before["result.json"]
+    dropped = b"".join(before["metrics.jsonl"].splitlines(keepends=True)[2:]) + b'{"half a li\xff\xfe\n'
+    assert (out / "aside-metrics.jsonl").read_bytes() == dropped
+    assert (out / "checkpoints/aside-step-00000004/model.safetensors").read_bytes() == damaged
+    resumed(here, finished)  # nothing to drop, nothing to add
+    assert (out / "aside-metrics.jsonl").read_bytes() == dropped
+
+
+def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path, 0)
+    with monkeypatch.context() as patched:
+
+        def full(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")  # as TensorBoard's thread raises it: without a name
+
+        patched.setattr(record._events, "add_scalar", full)
+        with pytest.raises(OSError, match=rf"cannot write the logs: No space left on device: '{tmp_path}'"):
+            record.write({"step": 1, "loss": 2.0}, 0.1)
+    record.close()
+
+
+# Checkpoints
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gone_on_from(
+    finished: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (here / "run/metrics.jsonl").read_bytes()
+    newest = here / "run" / CHECKPOINT
+    (newest / "optimizer.safetensors").write_bytes((newest / "optimizer.safetensors").read_bytes()[:-1] + b"?")
+    for read in (lambda: resumed(here, finished, resume_from=newest.name), lambda: load_model(newest)):
+        with pytest.raises(ValueError, match=r"damaged: .*is not what was written.* --resume-from step-00000002"):
+            read()
+    resumed(here, finished)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.endswith("Set aside as aside-step-00000004; going on from step-00000002")
+    assert (here / "run/metrics.jsonl").read_bytes() == before
+    names = sorted(path.name for path in newest.parent.iterdir())
+    assert names == ["aside-step-00000004", "step-00000002", "step-00000004"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(
+    finished: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (here / "run/metrics.jsonl").read_bytes()
+    for path in checkpoints(here / "run"):
+        (path / "optimizer.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"another configuration: lr=.*0\.5 here"):  # and nothing is set aside for that
+        resumed(here, finished, lr=0.5)
+    resumed(here, finished)
+    assert (here / "run/metrics.jsonl").read_bytes() == before
+    assert capsys.readouterr().out.count("going on from the start") == 2
+
+
+def test_a_file_that_was_not_saved_is_not_read(finished: Path, here: Path) -> None:
+    (here / "run" / CHECKPOINT / "planted.safetensors").write_bytes(b"anything")
+    with pytest.raises(ValueError, match=r"files that it was not saved with: planted\.safetensors"):
+        resumed(here, finished)
+
+
+def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda state: None) -> None:
+    """Give a checkpoint that was changed the digests of its files, as somebody who knows them would."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    state.pop("digest")
+    state["files"] = {name: digest(checkpoint / name) for name in state["files"]}
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps({**state, "digest": digest_of_state(state)}, indent=1))
+
+
+Tensors = dict[str, Tensor]
+
+
+def reshaped(key: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:
+    def damage(tensors: Tensors) -> None:
+        name = next(name for name in sorted(tensors) if name.endswith(key) and tensors[name].ndim == 2)
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return damage
+
+
+STATES: list[tuple[Callable[[Tensors], object], str]] = [
+    (reshaped("exp_avg_sq", lambda t: t.new_zeros(1)), r"exp_avg_sq is \(1,\) in float32, not \("),
+    (reshaped("exp_avg", lambda t: t[: len(t) // 2]), "exp_avg is"),
+    (reshaped("exp_avg", lambda t: t.double()), "exp_avg is .* in float64, not .* in float32"),
+    (lambda t: t.update({"optimizer.0.step": torch.ones(4)}), r"step is \(4,\) in float32, not \(\)"),
+    (lambda t: t.pop("optimizer.0.exp_avg"), "exp_avg is missing, not"),
+    (lambda t: t.update({"optimizer.99.step": torch.ones(())}), r"optimizer\.99\.step is"),
+    (lambda t: t.update({"optimizer.x.step": torch.ones(())}), r"optimizer\.x\.step is"),
+    (lambda t: t.update({"optimizer.0": torch.ones(())}), r"optimizer\.0 is"),
+]
+
+
+@pytest.mark.parametrize("second_moment", ["element", "row"])
+def test_optimizer_state_of_another_shape_is_refused(tmp_path: Path, finished: Path, second_moment: str) -> None:
+    """Some of these ended the process: torch's fused kernel reads and writes past the end of a state that is too small."""
+    options = {"steps": 2, "checkpoint_every": None, "second_moment": second_moment}
+    train(config(tmp_path, finished / "sums.txt", **options))
+    file = (checkpoint := checkpoints(tmp_path)[-1]) / "optimizer.safetensors"
+    whole = file.read_bytes()
+    for damage, message in STATES:
+        tensors = load_file(file)
+        damage(tensors)
+        save_file(tensors, file)
+        sign(checkpoint)
+        with pytest.raises(ValueError, match=rf"checkpoint .*step-00000002 does not fit the optimizer: .*{message}"):
+            train(config(tmp_path, finished / "sums.txt", resume=True, **options))
+        file.write_bytes(whole)
+    sign(checkpoint)
+    train(config(tmp_path, finished / "sums.txt", resume=True, **options))  # what is whole is read
+
+
+CONTENTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda state: state["param_groups"].pop(), "does not fit the optimizer: expected groups of"),
+    (lambda state: state.pop("param_groups"), "does not fit the optimizer: .* found None"),
+    (lambda state: state.update(step="2"), "expected 'step' to be int, found '2'"),
+    (lambda state: state.update(config=[]), r"expected 'config' to be dict, found \[\]"),
+    (lambda state: state.update(files=None), "expected 'files' to be dict, found None"),
+    (lambda state: state.update(schedule={}), "expected 'schedule' to be"),
+]
+
+
+def test_a_state_that_fits_nothing_is_refused(tmp_path: Path, finished: Path) -> None:
+    options = {"steps": 2, "checkpoint_every": None, "body": "poet-block"}
+    train(config(tmp_path, finished / "sums.txt", "untied", **options))
+    state = (checkpoint := checkpoints(tmp_path)[-1]) / "state.json"
+    whole = state.read_bytes()
+    for change, message in CONTENTS:
+        sign(checkpoint, change)
+        with pytest.raises(ValueError, match=message):
+            train(config(tmp_path, finished / "sums.txt", "untied", resume_from=checkpoint.name, **options))
+        state.write_bytes(whole)
