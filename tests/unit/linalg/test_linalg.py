@@ -400,6 +400,20 @@ def test_cayley_neumann_is_the_cayley_map_less_its_tail() -> None:
         np.testing.assert_allclose(linalg.cayley_neumann(A, terms).numpy(), expected.numpy(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("norm", [0.01, 0.5])
+def test_products_in_bfloat16_cost_less_than_what_the_result_is_rounded_by(norm: float) -> None:
+    A = skew_of_norm(64, norm).float()
+    exact, C = linalg.cayley_neumann(A.double()), torch.randn(64, 64, dtype=torch.float64)
+    rounded = linalg.cayley_neumann_rounded(A, torch.bfloat16)
+    # Off the diagonal, where the rounding is that of 2A.
+    off = ~torch.eye(64, dtype=torch.bool)
+    unavoidable = (exact.bfloat16().double() - exact)[off].norm()
+    assert 0 < (rounded.double() - exact)[off].norm() < (1 + norm) * unavoidable
+    wanted = linalg.cayley_neumann_gradient(A.double(), C, 2)
+    found = linalg.cayley_neumann_gradient(A, C.float(), 2, dtype=torch.bfloat16).double()
+    assert 0 < (found - wanted).norm() < norm * 2**-7 * wanted.norm()
+
+
 @pytest.mark.parametrize("f", [linalg.cayley, linalg.cayley_neumann, lambda A: linalg.cayley_neumann(A, 3)])
 def test_gradient_of_cayley_maps(f: Callable[[Tensor], Tensor]) -> None:
     v = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)

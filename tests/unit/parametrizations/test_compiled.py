@@ -16,7 +16,7 @@ from manifold_tying import PIT, TransposeTying, linalg
 from manifold_tying.models import Llama, preset
 from manifold_tying.parametrizations import equivalence, equivalence_, orthogonal, spd
 
-V, D = 256, 32
+V, D = 64, 8
 
 
 def tall_layer() -> nn.Linear:
@@ -99,11 +99,11 @@ def test_a_whole_model_by_the_default_compiler() -> None:
         lacking("no C++ compiler here, which torch.compile needs; apt-get update && apt-get install -y g++")
     torch._dynamo.reset()
     shape = dataclasses.replace(
-        preset("nano"), vocab_size=V, hidden_size=D, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=2
+        preset("nano"), vocab_size=V, hidden_size=D, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2
     )
     model = Llama(dataclasses.replace(shape, embedding_norm=True), PIT(V, D, memory="trainable"))
-    equivalence_(model, "blocks.*.attention.*", block_size=8, verbose=False)  # and the other layers are plain
-    ids = torch.randint(V, (4, 17))
+    equivalence_(model, "blocks.*.attention.query", block_size=4, verbose=False)  # and the other layers are plain
+    ids = torch.randint(V, (3, 4))  # few tokens, since the loss compiles each of its chunks, and more than columns
     gradients = []
     for loss in (model.loss, torch.compile(model.loss, fullgraph=True)):
         model.zero_grad()

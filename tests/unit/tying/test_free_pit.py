@@ -88,10 +88,13 @@ def test_a_table_starts_it_as_it_starts_z_and_t(transform: Any, bridge: bool) ->
         assert torch.allclose(pit.logits(hidden), start["free"].logits(hidden))
 
 
-def test_a_start_from_a_table_takes_one_polar_factor() -> None:
-    E0 = torch.randn(V, D)
+def test_a_start_from_a_table_takes_one_polar_factor_and_no_random_numbers() -> None:
+    E0, before = torch.randn(V, D), torch.get_rng_state()
     once = products(lambda: mt.linalg.polar(E0.double()))
-    assert once < products(lambda: mt.PIT.from_embedding(E0, bridge=True)) < 1.5 * once
+    starts: list[dict[str, Any]] = [{"bridge": True}, {"memory": "frozen", "transform": "head"}]
+    for options in starts:
+        assert once <= products(lambda options=options: mt.PIT.from_embedding(E0, **options)) < 1.5 * once  # type: ignore[misc]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_copy_by_to_free_is_a_copy() -> None:

@@ -153,7 +153,7 @@ def test_low_precision_is_as_close_to_float64_as_full_logits(how: str, N: int) -
     assert ours[0].dtype == torch.float32 and ours[1].dtype == h.dtype and ours[2].dtype == W.dtype
     assert abs(ours[0] - exact[0]) <= 1.2 * abs(theirs[0] - exact[0]) + 1e-6 * exact[0]
     for mine, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
-        assert relative(mine, true) <= 1.2 * relative(their, true)
+        assert 1e-4 < relative(mine, true) <= 1.2 * relative(their, true)  # its products are in bfloat16, too
 
 
 def test_the_scalar_does_not_stall_in_bfloat16() -> None:
