@@ -16,7 +16,6 @@ from benchmarks import _command
 from benchmarks._command import ROOT, Options
 from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, measure_row
 from benchmarks._limits import refuse_large, refuse_slow, refuse_square
-from benchmarks._memory import peak_of_step
 from benchmarks.page import main as page
 from benchmarks.page import render
 from manifold_tying.models import PRESETS
@@ -156,15 +155,6 @@ def test_limits_refuse_what_is_too_large_or_too_slow() -> None:
         refuse_large(1e15, torch.device("cpu"), "a mountain")
 
 
-def test_peak_memory_sees_full_logits() -> None:
-    """The logits, their log-softmax and their gradient in one case, parts of them in the other."""
-    V, d, N = 4096, 256, 1024
-    names = ("transpose, F.cross_entropy on full logits", "transpose")
-    full, chunked = (peak_of_step("interface", Options(), f"V={V} d={d} N={N}", name) for name in names)
-    assert 2 * N * V * 4 < full < 8 * N * V * 4
-    assert 0 < chunked < N * V * 4
-
-
 def measured_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a result, after a look at its form."""
     result = json.loads(path.read_text())
@@ -244,7 +234,7 @@ def test_equivalence_runs(tmp_path: Path) -> None:
     assert row["contenders"]["nn.Linear"]["ratio"] == 1 and row["memory_unit"] == "weight"
 
 
-@pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (4, 0, 1e-5), (None, 0, 1e-5), (3, 1e-3, 1)])
+@pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (3, 1e-3, 1)])
 def test_singular_values_over_a_hundred_merges(terms: int | None, least: float, most: float) -> None:
     """The bounds that are to hold at 512 x 512, here at 64 x 64; the paper's three terms as the negative control."""
     from benchmarks.merge_drift import MERGES, drifts
@@ -308,24 +298,15 @@ def test_compared_models_have_the_same_shape() -> None:
     assert counts["transpose"] == counts["transformers"] == counts["untied"] - 300 * 16
 
 
-@pytest.mark.parametrize("name", ["riemannian_step", "maps", "training_step"])
-def test_peers_that_are_not_installed_have_a_reason(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_are_not_installed_have_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in PEER_MODULES:
         monkeypatch.setitem(sys.modules, module, None)
-    only = {"riemannian_step": ["--rows", "96"], "maps": ["--rows", "48"], "training_step": []}[name]
-    (row,) = run(name, tmp_path / "result.json", *only)
-    reasons = {name: values.get("unavailable") for name, values in row["contenders"].items()}
-    expected = {
-        "riemannian_step": {"geotorch": "geotorch", "POGO": "pogo-torch"},
-        "maps": {"geotorch": "geotorch"},
-        "training_step": {"transformers": "transformers"},
-    }[name]
-    assert {n: reason for n, reason in reasons.items() if reason} == {
-        n: f"not installed: pip install {package}" for n, package in expected.items()
-    }
+    (row,) = run("training_step", tmp_path / "result.json")
+    reasons = {name: values["unavailable"] for name, values in row["contenders"].items() if "unavailable" in values}
+    assert reasons == {"transformers": "not installed: pip install transformers"}
 
 
-@pytest.mark.parametrize("name", ["riemannian_step", "maps", "interface", "training_step"])
+@pytest.mark.parametrize("name", ["riemannian_step", "maps"])
 def test_bfloat16_has_numbers_or_reasons(name: str) -> None:
     module = import_module(f"benchmarks.{name}")
     kind = getattr(module, "StepOptions", Options)
