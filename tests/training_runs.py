@@ -21,7 +21,7 @@ STEPS, EVERY = 12, 6
 # four processes resume, as 2 + 1 + 1 + 1
 RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "fsdp": ((2,), "pit-trainable", {"parallel": "fsdp"}),
-    "ddp": ((3,), "pit-trainable", {"parallel": "ddp"}),
+    "ddp": ((2,), "pit-trainable", {"parallel": "ddp"}),
     "hsdp": ((4,), "pit-trainable", {"parallel": "hsdp"}),
     "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6, "log_det_penalty": 0.1}),
     "untied": ((3,), "untied", {}),
