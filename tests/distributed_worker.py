@@ -19,6 +19,7 @@ from distributed_models import (
     FEW,
     KINDS,
     PROCESSES,
+    RATE,
     RUNS,
     SHAPES,
     SOME,
@@ -389,7 +390,7 @@ def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def saved(folder: Path, group: Group) -> list[float]:
     """Losses of five steps, after which model and optimizer are saved."""
     model = shard_model(build("pit-trainable"), group.mesh)
-    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    optimizer = RiemannianAdam(param_groups(model), lr=RATE)
     losses = train(model, model.loss, group.mean, group.share, range(5), optimizer)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group.mesh.get_group())
     return losses
@@ -398,7 +399,7 @@ def saved(folder: Path, group: Group) -> list[float]:
 def resumed(folder: Path, group: Group) -> dict[str, Any]:
     """Losses of the five steps after, on another number of processes."""
     model = shard_model(build("pit-trainable"), group.mesh)
-    optimizer = RiemannianAdam(param_groups(model), lr=3e-3)
+    optimizer = RiemannianAdam(param_groups(model), lr=RATE)
     state = state_of(model, optimizer)
     dcp.load(state, checkpoint_id=folder, process_group=group.mesh.get_group())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -186,7 +186,6 @@ ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": V, "d_model": D, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "pad_token_id": 0},
     ),
     "BartForConditionalGeneration": ("BartConfig", _TWO_STACKS),
-    "PegasusForConditionalGeneration": ("PegasusConfig", _TWO_STACKS),
 }
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from training_runs import RUNS, STEPS, config
 
+from manifold_tying import cli
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training import _loop as loop
 from manifold_tying.training import _saving as saving
@@ -138,17 +140,44 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
     return found
 
 
+def command(rank: int, store: dist.Store, out: Path, corpus: Path) -> None:
+    """The run "ddp" by the command line, in the environment that torchrun makes."""
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            store.set("port of the command", str(free.getsockname()[1]))
+    port = store.get("port of the command").decode()
+    environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    settings = config(out, corpus).settings
+    names = (
+        "preset",
+        "data",
+        "steps",
+        "batch_size",
+        "sequence_length",
+        "val_tokens",
+        "eval_every",
+        "checkpoint_every",
+        "lr",
+    )
+    options = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))]
+    with mock.patch.dict(os.environ, environment):
+        cli.main(["train", "--out", str(out), "--interface", "pit-trainable", "--parallel", "ddp", *options])
+
+
 def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
     corpus = folder / "sums.txt"
     found: dict[str, str] = {}
+    if rank < 2:
+        command(rank, store, folder / "ddp 2", corpus)
     for size in SIZES:
         if rank >= size:
             continue
         with group(size, rank, store, f"group of {size}"):
             for name, (sizes, interface, settings) in RUNS.items():
-                if size in sizes:
+                if size in sizes and name != "ddp":
                     print(name, size, flush=True)
                     run = config(folder / f"{name} {size}", corpus, interface, **settings)
                     if (name, size) == ("fsdp", 2):  # from whose step 6 the others go on

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+import torch.nn.functional as F
 from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.quantizers import auto
 
 import manifold_tying as mt
-from manifold_tying.linalg import defect
 from manifold_tying.tying.huggingface import halves
 
 
@@ -34,18 +35,7 @@ def trained(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bridge_keeps_the_function_of_every_family(family: str) -> None:
-    model = build(family)
-    before = logits(model)
-    assert mt.convert(model, bridge=True) is model
-    assert difference(logits(model), before) <= 1e-5
-    assert defect(interface(model).memory) <= 1e-6
-    mt.convert(other := build(family), transform="head")  # the control: without a bridge it is another function
-    assert difference(logits(other), before) > 1e-3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_transforms_keep_their_side(family: str) -> None:
     model = build(family)
     E0 = model.get_input_embeddings().weight.detach().double().numpy()
@@ -174,11 +164,18 @@ def test_conversion_losses_say_what_each_choice_costs() -> None:
     assert list(mt.conversion_losses(build("OPT"), batch)) == ["source", "identity", "head", "embedding", "bridge"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bridge", [False, True])
-def test_save_load_and_export(family: str, bridge: bool, tmp_path: Path) -> None:
-    model = trained(mt.convert(build(family), bridge=bridge, memory="trainable" if bridge else "frozen"))
-    before = logits(model)
+@pytest.mark.parametrize(
+    ("family", "bridge"), [*((family, True) for family in FAMILIES), ("Llama", False), ("GPT-2", False)]
+)
+def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge: bool, tmp_path: Path) -> None:
+    model = build(family)
+    stock, hidden = logits(model), torch.randn(3, D)
+    assert mt.convert(model, bridge=bridge, memory="trainable" if bridge else "frozen") is model
+    assert (difference(logits(model), stock) <= 1e-5) == bridge  # without it another function
+    head = model.get_output_embeddings()
+    assert difference(F.linear(hidden, head.weight, head.bias), head(hidden)) <= 1e-5
+    assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
+    before = logits(trained(model))
     mt.save(model, tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.safetensors")
     shapes = {name: tensor.shape for name, tensor in load_file(file).items()}
@@ -195,8 +192,8 @@ def test_save_load_and_export(family: str, bridge: bool, tmp_path: Path) -> None
         warnings.simplefilter("always")
         mt.export(loaded, tmp_path / "exported")
     assert any("as tied" in str(w.message) for w in caught) == (family in ("Gemma 3", "Cohere"))
-    stock: Any = AutoModelForCausalLM
-    exported, report = stock.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    reader: Any = AutoModelForCausalLM
+    exported, report = reader.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(report.values()) and not exported.config.tie_word_embeddings
     assert type(exported.get_input_embeddings()) is type(build(family).get_input_embeddings())
     assert difference(logits(exported), before) <= 1e-5
@@ -214,23 +211,16 @@ def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -
     assert torch.equal(tables["model.embed_tokens.weight"], torch.tensor(Z @ np.linalg.inv(T) @ B).bfloat16())
 
 
-def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
+def test_readers_that_do_not_know_us_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mt.convert(build(), memory="frozen")
     mt.save(model, tmp_path / "saved")
     model.save_pretrained(tmp_path / "plain")  # as the Trainer does
-    program = (
-        "import sys; from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
-        "for path in sys.argv[1:]:\n"
-        "    for kind in (AutoModelForCausalLM, LlamaForCausalLM):\n"
-        "        try:\n"
-        "            kind.from_pretrained(path)\n"
-        "        except RuntimeError as error:\n"
-        "            print('refused', error)\n"
-    )
-    paths = [str(tmp_path / "saved"), str(tmp_path / "plain")]
-    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, check=True)
-    assert done.stdout.count("refused") == 4, done.stdout + done.stderr
-    assert "MISMATCH" in done.stderr
+    for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.delitem(known, "manifold-tying")
+    for folder in ("saved", "plain"):
+        for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+            with pytest.raises(RuntimeError, match="mismatch"):
+                kind.from_pretrained(tmp_path / folder)
 
 
 def test_importing_us_imports_nothing_slow_and_still_registers(tmp_path: Path) -> None:
@@ -250,10 +240,8 @@ def test_importing_us_imports_nothing_slow_and_still_registers(tmp_path: Path) -
     assert done.stdout.split() == ["PITEmbedding", "SourceFileLoader"]
 
 
-@pytest.mark.parametrize(
-    "damage", ["tie flag", "format", "bridge", "shape", "stock table", "memory", "lost", "no entry"]
-)
-def test_checkpoints_whose_parts_disagree_are_refused(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["tie flag", "format", "memory", "stock table"])
+def test_transformers_refuses_checkpoints_whose_parts_disagree(damage: str, tmp_path: Path) -> None:
     mt.save(mt.convert(build(), memory="frozen"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     tensors = load_file(tmp_path / "model.safetensors")
@@ -263,25 +251,14 @@ def test_checkpoints_whose_parts_disagree_are_refused(damage: str, tmp_path: Pat
             config["tie_word_embeddings"] = False
         case "format":
             config["quantization_config"]["format"] = 99
-        case "bridge":
-            config["quantization_config"]["bridge"] = True
-        case "no entry":
-            del config["quantization_config"]
-        case "shape":
-            tensors[memory] = tensors[memory][:-1].contiguous()
         case "stock table":
             tensors["lm_head.weight"] = torch.randn(V, D)
         case "memory":
             tensors[memory] = tensors[memory] * 1.5
-        case "lost":
-            del tensors["model.layers.0.mlp.up_proj.weight"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError):
-        mt.load(tmp_path)
-    if damage not in ("lost", "no entry"):
-        with pytest.raises(ValueError):
-            AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:

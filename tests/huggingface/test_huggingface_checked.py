@@ -81,9 +81,8 @@ def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
     assert all(p is parameters[name][0] and p.data_ptr() == parameters[name][1] for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("bridge", [False, True])
-def test_a_model_that_computes_with_its_table_is_refused(bridge: bool) -> None:
-    stays_as_it_was(untied_from_llama(ReadsItsTable), "does not run with another embedding", bridge=bridge)
+def test_a_model_that_computes_with_its_table_is_refused() -> None:
+    stays_as_it_was(untied_from_llama(ReadsItsTable), "does not run with another embedding", bridge=True)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def uneven(dtype: torch.dtype, scale: float = 1.0) -> Any:
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_final_gain_that_is_uneven_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
     model = uneven(dtype)
     before = logits(model)

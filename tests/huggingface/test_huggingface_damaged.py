@@ -100,96 +100,56 @@ def spoiled(old: torch.Tensor) -> torch.Tensor:
 DEEP = "[" * 100_000 + "]" * 100_000
 ANY: dict[str, tuple[Damage, str]] = {  # of a stock checkpoint and of a converted one
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "config is a folder": (folder_in_its_place("config.json"), "config.json"),
-    "config is empty": (text("config.json", ""), "config.json is not JSON"),
     "config is a list": (text("config.json", "[]"), "expected a JSON object"),
-    "config is null": (text("config.json", "null"), "expected a JSON object"),
-    "config is a number": (text("config.json", "1e400"), "expected a JSON object"),
-    "config is binary": (text("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
-    "config has a BOM": (text("config.json", b"\xef\xbb\xbf{}"), "config.json is not JSON"),
     "config is deep": (text("config.json", DEEP), "config.json is not JSON"),
     "entry is a list": (config(quantization_config=[1]), "expected a JSON object as quantization_config"),
-    "entry is text": (config(quantization_config="x"), "expected a JSON object as quantization_config"),
     "architectures missing": (config(architectures=...), "to name the model's class"),
-    "architectures null": (config(architectures=None), "to name the model's class"),
-    "architectures empty": (config(architectures=[]), "to name the model's class"),
-    "architectures text": (config(architectures="LlamaForCausalLM"), "to name the model's class"),
-    "architectures number": (config(architectures=[3]), "to name the model's class"),
     "architectures function": (config(architectures=["pipeline"]), "no model class of transformers"),
-    "architectures other class": (config(architectures=["LlamaConfig"]), "no model class of transformers"),
     "architectures unknown": (config(architectures=["NoSuchForCausalLM"]), "no model class of transformers"),
     "architectures of no head": (config(architectures=["LlamaModel"]), ""),
     "model type unknown": (config(model_type="no such"), "describes no model that transformers knows"),
-    "model type list": (config(model_type=["llama"]), "describes no model that transformers knows"),
     "sizes are text": (config(hidden_size="wide"), "config.json"),
-    "sizes are negative": (config(hidden_size=-16), "config.json"),
     "sizes do not divide": (config(num_attention_heads=0), "config.json"),
-    "another width": (config(hidden_size=32), ""),
     "another vocabulary": (config(vocab_size=40), ""),
-    "more layers": (config(num_hidden_layers=3), ""),
     "fewer layers": (config(num_hidden_layers=1), "model.layers.1"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "expected weights as safetensors"),
-    "weights are a folder": (folder_in_its_place(WEIGHTS), WEIGHTS),
-    "weights are empty": (text(WEIGHTS, b""), f"{WEIGHTS} cannot be read"),
-    "weights are text": (text(WEIGHTS, "version https://git-lfs.github.com/spec/v1"), f"{WEIGHTS} cannot be read"),
     "weights are cut": (cut, f"{WEIGHTS} cannot be read"),
     "weights are pickled": (pickled, "Load pickled weights (.bin) with transformers"),
-    "norm is missing": (tensors(**{"model.norm.weight": ...}), "model.norm.weight"),
     "layer is missing": (tensors(**{UP: ...}), UP),
     "layer is too much": (tensors(**{"model.layers.7.extra": torch.clone}), "model.layers.7.extra"),
     "layer has another shape": (tensors(**{UP: lambda old: old[:-1]}), UP),
-    "layer is a vector": (tensors(**{UP: lambda old: old.flatten()}), UP),
     "index leads up": (index(all="../model.safetensors"), "safetensors files of this folder"),
     "index is absolute": (index(all="{}/model.safetensors"), "safetensors files of this folder"),
-    "index names a parent": (index(all=".."), "safetensors files of this folder"),
     "index names a pickle": (index(all="pytorch_model.bin"), "safetensors files of this folder"),
     "index is empty": (index(), "safetensors files of this folder"),
-    "index has a list": (index(weight_map=[1]), "safetensors files of this folder"),
-    "index has numbers": (index(weight_map={EMBEDDING: 1}), "safetensors files of this folder"),
     "index names a lost shard": (index(all="model-00002-of-00002.safetensors"), "model-00002-of-00002"),
 }  # fmt: skip
 STOCK: dict[str, tuple[Damage, str]] = {
     "embedding is missing": (tensors(**{EMBEDDING: ...}), EMBEDDING),
     "embedding has NaN": (tensors(**{EMBEDDING: spoiled}), "NaN"),
-    "embedding has another shape": (tensors(**{EMBEDDING: lambda old: old[:-1]}), EMBEDDING),
     "quantized": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "it is quantized"),
-    "quantized without a method": (config(quantization_config={"bits": 4}), "it is quantized"),
 }
-WRONG: dict[str, tuple[Any, ...]] = {
-    "memory": ("thawed", None, ["frozen"], 1), "retraction": ("svd", [], None), "diagonal": ("relu", {}),
-    "bounds": ("wide", [1], [2, 1], [0, 1], [1, float("nan")], [-1, 1], 3, {}), "bridge": (1, "no", None, []),
-    "scale": (float("nan"), float("inf"), "1", None, [1.0], 0, True), "padding_idx": (-1, 1.5, "0", [0], True),
-    "rotated": (None, "yes", 0),
+WRONG: dict[str, Any] = {
+    "memory": "thawed", "retraction": ["svd"], "diagonal": "relu", "bounds": [2, 1], "bridge": 1, "scale": float("nan"),
+    "padding_idx": -1, "rotated": None,
 }  # fmt: skip
 CONVERTED: dict[str, tuple[Damage, str]] = {
     "entry is missing": (config(quantization_config=...), ""),
     "unknown option": (entry(colour="red"), "unknown option 'colour'"),
-    "format missing": (entry(format=...), "of format 1"),
     "format is later": (entry(format=3), "newer manifold-tying"),
-    "format is text": (entry(format="1"), "of format 1"),
-    "format is a list": (entry(format=[1]), "of format 1"),
     "format is true": (entry(format=True), "of format 1"),
-    **{
-        f"{name} missing": (entry(**{name: ...}), f"lacks {name}")
-        for name in ("memory", "retraction", "diagonal", "bounds", "bridge", "scale", "padding_idx")
-    },
+    "diagonal missing": (entry(diagonal=...), "lacks diagonal"),
     **{
         f"{name} is {value!r}": (entry(**{name: value}), f"as {name} in quantization_config, got")
-        for name, values in WRONG.items()
-        for value in values
+        for name, value in WRONG.items()
     },
     "padding_idx is too large": (entry(padding_idx=96), "padding_idx below 96"),
     "tie flag": (config(tie_word_embeddings=False), "tie_word_embeddings"),
     "bridge is NaN": (tensors(**{BRIDGE: spoiled}), "bridge"),
-    "factor is NaN": (tensors(**{FACTOR: spoiled}), "cholesky_factor"),
     "memory is NaN": (tensors(**{MEMORY: spoiled}), "memory"),
-    "memory is Inf": (tensors(**{MEMORY: lambda old: old / 0}), "memory"),
     "memory is no point": (tensors(**{MEMORY: lambda old: 2 * old}), "ZᵀZ"),
     "memory has another shape": (tensors(**{MEMORY: lambda old: old[:-1]}), "disagree"),
-    "memory is a vector": (tensors(**{MEMORY: torch.flatten}), "disagree"),
-    "memory is missing": (tensors(**{MEMORY: ...}), "disagree"),
     "factor is missing": (tensors(**{FACTOR: ...}), "disagree"),
-    "bridge is missing": (tensors(**{BRIDGE: ...}), "disagree"),
     "a table beside it": (tensors(**{"lm_head.weight": lambda _: torch.ones(96, 16)}), "disagree"),
 }  # fmt: skip
 
@@ -225,7 +185,7 @@ def test_intact_folders_pass(command: str, folders: Path, tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     ("kind", "damage"),
-    [("stock", name) for name in (*ANY, *STOCK)] + [("converted", name) for name in (*ANY, *CONVERTED)],
+    [("stock", name) for name in (*ANY, *STOCK)] + [("converted", name) for name in CONVERTED],
 )
 def test_damaged_folders_are_refused(
     kind: str, damage: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -245,10 +205,8 @@ def test_damaged_folders_are_refused(
     ("kind", "damage"),
     [
         ("stock", "embedding has NaN"), ("stock", "index leads up"), ("stock", "weights are cut"),
-        ("stock", "config is deep"), ("stock", "weights are pickled"), ("converted", "bridge is NaN"),
-        ("converted", "memory is NaN"), ("converted", "factor is NaN"), ("converted", "entry is a list"),
-        ("converted", "diagonal is 'relu'"), ("converted", "memory is a vector"), ("converted", "index is absolute"),
-        ("converted", "memory is missing"), ("converted", "factor is missing"), ("stock", "embedding is missing"),
+        ("converted", "bridge is NaN"), ("converted", "memory is NaN"), ("converted", "diagonal is 'relu'"),
+        ("converted", "factor is missing"),
     ],
 )  # fmt: skip
 def test_inspect_refuses_damaged_tables(

@@ -27,7 +27,7 @@ import manifold_tying as mt
 from manifold_tying.tying.huggingface import halves
 
 
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("kind", ["BertLMHeadModel", "RobertaForCausalLM", "AlbertForMaskedLM"])
 def test_a_head_whose_bias_has_two_names_keeps_it(kind: str, tmp_path: Path) -> None:
     model = make(kind, *BIASED[kind])
     before = computed(model)
@@ -58,8 +58,9 @@ def test_speech_to_text_is_loaded_as_what_it_is(tmp_path: Path) -> None:
     round_trip(model, tmp_path, **inputs)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("T5ForConditionalGeneration", True), ("BartForConditionalGeneration", False)]
+)
 def test_encoder_decoder_models_are_refused(kind: str, tied: bool) -> None:
     config, settings = ENCODER_DECODERS[kind]
     model = make(kind, config, {**settings, "tie_word_embeddings": tied})

@@ -25,10 +25,7 @@ def duplicate_column(model: Any) -> None:
     ("changes", "damage", "options", "reason"),
     [
         ({}, None, {"memory": "typo"}, "memory"),
-        ({}, None, {"retraction": "typo"}, "retraction"),
-        ({}, None, {"diagonal": "typo"}, "diagonal"),
         ({}, duplicate_column, {}, "full column rank"),
-        ({"vocab_size": 12}, None, {}, "V >= d"),
         ({"tie_word_embeddings": False}, None, {}, "source="),
     ],
 )

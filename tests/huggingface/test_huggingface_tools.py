@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
 from huggingface_models import (
-    FAMILIES,
     D,
     Repeated,
     V,
@@ -37,14 +36,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_generation_with_and_without_cache(family: str) -> None:
     model = mt.convert(build(family), bridge=True)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(ids(), **options)
     assert torch.equal(cached, model.generate(ids(), use_cache=False, **options))
     assert torch.equal(cached, build(family).generate(ids(), **options))
-    assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
 
 
 def test_param_groups_find_memory_and_transform() -> None:
@@ -63,22 +61,21 @@ def test_param_groups_find_memory_and_transform() -> None:
 
 
 def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> None:
-    def run(out: Path, steps: int, resume: bool = False) -> Any:
+    def run(resume: str | None = None) -> Any:
         model = mt.convert(build(), bridge=True, memory="trainable").train()
-        trainer = Trainer(
-            model, arguments(out, steps), train_dataset=Repeated(), optimizers=(optimizer_for(model), cast(Any, None))
-        )
+        optimizers = (optimizer_for(model), cast(Any, None))
+        trainer = Trainer(model, arguments(tmp_path, 10), train_dataset=Repeated(), optimizers=optimizers)
         trainer.train(resume_from_checkpoint=resume)
-        return model
+        return model.eval()
 
     start = build()(ids(4, 12), labels=ids(4, 12)).loss
-    model = run(tmp_path / "whole", 10)
+    model = run()
     pit = interface(model)
     assert model(ids(4, 12), labels=ids(4, 12)).loss < start - 0.3
     assert defect(pit.memory) <= 1e-6
     assert difference(pit.memory, interface(mt.convert(build())).memory) > 1e-3
-    saved = mt.load(tmp_path / "whole" / "checkpoint-10")
-    assert torch.equal(logits(saved), logits(model.eval()))
+    assert torch.equal(logits(mt.load(tmp_path / "checkpoint-10")), logits(model))
+    assert difference(logits(run(str(tmp_path / "checkpoint-5"))), logits(model)) <= 1e-5
 
 
 def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> None:
@@ -127,18 +124,6 @@ def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> N
     assert defect(interface(mt.load(tmp_path / "saved")).memory) <= 1e-6
 
 
-def test_trainer_resumes_a_converted_model(tmp_path: Path) -> None:
-    models = []
-    for resume in (False, True):
-        model = mt.convert(build(), memory="trainable")
-        trainer = Trainer(
-            model, arguments(tmp_path, 10), train_dataset=Repeated(), optimizers=(optimizer_for(model), cast(Any, None))
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5") if resume else None)
-        models.append(model.eval())
-    assert difference(logits(models[1]), logits(models[0])) <= 1e-5
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
     gradients = []
@@ -156,7 +141,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_in_one_graph() -> None:
-    model = mt.convert(build(), bridge=True, memory="trainable").train()
+    model = mt.convert(build(num_hidden_layers=1), bridge=True, memory="trainable").train()
     loss = model(ids(), labels=ids()).loss
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -182,9 +167,7 @@ def adapted(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize(
-    ("family", "targets"), [("Llama", "all-linear"), ("Llama", ["q_proj", "v_proj"]), ("GPT-2", ["c_attn"])]
-)
+@pytest.mark.parametrize(("family", "targets"), [("Llama", "all-linear"), ("GPT-2", ["c_attn"])])
 def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: Any, tmp_path: Path) -> None:
     model = mt.convert(build(family), bridge=True)
     before = logits(model)
@@ -214,9 +197,7 @@ def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: 
     ("options", "reason"),
     [
         ({"target_modules": ["embed_tokens"]}, "not supported"),
-        ({"target_modules": ["lm_head"]}, "not supported"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "one half"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "one half"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["interface"]}, "one half"),
     ],
 )
@@ -225,8 +206,7 @@ def test_adapters_on_the_interface_are_refused(options: dict[str, Any], reason: 
         adapted(mt.convert(build()), **options)
 
 
-@pytest.mark.parametrize("size", [V + 9, V - 9])
-@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize(("size", "bridge"), [(V + 9, True), (V - 9, False)])
 def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, bridge: bool, tmp_path: Path) -> None:
     model = trained(mt.convert(build("Phi"), bridge=bridge, memory="trainable"))
     old, T, bias = interface(model), interface(model).transform.detach(), model.get_output_embeddings().bias.detach()

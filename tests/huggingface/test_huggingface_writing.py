@@ -35,8 +35,7 @@ def injected(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(**LORA)).get_base_model()
 
 
-@pytest.mark.parametrize("writer", [mt.save, mt.export])
-@pytest.mark.parametrize("adapt", [attached, injected])
+@pytest.mark.parametrize(("writer", "adapt"), [(mt.save, attached), (mt.export, injected)])
 def test_a_model_with_adapters_is_refused_and_the_folder_stays(writer: Any, adapt: Any, tmp_path: Path) -> None:
     writer(mt.convert(build()), tmp_path)
     before = contents(tmp_path)

@@ -14,9 +14,8 @@ from training_runs import SHAPE, TINY, text
 
 from benchmarks import _command
 from benchmarks._command import ROOT, Options
-from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, measure_row
+from benchmarks._harness import Contender, Row, Step, Unavailable, measure_row
 from benchmarks._limits import refuse_large, refuse_slow, refuse_square
-from benchmarks._memory import peak_of_step
 from benchmarks.page import main as page
 from benchmarks.page import render
 from manifold_tying.models import PRESETS
@@ -70,35 +69,12 @@ def test_contenders_take_turns() -> None:
     assert "".join(order) == "abcabcabc"
 
 
-def test_time_of_several_steps_is_per_step() -> None:
-    clock = Clock()
-    contenders = [clock.contender("a", 1, 1), clock.contender("b", 1, 2, 3, 6, 4, 2, steps=3)]
-    measured = measure_row(Row("row", "a", contenders), rounds=2, warmup=0, clock=clock)
-    assert measured["contenders"]["b"] == {"milliseconds": 3000, "ratio": 3, "rounds": 2}
-
-
 def test_a_slow_contender_is_measured_once() -> None:
     clock = Clock()
     contenders = [clock.contender("a", 1, 2, 3, 4), clock.contender("slow", 30, limit=20)]
     measured = measure_row(Row("row", "a", contenders), rounds=3, warmup=1, clock=clock)["contenders"]["slow"]
     assert (measured["milliseconds"], measured["ratio"], measured["rounds"]) == (30000, 10, 1)
     assert "timed once" in measured["note"]
-
-
-def test_an_absent_contender_has_its_reason() -> None:
-    clock = Clock()
-    contenders = [clock.contender("a", 1), Contender("b", refused)]
-    measured = measure_row(Row("row", "a", contenders), rounds=1, warmup=0, clock=clock)
-    assert measured["contenders"]["b"] == {"unavailable": "needs a bigger boat"}
-
-
-def test_without_the_reference_there_are_no_ratios() -> None:
-    clock = Clock()
-    contenders = [Contender("a", refused), clock.contender("b", 1)]
-    measured = measure_row(Row("row", "a", contenders), rounds=1, warmup=0, clock=clock)
-    assert measured["contenders"]["b"] == {"milliseconds": 1000, "ratio": None, "rounds": 1}
-    with pytest.raises(ValueError, match="no contender 'c'"):
-        measure_row(Row("row", "c", contenders), rounds=1, warmup=0, clock=clock)
 
 
 def test_out_of_memory_is_a_reason_and_any_other_failure_ends_the_command_at_last(
@@ -134,16 +110,6 @@ def test_contenders_are_chosen_by_name(tmp_path: Path) -> None:
         _command.run("none", "", [row], Options(only=("d",)), [])
 
 
-def test_extra_measures_see_steps_and_times() -> None:
-    clock = Clock()
-
-    def extra(steps: Any, milliseconds: Any) -> Extra:
-        return {"twice": {name: 2 * milliseconds[name] for name in steps}}
-
-    row = Row("row", "a", [clock.contender("a", 1), Contender("b", refused)], extra)
-    assert measure_row(row, rounds=1, warmup=0, clock=clock)["extra"] == {"twice": {"a": 2000}}
-
-
 def test_limits_refuse_what_is_too_large_or_too_slow() -> None:
     refuse_square(torch.empty(22000, 1, device="meta"))
     with pytest.raises(Unavailable, match=r"4\.1 GB for each matrix of 32000 x 32000"):
@@ -154,15 +120,6 @@ def test_limits_refuse_what_is_too_large_or_too_slow() -> None:
     refuse_large(1e3, torch.device("cpu"), "a trifle")
     with pytest.raises(Unavailable, match=r"1000000\.0 GB for a mountain"):
         refuse_large(1e15, torch.device("cpu"), "a mountain")
-
-
-def test_peak_memory_sees_full_logits() -> None:
-    """The logits, their log-softmax and their gradient in one case, parts of them in the other."""
-    V, d, N = 4096, 256, 1024
-    names = ("transpose, F.cross_entropy on full logits", "transpose")
-    full, chunked = (peak_of_step("interface", Options(), f"V={V} d={d} N={N}", name) for name in names)
-    assert 2 * N * V * 4 < full < 8 * N * V * 4
-    assert 0 < chunked < N * V * 4
 
 
 def measured_rows(path: Path) -> list[dict[str, Any]]:
@@ -244,7 +201,7 @@ def test_equivalence_runs(tmp_path: Path) -> None:
     assert row["contenders"]["nn.Linear"]["ratio"] == 1 and row["memory_unit"] == "weight"
 
 
-@pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (4, 0, 1e-5), (None, 0, 1e-5), (3, 1e-3, 1)])
+@pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (3, 1e-3, 1)])
 def test_singular_values_over_a_hundred_merges(terms: int | None, least: float, most: float) -> None:
     """The bounds that are to hold at 512 x 512, here at 64 x 64; the paper's three terms as the negative control."""
     from benchmarks.merge_drift import MERGES, drifts
@@ -252,17 +209,6 @@ def test_singular_values_over_a_hundred_merges(terms: int | None, least: float, 
 
     found = drifts(Drift(size=64, block_size=32), terms)
     assert least < found[100] < most and list(found) == list(MERGES)
-
-
-def test_merge_drift_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, figure = tmp_path / "drift.json", tmp_path / "figures" / "drift.svg"
-    import_module("benchmarks.merge_drift").main(
-        ["--size", "16", "--block-size", "8", "--out", str(out), "--figure", str(figure)]
-    )
-    curves = json.loads(out.read_text())["drift"]
-    assert set(curves) == {"1", "2", "3", "4", "5", "6", "exact"}
-    assert f"| {curves['2']['100']:.1e} |" in capsys.readouterr().out
-    assert figure.read_text().count("k = ") >= 6
 
 
 def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path) -> None:
@@ -288,13 +234,6 @@ def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path) -> None:
     assert list(losses) == ["constant", "ten times the norm", "ramp"] and len(set(losses.values())) == 3
 
 
-def test_training_step_runs(tmp_path: Path) -> None:
-    (row,) = run("training_step", tmp_path / "result.json", "--preset", "pit-0.3b", "--sequence-length", "16")
-    assert set(row["contenders"]) == {"transpose", "untied", "pit-frozen", "pit-trainable", "pit-free", "transformers"}
-    for name, values in row["contenders"].items():
-        assert row["extra"]["tokens/s"][name] == pytest.approx(32 / values["milliseconds"] * 1000, rel=1e-2)
-
-
 def test_compared_models_have_the_same_shape() -> None:
     from benchmarks.training_step import StepOptions, Training, rows
 
@@ -308,24 +247,15 @@ def test_compared_models_have_the_same_shape() -> None:
     assert counts["transpose"] == counts["transformers"] == counts["untied"] - 300 * 16
 
 
-@pytest.mark.parametrize("name", ["riemannian_step", "maps", "training_step"])
-def test_peers_that_are_not_installed_have_a_reason(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_are_not_installed_have_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in PEER_MODULES:
         monkeypatch.setitem(sys.modules, module, None)
-    only = {"riemannian_step": ["--rows", "96"], "maps": ["--rows", "48"], "training_step": []}[name]
-    (row,) = run(name, tmp_path / "result.json", *only)
-    reasons = {name: values.get("unavailable") for name, values in row["contenders"].items()}
-    expected = {
-        "riemannian_step": {"geotorch": "geotorch", "POGO": "pogo-torch"},
-        "maps": {"geotorch": "geotorch"},
-        "training_step": {"transformers": "transformers"},
-    }[name]
-    assert {n: reason for n, reason in reasons.items() if reason} == {
-        n: f"not installed: pip install {package}" for n, package in expected.items()
-    }
+    (row,) = run("training_step", tmp_path / "result.json")
+    reasons = {name: values["unavailable"] for name, values in row["contenders"].items() if "unavailable" in values}
+    assert reasons == {"transformers": "not installed: pip install transformers"}
 
 
-@pytest.mark.parametrize("name", ["riemannian_step", "maps", "interface", "training_step"])
+@pytest.mark.parametrize("name", ["interface", "maps"])
 def test_bfloat16_has_numbers_or_reasons(name: str) -> None:
     module = import_module(f"benchmarks.{name}")
     kind = getattr(module, "StepOptions", Options)
@@ -459,11 +389,6 @@ def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> 
     assert [heading.split(",")[0] for heading in headings] == [
         "## In short", "## riemannian_step", "## riemannian_step", "## poet_step", "## juggling",
     ]  # fmt: skip
-
-
-def test_headings_of_the_page_are_unique() -> None:
-    headings = [line for line in render(ROOT / "benchmarks/results").splitlines() if line.startswith("## ")]
-    assert len(headings) == len(set(headings)) > 6
 
 
 def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,15 +69,11 @@ def test_diagnostics_run_after_an_ablation(
     assert "67108864000" in capsys.readouterr().out
 
 
-def test_readme_runs() -> None:
+def test_readme_runs_and_has_the_recipe_of_the_command() -> None:
     names = run_page("README.md", program("README.md"))
     E, W_out = names["E"], names["W_out"]
     assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized
-
-
-def test_readme_has_the_recipe_of_the_command() -> None:
-    names = run_page("README.md", program("README.md"))
     config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
     model = build_model(config)
     assert names["model"].config == model.config and names["model"].interface.std == model.interface.std

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import manifold_tying as mt
 
 ROOT = str(Path(mt.__file__).parent.parent)
@@ -63,13 +61,10 @@ assert dict(model.named_modules()) == before
 """
 
 
-@pytest.mark.parametrize(("version", "first"), [("4.46.3", "manifold_tying"), ("4.57.1", "transformers")])
-def test_an_old_transformers_imports_and_a_conversion_names_the_version(
-    version: str, first: str, tmp_path: Path
-) -> None:
-    fake(tmp_path, version)
-    said = run(f"import {first}\n{USE}", tmp_path)
-    assert said.count(f"expected transformers >= 5.0, found {version}") == 2
+def test_an_old_transformers_imports_and_a_conversion_names_the_version(tmp_path: Path) -> None:
+    fake(tmp_path, "4.57.1")
+    said = run(f"import transformers\n{USE}", tmp_path)
+    assert said.count("expected transformers >= 5.0, found 4.57.1") == 2
     assert "Cannot register" not in said
 
 

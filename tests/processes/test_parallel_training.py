@@ -1,12 +1,7 @@
 """A run of several processes: the same losses as of one, checkpoints that any number reads, and how it fails."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,33 +128,6 @@ def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
     log = (folder / "0.log").read_text()
     assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
     assert "SIGTERM: saved step 12 of 12, whose evaluation the resumed run makes up for" in log
-
-
-def test_a_process_that_dies_ends_the_run(tmp_path: Path, process_environment: dict[str, str]) -> None:
-    """The real command under torchrun; one of two processes is killed."""
-    corpus = text(tmp_path)
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "manifold_tying", "train"]
-    command += ["--preset", "nano", "--data", f"text:{corpus}", "--steps", "100000", "--batch-size", "2"]
-    command += ["--sequence-length", "16", "--val-tokens", "32", "--checkpoint-every", "2", "--eval-every", "100000"]
-    command += ["--timeout", "60", "--out", str(out)]
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        started = subprocess.Popen(command, stdout=file, stderr=file, env=process_environment)
-    try:
-        deadline = time.monotonic() + 180
-        while not checkpoints(out) and started.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert checkpoints(out), log.read_text()[-3000:]
-        children = [int(pid) for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()]
-        os.kill(max(children), signal.SIGKILL)
-        assert started.wait(120) != 0
-    finally:
-        started.kill()
-        started.wait()
-    assert "Signal 9 (SIGKILL)" in log.read_text()
-    assert checkpoints(out)
 
 
 def assert_same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:

@@ -187,16 +187,6 @@ def test_anatomy_by_frequency() -> None:
         gradient_anatomy(SideGradients(lookup[0], head[0]), counts)
 
 
-def test_buckets_hold_every_token_once() -> None:
-    counts = torch.randint(0, 3000, (500,)) * torch.randint(0, 2, (500,))
-    buckets = frequency_buckets(counts)
-    assert torch.equal(torch.cat([tokens for _, tokens in buckets]).sort()[0], torch.arange(500))
-    for label, tokens in buckets:
-        low, _, high = label.partition("-")
-        assert all(int(low) <= count <= int(high or low) for count in counts[tokens].tolist())
-    assert frequency_buckets(torch.zeros(0, dtype=torch.int64)) == []
-
-
 def test_vector_angles() -> None:
     a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
     b = torch.tensor([[1.0, 1e-7], [-2.0, 0.0], [4.0, 3.0], [1.0, 0.0]])

@@ -46,14 +46,6 @@ def reference(interface: mt.TokenInterface) -> models.Llama:
     return models.Llama(shape, interface)
 
 
-@pytest.mark.parametrize("kind", [mt.Untied, mt.PIT])
-def test_tables_of_the_reference_model(kind: Any) -> None:
-    model = reference(kind(V, D))
-    E, W_out = interface_tables(model)
-    assert torch.equal(E, model.interface.materialize()[0]) and torch.equal(W_out, model.interface.materialize()[1])
-    assert torch.equal(interface_tables(model.interface)[0], E)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_tables_of_a_hugging_face_model_are_what_it_computes_with(name: str) -> None:
     model = hugging_face(name)
@@ -64,26 +56,6 @@ def test_tables_of_a_hugging_face_model_are_what_it_computes_with(name: str) -> 
     torch.testing.assert_close(model.get_output_embeddings()(hidden), hidden @ W_out)
     tied = name != "llama" and name != "gpt_neox"
     assert torch.equal(E.T, W_out) == tied
-
-
-def test_tables_of_a_module_that_materializes() -> None:
-    """A converted model has modules without a weight."""
-
-    class Side(torch.nn.Module):
-        def __init__(self, tables: Any) -> None:
-            super().__init__()
-            self.tables = tables
-
-        def materialize(self) -> Any:
-            return self.tables
-
-    E, head = torch.randn(V, D), torch.randn(V, D)
-    model = hugging_face("llama")
-    model.set_input_embeddings(Side(E))
-    model.set_output_embeddings(Side(head))
-    assert torch.equal(interface_tables(model)[0], E) and torch.equal(interface_tables(model)[1], head.T)
-    model.set_output_embeddings(Side((E, head.T)))
-    assert torch.equal(interface_tables(model)[1], head.T)
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear(3, 2), hugging_face("llama").model])

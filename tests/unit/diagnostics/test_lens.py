@@ -191,11 +191,6 @@ def test_errors_of_traces() -> None:
         transition_trace(torch.nn.Linear(2, 2), IDS)
 
 
-def test_bfloat16() -> None:
-    for model in (reference().bfloat16(), hugging_face("llama").bfloat16()):
-        assert transition_trace(model, IDS).probabilities.dtype == torch.float32
-
-
 def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
     traces = {
         "PIT": transition_trace(reference(), IDS),

@@ -21,7 +21,7 @@ from manifold_tying.training.report._curves import PLOTS, write_figures
 from manifold_tying.training.report._experiment import Run
 from manifold_tying.training.report._numbers import significant
 from manifold_tying.training.report._palette import looks
-from manifold_tying.training.report._series import MOST, curve, trailing_mean
+from manifold_tying.training.report._series import MOST, curve
 from manifold_tying.training.report._statistics import paired_differences, sample_sd, summarize
 
 
@@ -371,21 +371,6 @@ def test_the_terminal_table_says_the_same_in_120_columns() -> None:
     assert "…" not in text, "nothing is cut off"
 
 
-def test_a_narrow_terminal_gets_the_table_in_pieces() -> None:
-    rows = with_losses({"transpose": [4.2, 4.4], "pit-trainable": [4.1, 4.15]})
-    for width, pieces in ((120, 1), (80, 2), (40, 5)):
-        text = printed(rows, width)
-        assert max(map(len, text.splitlines())) <= width and "…" not in text
-        assert text.count("pit-trainable") == pieces
-        for wanted in ("4.3000", "± 0.1414", "reference", "tokens/s", "cond(T)", "trainable"):
-            assert wanted in text
-        assert text.split().count("Mean") == 1
-
-
-def test_a_table_without_transpose_says_so() -> None:
-    assert "There is no transpose arm in this experiment" in printed(with_losses({"untied": [4.2]}))
-
-
 # curves
 
 
@@ -435,10 +420,6 @@ def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
     assert curve(runs, x="tokens", y="defect") is None
     assert curve(runs, x="tokens", y="tokens", positive=True) is not None
     assert np.isnan(curve(runs, x="tokens", y="tokens", positive=True).mean[0])  # type: ignore[union-attr]
-
-
-def test_a_trailing_mean_starts_with_what_there_is() -> None:
-    np.testing.assert_allclose(trailing_mean(np.array([2.0, 4.0, 9.0, 1.0]), 3), [2.0, 3.0, 5.0, 14 / 3])
 
 
 # reading

@@ -163,19 +163,6 @@ def test_sigterm_while_a_checkpoint_is_being_written(
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
-def test_sigterm_and_a_full_disk(tmp_path: Path, corpus: Path, at_writing: Any) -> None:
-    terminated = Event()
-
-    def fill(step: int) -> None:
-        if step == 7:
-            raise FULL
-
-    at_writing(fill)
-    with pytest.raises(OSError, match="No space left on device"):
-        train(config(tmp_path, corpus), observer=setter(terminated, 7, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert whole(tmp_path) == [6]
-
-
 def test_under_ddp_only_the_process_that_writes_copies() -> None:
     model = torch.nn.Linear(3, 2)
     staged = [

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.optim import RiemannianAdam, param_groups
-from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, load_model, train
+from manifold_tying.training import Settings, TrainConfig, load_model, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
@@ -274,17 +274,6 @@ def test_a_converted_checkpoints_own_settings_count(tmp_path: Path, converted: P
     assert manifold.retraction == memory.manifold.retraction == "qr"
     frozen = build_model(resolve(run(tmp_path, converted, corpus, "pit-frozen")))
     assert all(not p.requires_grad for name, p in frozen.named_parameters() if "memory" in name)
-
-
-def test_ablation_of_all_arms(tmp_path: Path, source: Path, corpus: Path) -> None:
-    arms = "transpose,untied,pit-frozen,pit-trainable+init_transform=rotation"
-    shared = run(tmp_path, source, corpus, steps=2).settings
-    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=shared))
-    assert [row["arm"] for row in rows] == arms.split(",")
-    described = json.loads((tmp_path / "out/experiment.json").read_text())
-    assert described["settings"]["init_from"] == str(source)
-    per_arm = described["arms"]
-    assert per_arm["pit-trainable+init_transform=rotation"]["init_transform"] == "rotation"
 
 
 def test_command_line(tmp_path: Path, source: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

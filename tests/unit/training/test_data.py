@@ -181,11 +181,6 @@ def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: py
     assert text == joined(list(kept.values()))
 
 
-def test_stdlib_finds_the_running_library() -> None:
-    documents = open_corpus("stdlib").documents()
-    assert any("class ArgumentParser" in "".join(parts) for parts in documents)
-
-
 def test_a_folder_with_a_fifo_is_read(tmp_path: Path) -> None:
     """Opening a FIFO waits for a writer for ever."""
     text_folder(tmp_path, DOCUMENTS)
@@ -672,13 +667,6 @@ def test_damaged_directories_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
             open_tokens(directory)
         with pytest.raises(ValueError, match=message):
             prepare(spec, vocab_size=VOCABULARY, cache=cache)
-
-
-def test_a_directory_without_digests_is_read(tmp_path: Path) -> None:
-    directory = prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY)
-    assert set(open_tokens(directory).meta.shards) == {"train-00000.bin", "val-00000.bin"}
-    edit_meta(lambda meta: meta.pop("shards"))(directory)
-    assert open_tokens(directory).meta.shards == {}
 
 
 def test_drafts_of_killed_processes_are_swept(tmp_path: Path, cache: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from training_runs import SHAPE, config, lines, text
 
 from manifold_tying import diagnostics
-from manifold_tying.models import PRESETS
 from manifold_tying.parametrizations import equivalences
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, checkpoints, train
 from manifold_tying.training._build import build_merges, build_model, build_optimizer
@@ -17,35 +17,22 @@ from manifold_tying.training._probes import Probes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.report import load_experiment, write_report
 
-TINY = "tiny-for-tests"
 KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]
 
 
-@pytest.fixture(autouse=True)
-def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = dataclasses.replace(
-        PRESETS["nano"], vocab_size=300, hidden_size=16, num_layers=2, intermediate_size=32, head_dim=0
-    )
-    monkeypatch.setitem(PRESETS, TINY, shape)
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
-    path.write_text("\n".join(f"{a} minus {b} is {a - b};" for a in range(60) for b in range(40)))
-    return path
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training_runs.SHAPE", dataclasses.replace(SHAPE, num_layers=1))
 
 
 def settings(corpus: Path, **changes: Any) -> Settings:
-    values = {
-        "preset": TINY, "data": f"text:{corpus}", "steps": 12, "batch_size": 4, "sequence_length": 16, "val_tokens": 128,
-        "eval_every": 4, "lr": 4e-3, "merge_every": 4, "block_size": 6, "equivalence_lr": 4e-3, **changes,
-    }  # fmt: skip
-    return Settings(**values)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    values = {"batch_size": 4, "block_size": 6, "equivalence_lr": 4e-3, "checkpoint_every": None, **changes}
+    return config(corpus, corpus, **values).settings
 
 
 class Stopped(Exception):
@@ -146,7 +133,7 @@ def test_poet_keeps_the_spectrum_that_adamw_changes(tmp_path: Path, corpus: Path
     for body in ("adamw", "poet-block"):
         shared = settings(corpus, body=body, steps=24, eval_every=24)
         train(TrainConfig(out=tmp_path / body, interface="untied", settings=shared))
-        looks = lines(tmp_path / body / "probes.jsonl")
+        looks = lines(tmp_path / body, "probes.jsonl")
         spectra = [[one["singular_values"][-1] for one in look["weights"].values()] for look in (looks[0], looks[-1])]
         change[body] = max(abs(b / a - 1) for a, b in zip(*spectra, strict=True))
         assert ("R" in looks[0]["weights"]["blocks.1.mlp.up"]) == (body != "adamw")
@@ -196,24 +183,23 @@ def test_recipe_of_the_paper(preset: str, values: dict[str, Any], expected: tupl
 
 # torch 2.13's own way of tracing an autograd.Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("one_layer")
 def test_a_compiled_run_has_the_same_losses_across_a_merge(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a trainable memory, too. Without a compiler: the capture of the graphs is what can go wrong on our side."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager"))
-    monkeypatch.setitem(PRESETS, TINY, dataclasses.replace(PRESETS[TINY], num_layers=1))
     losses = {}
     for compiled in (False, True):
         out = tmp_path / str(compiled)
         shared = settings(corpus, body="poet-block", compile=compiled, steps=3, merge_every=2)
         train(TrainConfig(out=out, interface="pit-trainable", settings=shared))
-        losses[compiled] = [line["loss"] for line in lines(out / "metrics.jsonl")]
+        losses[compiled] = [line["loss"] for line in lines(out)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
 def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, TINY, dataclasses.replace(PRESETS[TINY], num_layers=1))
     arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
     rows = ablate(
