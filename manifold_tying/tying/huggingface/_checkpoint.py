@@ -97,7 +97,7 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    """The model; with ``spare``, tensors that its class has no place for, such as a pooler's, are left out with a warning."""
+    """The model; with ``spare``, modules that its class does not have, such as a pooler, are left out with a warning."""
     build_empty(folder)  # names config.json where transformers would fail in the middle of reading the weights
     read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # Mismatched shapes are in the report, too. Without the option the error advises to ignore them.
@@ -107,14 +107,24 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     except RuntimeError as error:
         raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if spare and (left := wrong.pop("unexpected_keys", None)):
-        warnings.warn(f"{type(model).__name__} has no place for {', '.join(left)} of {folder}: left out", stacklevel=4)
+    unexpected = wrong.get("unexpected_keys", [])
+    if spare and unexpected and all(_is_spare(model, name) for name in unexpected):
+        del wrong["unexpected_keys"]
+        warnings.warn(
+            f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: left out", stacklevel=4
+        )
     if wrong:
         raise ValueError(
             f"the parts of the checkpoint in {folder} disagree, and no tensor may be left out or drawn at random: {wrong}. "
             "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"
         )
     return model
+
+
+def _is_spare(model: "PreTrainedModel", name: str) -> bool:
+    """Whether a tensor is of a module that the class does not have; one of a numbered layer or of a module there is missed."""
+    owner = name.rpartition(".")[0]
+    return owner not in dict(model.named_modules()) and not any(part.isdigit() for part in name.split("."))
 
 
 @torch.no_grad()

@@ -456,3 +456,14 @@ def test_a_compiled_step_projects_always() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
         if i != 1:  # negative control: it would be seen
             assert (a - now_and_then[i]).abs().max() > 1e-4
+
+
+@pytest.mark.usefixtures("deferred")
+def test_a_nan_of_the_last_step_is_reported_when_the_state_is_saved() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = RiemannianAdam([p], lr=0.1, fused=True)
+    p.grad = torch.full((3,), float("nan"))
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(3))
+    with pytest.raises(ValueError, match="at an earlier step the gradient of parameter 0 of group 0"):
+        optimizer.state_dict()

@@ -38,7 +38,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "conv": (lambda: nn.Conv2d(2, 4, 3), "weight"),
     "conv tall": (lambda: nn.Conv1d(1, 8, 3), "weight"),
     "transposed conv": (lambda: nn.ConvTranspose2d(3, 2, 2), "weight"),
-    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight"),
     "stack": (Stack, "weight"),
 }
 CONSTRAINTS: dict[str, Callable[[nn.Module, str], Any]] = {

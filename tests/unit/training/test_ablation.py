@@ -157,7 +157,7 @@ def test_bad_budgets_are_refused(
 
 
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
-    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+cayley_terms=null", settings(corpus, steps=9))
+    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+memory_lr=null", settings(corpus, steps=9))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
     # An arm called adamw is that, whatever body the other arms share.
     assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"

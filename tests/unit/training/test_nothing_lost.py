@@ -88,7 +88,7 @@ def test_dry_run_prints_commands_that_do_the_same(
     settings = dataclasses.replace(
         config(tmp_path, corpus).settings, betas=(0.8, 0.9), compile=True, tokenizer=Path("a b")
     )
-    arms = "pit-trainable+embedding_norm=false+cayley_terms=null,transpose+lr=0.001"
+    arms = "pit-trainable+embedding_norm=false+body=poet-block+cayley_terms=null,transpose+lr=0.001"
     experiment = AblateConfig(out=tmp_path / "o'ut", arms=arms, seeds=2, settings=settings, dry_run=True)
     found = []
     for command in commands(experiment):
