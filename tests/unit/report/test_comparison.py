@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiments import Page, with_losses, write_experiment
+from experiments import Page, draw_nothing, with_losses, write_experiment
 from training_runs import config, text
 
 from manifold_tying.cli import main
@@ -35,6 +35,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         describe(found[name], settings=shared, command=f"manifold-tying ablate --out '{name} <&'")
     train(config(found["run"], text(root), seed=3))
     return found
+
+
+@pytest.fixture
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
 
 
 def test_one_folder_is_shown_as_it_is(folders: dict[str, Path]) -> None:

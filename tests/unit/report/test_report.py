@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiments import ARMS, Page, with_losses, write_experiment, write_lines
+from experiments import ARMS, Page, draw_nothing, with_losses, write_experiment, write_lines
 from rich.console import Console
 
 from manifold_tying.training.report import findings, load_experiment, load_experiments, summary_table, write_report
@@ -53,6 +53,11 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict]
     out = tmp_path_factory.mktemp("experiment")
     rows = write_experiment(out)
     return reported_page(out), rows, out
+
+
+@pytest.fixture
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_nothing(monkeypatch)
 
 
 # statistics
