@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "poet-fsdp": ((2,), "untied", {"body": "poet-block", "equivalence_lr": 2e-3, "parallel": "fsdp"}),
     "poet-ddp": ((2,), "pit-frozen", {"body": "poet-full", "equivalence_lr": 2e-3, "parallel": "ddp"}),
 }
+PRESETS[TINY] = SHAPE
 
 
 def text(folder: Path) -> Path:
@@ -41,8 +42,7 @@ def text(folder: Path) -> Path:
 
 
 def config(out: Path, corpus: Path, interface: Any = "pit-trainable", **changes: Any) -> TrainConfig:
-    """Twelve steps of a model that trains in milliseconds, whose preset is made here."""
-    PRESETS[TINY] = SHAPE
+    """Twelve steps of a model that trains in milliseconds."""
     own = {name: changes.pop(name) for name in ("resume", "resume_from", "seed") if name in changes}
     values = {
         "preset": TINY, "data": f"text:{corpus}", "steps": STEPS, "batch_size": 5, "sequence_length": 16,

@@ -53,7 +53,6 @@ def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.Cap
 
 
 def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config(tmp_path, tmp_path)  # makes the preset
     (tmp_path / "small.txt").write_text("a few words, and then some more of them. " * 20)
     command = ["ablate", "--preset", TINY, "--data", f"text:{tmp_path / 'small.txt'}", "--sequence-length", "512"]
     command += ["--arms", "untied,transpose,pit-frozen", "--out", str(tmp_path / "out")]
