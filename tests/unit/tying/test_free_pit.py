@@ -50,15 +50,12 @@ def products(use: Callable[[], object], d: int = D) -> float:
     st.floats(0, 3), st.integers(1, 24), st.integers(0, 60), st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e3])
 )
 def test_w_out_inverts_e(digits: float, d: int, extra: int, seed: int, size: float) -> None:
-    pit = free(10**digits, d + extra, d, seed)
+    condition = 10**digits
+    pit = free(condition, d + extra, d, seed)
     with torch.no_grad():
         pit.table.mul_(size)
-    assert (
-        distance(pit) <= ROUNDING * 10**digits + 2e-7
-    )  # the latter of the copied table's own rounding, at condition 1
-    assert distance(pit.double()) <= 1e-13 + 1e-16 * 10 ** (
-        2 * digits
-    )  # the Gram matrix has the square of the condition
+    assert distance(pit) <= ROUNDING * condition + 2e-7  # the latter is the copied table's own rounding
+    assert distance(pit.double()) <= 1e-13 + 1e-16 * condition**2  # the Gram matrix has the square of the condition
 
 
 def test_the_polar_factors_are_the_memory_and_the_transform() -> None:
