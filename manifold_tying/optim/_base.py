@@ -13,6 +13,7 @@ from manifold_tying import linalg
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 from manifold_tying.optim._finite import FiniteCheck, NonFinite, bounded
+from manifold_tying.parametrizations import manifold_of
 
 Group = dict[str, Any]
 
@@ -60,7 +61,7 @@ class RiemannianOptimizer(Optimizer):
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
                 self._names[p] = name
-                self._add_point(p, manifold or _manifold_of(p), added)
+                self._add_point(p, manifold or manifold_of(p), added)
                 if scale is not None:
                     self._scales[p] = self._checked_scale(p, scale, name, added)
         except BaseException:  # the optimizer is as it was
@@ -106,7 +107,7 @@ class RiemannianOptimizer(Optimizer):
         """Follow parameters that were constrained, or lost their constraint, since they were added."""
         for group in self.param_groups:
             for p in group["params"]:
-                manifold = _manifold_of(p)
+                manifold = manifold_of(p)
                 if p not in self._manifolds:
                     if manifold is not None:
                         self.state.pop(p, None)
@@ -296,11 +297,6 @@ class RiemannianOptimizer(Optimizer):
     def _runs_ahead(self, params: list[Tensor]) -> bool:
         """Whether the whole step can run on the device without the host waiting for it."""
         return False
-
-
-def _manifold_of(p: Tensor) -> geoopt.Manifold | None:
-    manifold = getattr(p, "manifold", None)
-    return None if isinstance(manifold, geoopt.Euclidean) else manifold
 
 
 def same_motion(manifold: geoopt.Manifold) -> Any:

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from manifold_tying import linalg
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim._base import same_motion
+from manifold_tying.parametrizations import manifold_of
 
 
 def param_groups(
@@ -55,10 +56,7 @@ def param_groups(
         matched.add(pattern)
         if not p.requires_grad:
             continue
-        # of another tensor the attribute may be left from a constraint that was taken off
-        manifold = manifolds.get(p) or (p.manifold if isinstance(p, geoopt.ManifoldParameter) else None)
-        if isinstance(manifold, geoopt.Euclidean):
-            manifold = None
+        manifold = manifolds.get(p) or manifold_of(p)
         options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
         if manifold is not None:
             options |= {"weight_decay": 0.0, "manifold": manifold}

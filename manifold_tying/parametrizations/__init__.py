@@ -19,6 +19,7 @@ from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._plain_weights import keep_plain_weights as keep_plain_weights
+from manifold_tying.parametrizations._points import manifold_of as manifold_of
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying.parametrizations._plain_optimizer import watch
+from manifold_tying.parametrizations._points import mark
 
 
 class Constraint(nn.Module, ABC):
@@ -88,5 +88,4 @@ def mark_point(parts: parametrize.ParametrizationList) -> None:
     """
     manifold = getattr(parts[0], "manifold", None)
     if manifold is not None:
-        setattr(parts.original, "manifold", manifold)  # noqa: B010 - a tensor declares no such attribute
-        watch(parts)
+        mark(parts, manifold)

@@ -13,6 +13,7 @@ from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, Ch
 from manifold_tying.parametrizations._constraint import Constraint, WideStorage, mark_point
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
+from manifold_tying.parametrizations._points import belongs, unmark
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -131,7 +132,7 @@ def _become(weight: Tensor, value: Tensor) -> None:
     else:
         weight.data = value
     weight.grad = None  # that was the stored tensor's
-    weight.__dict__.pop("manifold", None)
+    unmark(weight)
 
 
 def _own_class(module: nn.Module) -> None:
@@ -185,6 +186,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts = cast(WideStorage, parametrized(module)[name])
     parts.__class__ = WideStorage
     parts.label = label
+    belongs(parts, module, name)
     mark_point(parts)
     module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
