@@ -19,22 +19,18 @@ from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
 # ---- manifolds
 
-RETRACTIONS: dict[str, tuple[Stiefel, int]] = {
-    "polar": (Stiefel("polar"), 2),
-    "qr": (Stiefel("qr"), 1),
-    "cayley": (Stiefel("cayley"), 1),
-    "cayley-neumann": (Stiefel("cayley-neumann"), 1),
-    "cayley-neumann, three terms": (Stiefel("cayley-neumann", terms=3), 1),
-}
+
+@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (6, 1)])
+def test_stiefel(shape: tuple[int, int]) -> None:
+    mtt.check_manifold(Stiefel(), shape, order=2, uniform=True)
 
 
-@pytest.mark.parametrize(
-    ("retraction", "shape"),
-    [(name, shape) for name in RETRACTIONS for shape in ((7, 3), (4, 4))] + [("polar", (6, 1)), ("cayley", (6, 1))],
-)
-def test_stiefel(retraction: str, shape: tuple[int, int]) -> None:
-    manifold, order = RETRACTIONS[retraction]
-    mtt.check_manifold(manifold, shape, order=order, uniform=True)
+@pytest.mark.parametrize("manifold", [Stiefel("qr"), Stiefel("cayley"), Stiefel("cayley-neumann", terms=3)], ids=repr)
+@pytest.mark.parametrize("shape", [(7, 3), (4, 4)])
+def test_other_retractions(manifold: Stiefel, shape: tuple[int, int]) -> None:
+    of_the_retraction = ("retr", "a batch", "dtype")
+    others = [law.name for law in mtt.MANIFOLD_LAWS if not law.name.startswith(of_the_retraction)]
+    mtt.check_manifold(manifold, shape, skip=others)
 
 
 @pytest.mark.parametrize("d", [1, 4])
@@ -78,33 +74,27 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "polar": (Stiefel("polar"), (6, 2)),
-    "qr": (Stiefel("qr"), (4, 4)),
-    "cayley": (Stiefel("cayley"), (6, 2)),
     "cayley-neumann": (Stiefel("cayley-neumann"), (6, 2)),
     "SPD": (SPD(), (3, 3)),
     **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
 }
 CASES = [
-    *(("Adam", points) for points in POINTS),
-    *((name, points) for name in ("Adam by row", "SGD", "SGD, momentum") for points in ("polar", "Sphere")),
-    *(("slow SGD", points) for points in ("SPD", "PoincareBall")),
+    *(("Adam", points) for points in ("polar", "cayley-neumann", "SPD", "Sphere", "PoincareBall")),
+    *(("Adam by row", "polar"), ("SGD", "Sphere"), ("SGD, momentum", "polar"), ("slow SGD", "SPD")),
 ]
 
 
 @pytest.mark.parametrize(("name", "points"), CASES)
 def test_optimizers(name: str, points: str) -> None:
-    # the metric scales the steps: no rate fits all points
-    far = ["it converges to a known optimum"] if points == "SPD" or name == "slow SGD" else []
-    mtt.check_optimizer(OPTIMIZERS[name], *POINTS[points], skip=far)
+    converging = ("Adam", "polar"), ("Adam", "Sphere"), ("SGD, momentum", "polar")  # the dearest law: not for each case
+    skip = [] if (name, points) in converging else ["it converges to a known optimum"]
+    mtt.check_optimizer(OPTIMIZERS[name], *POINTS[points], skip=skip)
 
 
-@pytest.mark.parametrize("retraction", ["polar", "qr", "cayley", "cayley-neumann"])
-def test_geoopts_optimizers_move_our_points(retraction: Any) -> None:
-    manifold = Stiefel(retraction)
-    mtt.check_optimizer(lambda params: geoopt.optim.RiemannianSGD(params, lr=0.05, momentum=0.5), manifold)
+def test_geoopts_optimizers_move_our_points() -> None:
     mtt.check_optimizer(
         lambda params: geoopt.optim.RiemannianAdam(params, lr=0.05),
-        manifold,
+        Stiefel(),
         skip=["maximize mirrors minimize", "a saved state resumes bit for bit", "deep copies resume bit for bit"],
     )
 
@@ -130,10 +120,14 @@ ORTHONORMAL: dict[str, Callable[..., Any]] = {
 }
 
 
+# How a weight becomes tall matrices is the same for all constraints; a Cayley map takes another way where they are square.
 @pytest.mark.parametrize(
     ("constraint", "layer"),
-    [(name, layer) for name in ORTHONORMAL for layer in ("tall", "wide", "square", "convolution")]
-    + [(name, layer) for name in ("stiefel", "polar") for layer in ("transposed",)],
+    [
+        *(("stiefel", layer) for layer in ("tall", "wide", "convolution", "transposed")),
+        *(("stiefel, cayley", "square"), ("polar", "wide"), ("qr", "tall"), ("cayley", "convolution")),
+        *((constraint, layer) for constraint in ("cayley", "cayley-neumann") for layer in ("tall", "square")),
+    ],
 )
 def test_orthonormal_weights(constraint: str, layer: str) -> None:
     make, name, holds = LAYERS[layer]
@@ -152,35 +146,13 @@ def test_equivalence(scheme: Any) -> None:
     mtt.check_parametrization(lambda layer: equivalence(layer, scheme=scheme, block_size=2), nn.Linear(4, 6))
 
 
-# Broken laws of torch 2.13. A deep copy shares the class from which remove_parametrizations deletes the weight. Householder
-# vectors store signs on the diagonal and truncate them to integers, so any change of the diagonal changes the weight.
-SHARED_CLASS = "deep copies are equal and independent"
-TORCH = {
-    "matrix_exp": [SHARED_CLASS],
-    "cayley": [SHARED_CLASS],
-    "householder": [SHARED_CLASS, "gradients match finite differences"],
-}
-
-
-@pytest.mark.parametrize("kind", TORCH)
-def test_torchs_own(kind: str) -> None:
+def test_torchs_own() -> None:
     mtt.check_parametrization(
-        lambda layer: parametrizations.orthogonal(layer, orthogonal_map=kind),
+        lambda layer: parametrizations.orthogonal(layer, orthogonal_map="matrix_exp"),
         nn.Linear(3, 5),
         holds=mtt.assert_orthonormal,
-        skip=TORCH[kind],
+        skip=["deep copies are equal and independent"],  # a copy shares the class from which torch deletes the weight
     )
-
-
-@pytest.mark.parametrize("kind", ["matrix_exp", "householder"])
-def test_what_torchs_own_breaks_is_still_so(kind: str, without_shrinking: None) -> None:
-    with pytest.raises(mtt.BrokenLaws) as caught:
-        mtt.check_parametrization(
-            lambda layer: parametrizations.orthogonal(layer, orthogonal_map=kind),
-            nn.Linear(3, 5),
-            holds=mtt.assert_orthonormal,
-        )
-    assert SHARED_CLASS in caught.value.broken and set(caught.value.broken) <= set(TORCH[kind])
 
 
 # ---- token interfaces
@@ -190,9 +162,7 @@ INTERFACES: dict[str, tuple[Callable[[], Any], bool]] = {
     "untied, one column": (lambda: Untied(5, 1), False),
     "untied, scaled": (lambda: Untied(11, 4, logit_scale=True), False),
     "transpose": (lambda: TransposeTying(11, 4), False),
-    "transpose, one column": (lambda: TransposeTying(5, 1), False),
     "PIT, frozen": (lambda: PIT(11, 4, memory="frozen"), True),
-    "PIT, trainable": (lambda: PIT(11, 4, memory="trainable"), True),
     "PIT, exp": (lambda: PIT(11, 4, memory="trainable", diagonal="exp", retraction="cayley"), True),
     "PIT, free": (lambda: PIT(11, 4, std=0.3), True),
     "PIT from a table": (lambda: PIT.from_embedding(torch.randn(11, 4), transform="head"), True),
@@ -275,16 +245,11 @@ def test_assertions_accept_rounding_and_refuse_a_thousand_times_that(dtype: torc
 
 
 def test_a_broken_law_is_reported_with_its_smallest_example() -> None:
-
-    class Slips(Stiefel):
-        def retr(self, x: Tensor, u: Tensor) -> Tensor:
-            return super().retr(x, u) if u.abs().max() < 1.1 else x + u
-
+    law = "random points are on the manifold"
+    outside = type("Outside", (Stiefel,), {"random": lambda self, *shape, **options: torch.randn(shape, **options)})()
     with pytest.raises(mtt.BrokenLaws) as caught:
-        mtt.check_manifold(
-            Slips(), (3, 1), skip={law.name for law in mtt.MANIFOLD_LAWS} - {"retr lands on the manifold"}
-        )
-    assert list(caught.value.broken) == ["retr lands on the manifold"]
+        mtt.check_manifold(outside, (3, 1), skip={law.name for law in mtt.MANIFOLD_LAWS} - {law})
+    assert list(caught.value.broken) == [law]
     assert "1: ()" in str(caught.value)  # no batch is the simplest of all
 
 

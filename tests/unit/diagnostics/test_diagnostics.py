@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import manifold_tying as mt
-from manifold_tying.diagnostics import condition, defect, delta_ti
+from manifold_tying.diagnostics import condition, delta_ti
 
 CASES = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -51,28 +51,3 @@ def test_condition_is_numpys(d: int, decades: float, seed: int) -> None:
     T = (T + T.T) / 2
     # Eigenvalues are off by rounding of the largest, so their ratio by that times the condition.
     assert condition(torch.from_numpy(T)) == pytest.approx(np.linalg.cond(T), rel=1e-13 * 10**decades * d + 1e-12)
-
-
-def test_condition_of_an_interface() -> None:
-    pit = mt.PIT(30, 5, memory="frozen").double()
-    assert condition(pit.transform) == pytest.approx(1, abs=1e-6)
-    pit.cholesky_factor = torch.diag(torch.tensor([1.0, 1.0, 2.0, 1.0, 10.0], dtype=torch.float64))
-    assert condition(pit.transform) == pytest.approx(100)
-
-
-@CASES
-@given(
-    n=st.integers(1, 20), p=st.integers(1, 20), batch=st.sampled_from([(), (3,), (2, 1)]), seed=st.integers(0, 10**6)
-)
-def test_defect_is_the_formula_per_matrix(n: int, p: int, batch: tuple[int, ...], seed: int) -> None:
-    X = np.random.default_rng(seed).normal(size=(*batch, n + p, p))
-    expected = np.linalg.norm(np.swapaxes(X, -1, -2) @ X - np.eye(p), axis=(-2, -1)) / p**0.5
-    np.testing.assert_allclose(defect(torch.from_numpy(X)).numpy(), expected, rtol=1e-12)
-
-
-def test_defect_of_orthonormal_columns() -> None:
-    Q = torch.linalg.qr(torch.randn(40, 7, dtype=torch.float64))[0]
-    assert defect(Q) < 1e-14
-    # d/dε of ‖(1 + ε)²I - I‖_F / √p is 2: the number is relative to √p, not to the size.
-    assert defect(Q * 1.001).item() == pytest.approx(2e-3, rel=1e-3)
-    assert defect(Q.float()) < 1e-6 and defect(Q.float()).dtype == torch.float64

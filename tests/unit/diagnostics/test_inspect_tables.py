@@ -178,33 +178,3 @@ def test_damaged_folders(tmp_path: Path) -> None:
     failing("model.safetensors cannot be read")
     save_file({"interface.other": torch.ones(2)}, weights)
     failing("no token interface that is known")
-
-
-def test_only_the_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import safetensors
-
-    model = hugging_face("llama")
-    model.save_pretrained(tmp_path)
-    read: list[str] = []
-
-    class Spy:
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self.inner = safetensors.torch.safe_open(*args, **options)
-
-        def __enter__(self) -> Any:
-            self.file = self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.inner.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self.file.keys()
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return self.file.get_tensor(name)
-
-    monkeypatch.setattr(safetensors, "safe_open", Spy)
-    inspect_tables(tmp_path)
-    assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]

@@ -125,15 +125,6 @@ def test_transpose_tying_is_zero_by_polar_factors_and_not_by_anchors() -> None:
     assert min(dataclasses.asdict(untied).values()) > 0.3
 
 
-def test_rows_say_which_definition_is_which() -> None:
-    E, W_out = mt.PIT(30, 4).materialize()
-    found = interface_consistency(E, W_out)
-    rows = found.rows()
-    assert [name for name, _, _ in rows] == list(NAMES)
-    assert [value for _, value, _ in rows] == list(dataclasses.asdict(found).values())
-    assert all(("W_out⁺" in what) == name.startswith("anchor") for name, _, what in rows)
-
-
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     E, W = (torch.from_numpy(table) for table in tables(103, 5, 3, 0.5))
     whole = dataclasses.asdict(interface_consistency(E, W))

@@ -195,20 +195,6 @@ def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, s: float, e
     np.testing.assert_allclose(found.numpy(), [2 * (pdist(rows) ** -s).sum() for rows in unit], rtol=1e-9)
 
 
-def test_hyperspherical_energy_holds_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    product = torch.matmul
-
-    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        sizes.append(product(left, right).numel())
-        return product(left, right)
-
-    monkeypatch.setattr(torch, "matmul", counted)
-    monkeypatch.setattr(_spectrum, "_BLOCK_ENTRIES", 10_000)
-    hyperspherical_energy(torch.randn(1000, 4))
-    assert len(sizes) == 100 and max(sizes) <= 10_000 and sum(sizes) < 0.51 * 1000**2
-
-
 def test_hyperspherical_energy_keeps_under_right_rotations_only() -> None:
     rng = np.random.default_rng(0)
     W = torch.from_numpy(rng.normal(size=(20, 6)))

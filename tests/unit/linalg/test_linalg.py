@@ -277,24 +277,6 @@ def test_gradient_is_finite_where_the_matrix_is_singular() -> None:
         assert Y.grad is not None and Y.grad.isfinite().all(), kind
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("shape", [(9, 4), (80, 70)])
-def test_polar_compiles_to_one_graph(shape: tuple[int, ...]) -> None:
-    """Both factors and the gradient through both, by eigenvalues and by products."""
-    Y = conditioned(shape, 1.5).requires_grad_()
-
-    def mixed(Y: Tensor) -> Tensor:
-        U, H = linalg.polar(Y)
-        return (U * torch.linspace(-1, 1, U.numel(), dtype=U.dtype).view(U.shape)).sum() + H.square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(mixed, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(Y), mixed(Y))
-    torch.testing.assert_close(torch.autograd.grad(compiled(Y), Y), torch.autograd.grad(mixed(Y), Y))
-    low = Y.detach().bfloat16()
-    torch.testing.assert_close(torch.compile(linalg.polar, backend="aot_eager")(low), linalg.polar(low))
-
-
 # ---- QR
 
 
@@ -414,7 +396,7 @@ def test_products_in_bfloat16_cost_less_than_what_the_result_is_rounded_by(norm:
     assert 0 < (found - wanted).norm() < norm * 2**-7 * wanted.norm()
 
 
-@pytest.mark.parametrize("f", [linalg.cayley, linalg.cayley_neumann, lambda A: linalg.cayley_neumann(A, 3)])
+@pytest.mark.parametrize("f", [linalg.cayley, lambda A: linalg.cayley_neumann(A, 3)])
 def test_gradient_of_cayley_maps(f: Callable[[Tensor], Tensor]) -> None:
     v = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: f(linalg.skew(v / 10, 4)), v)
@@ -484,22 +466,11 @@ def test_large_cayley_at_and_its_gradient(shape: tuple[int, int], terms: int | N
 # ---- skew
 
 
-@reproducible
-@given(st.integers(1, 9), st.sampled_from([(), (3,), (2, 1)]), seeds)
-def test_skew_and_unskew_are_inverse(b: int, batch: tuple[int, ...], seed: int) -> None:
-    torch.manual_seed(seed)
-    vector = torch.randn(*batch, b * (b - 1) // 2)
-    A = linalg.skew(vector, b)
-    assert A.shape == (*batch, b, b)
-    assert torch.equal(A, -A.mT)
-    assert torch.equal(linalg.unskew(A), vector)
-    assert torch.equal(linalg.skew(linalg.unskew(A), b), A)
-
-
 def test_skew_reads_the_upper_triangle_by_rows() -> None:
     expected = [[0.0, 1.0, 2.0], [-1.0, 0.0, 3.0], [-2.0, -3.0, 0.0]]
     assert linalg.skew(torch.tensor([1.0, 2.0, 3.0]), 3).tolist() == expected
-    v = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(linalg.unskew(linalg.skew(v, 4)), v)
     assert torch.autograd.gradcheck(lambda v: linalg.skew(v, 4), v)
     assert torch.autograd.gradcheck(lambda v: linalg.unskew(linalg.skew(v, 4)), v)
 
@@ -601,25 +572,15 @@ def test_nan_and_infinity_are_refused(function: str) -> None:
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "polar of a wide matrix": (lambda: linalg.polar(torch.randn(3, 5)), r"n >= p >= 1, got \(3, 5\); transpose it\?"),
-    "polar of a vector": (lambda: linalg.polar(torch.randn(3)), r"n >= p >= 1, got \(3,\)"),
     "polar without columns": (lambda: linalg.polar(torch.randn(3, 0)), r"n >= p >= 1, got \(3, 0\)"),
-    "polar of integers": (
-        lambda: linalg.polar(torch.ones(3, 2, dtype=torch.int64)),
-        "real floating dtype, got torch.int64",
-    ),
-    "polar of complex": (lambda: linalg.polar(torch.ones(3, 2, dtype=torch.complex64)), "got torch.complex64"),
+    "polar of integers": (lambda: linalg.polar(torch.ones(3, 2).long()), "real floating dtype, got torch.int64"),
     "wide orthonormalize": (lambda: linalg.orthonormalize(torch.randn(2, 3, 5), "qr"), r"got \(2, 3, 5\)"),
-    "integer orthonormalize": (lambda: linalg.orthonormalize(torch.ones(3, 2).int(), "qr"), "got torch.int32"),
     "unknown method": (
         lambda: linalg.orthonormalize(torch.randn(3, 2), "svd"),  # type: ignore[arg-type]
         "unknown method 'svd'; choose one of polar, qr, cholesky-qr",
     ),
     "cayley not square": (lambda: linalg.cayley(torch.randn(3, 2)), r"square matrix \(..., b, b\), got \(3, 2\)"),
-    "cayley of a vector": (lambda: linalg.cayley(torch.randn(3)), r"got \(3,\)"),
     "cayley of integers": (lambda: linalg.cayley(torch.ones(2, 2).int()), "got torch.int32"),
-    "cayley_neumann not square": (lambda: linalg.cayley_neumann(torch.randn(3, 2)), r"got \(3, 2\)"),
-    "cayley_neumann of integers": (lambda: linalg.cayley_neumann(torch.ones(2, 2).int()), "got torch.int32"),
-    "no terms": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 0), "whole number >= 1, got 0"),
     "half a term": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 1.5), "whole number >= 1, got 1.5"),  # type: ignore[arg-type]
     "skew of too many": (lambda: linalg.skew(torch.zeros(4), 3), "expected 3 entries for b=3, got 4"),
     "unskew not square": (lambda: linalg.unskew(torch.zeros(2, 3)), r"got \(2, 3\)"),

@@ -11,8 +11,6 @@ import torch
 from machine import peak_bytes
 from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from manifold_tying import linalg
 from manifold_tying.linalg import _basics
@@ -63,9 +61,6 @@ def test_gradient_of_a_wide_gram_matrix() -> None:
     (gradient,) = torch.autograd.grad((linalg.gram(leaf) * weights).sum(), leaf)
     expected = Y.numpy() @ (weights + weights.T).numpy()
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=1e-11)
-    D = torch.randn_like(Y)  # and by a difference, exact for a quadratic
-    plus, minus = ((linalg.gram(Y + sign * D) * weights).sum() for sign in (1, -1))
-    torch.testing.assert_close((gradient * D).sum(), (plus - minus) / 2)
 
 
 # G^(-1/2)
@@ -283,18 +278,6 @@ def test_a_bad_gradient_is_masked_then_reported(bad: float, where: int, warm: in
 
 
 @pytest.mark.usefixtures("deferred")
-def test_skip_never_raises_and_skips_all_the_same() -> None:
-    optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
-    drive(optimizer, params, 2, seeded)
-    before = tables_and_moments(optimizer, params)
-    for where in (0, 1, 2):
-        drive(optimizer, params, 1, with_bad(where, float("nan")))
-        assert same(tables_and_moments(optimizer, params), before)
-    drive(optimizer, params, 1, seeded)
-    assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(params, before, strict=False))
-
-
-@pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("which", ["ordinary", "points"])
 def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that is left out on the device is the same as one that the host leaves out, bias corrections included."""
@@ -309,72 +292,6 @@ def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch)
         results.append([p.detach() for p in chosen] + [optimizer.state[p]["step"] for p in chosen])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
-
-
-class DeviceReads(TorchDispatchMode):
-    """Counts what the host reads of tensors that come from the given ones, which stand for those on the device.
-
-    Whatever an operation makes or writes of one of them counts as one of them. What had been copied to the host before the
-    mode began does not, so that flags of earlier steps may be read.
-    """
-
-    def __init__(self, device: list[Tensor]) -> None:
-        super().__init__()
-        self.reads = 0
-        self.kept = list(device)  # so that no address is used again
-        self.device = {t.untyped_storage().data_ptr() for t in device}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(t.untyped_storage().data_ptr() in self.device for t in given):
-            self.reads += func.overloadpacket.__name__ in LOOKS
-            arguments = zip(func._schema.arguments, args, strict=False)
-            written = [
-                a for declared, a in arguments if declared.alias_info is not None and declared.alias_info.is_write
-            ]
-            touched = [t for t in tree_leaves((result, written)) if isinstance(t, Tensor)]
-            self.kept += touched
-            self.device |= {t.untyped_storage().data_ptr() for t in touched}
-        return result
-
-
-def reads_of_a_step(optimizer: Any, params: list[Any], step: int) -> int:
-    for i, p in enumerate(params):
-        p.grad = seeded(step, i, p)
-    device = [*params, *(p.grad for p in params)]
-    for p, state in optimizer.state.items():
-        # a point's counter lives on the host, that of an ordinary parameter of a fused group on the device
-        device += [v for key, v in state.items() if not (key == "step" and p in optimizer._manifolds)]
-    with DeviceReads(device) as watch:
-        optimizer.step()
-    return watch.reads
-
-
-@pytest.mark.usefixtures("deferred", "small_blocks")
-@pytest.mark.parametrize(("nonfinite", "retract_every"), [("raise", 1), ("skip", 2)])
-def test_a_step_that_runs_ahead_reads_nothing(
-    nonfinite: Any, retract_every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def model() -> list[Any]:
-        return [nn.Parameter(torch.randn(3)), point(600, 5), point(20, 3), point(20, 3)]
-
-    params = model()
-    options: Any = {"nonfinite": nonfinite, "retract_every": retract_every}
-    optimizer = RiemannianAdam(params, lr=0.01, fused=True, **options)
-    assert [reads_of_a_step(optimizer, params, step) for step in range(4)] == [0] * 4
-    monkeypatch.setattr(
-        _adam, "EXACT_EVERY", 3
-    )  # only every few steps one looks; a point's count here goes on to 5, 6 and 7
-    assert [bool(reads_of_a_step(optimizer, params, step)) for step in (4, 5, 6)] == [False, True, False]
-    # Negative controls: what makes the host wait is seen.
-    params = model()
-    assert reads_of_a_step(RiemannianAdam(params, lr=0.01, **options), params, 0)
-    monkeypatch.setattr(RiemannianAdam, "_ahead_on", ())
-    assert reads_of_a_step(RiemannianAdam(params, lr=0.01, fused=True, **options), params, 0)
 
 
 CANNOT_RUN_AHEAD: dict[str, tuple[Any, dict[str, Any]]] = {

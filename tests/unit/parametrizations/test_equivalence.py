@@ -11,17 +11,15 @@ import pytest
 import scipy.linalg
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.parametrizations import Equivalence, _blocks, _input_centric
+from manifold_tying.parametrizations import Equivalence, _input_centric
 from manifold_tying.parametrizations._equivalence_options import Sizes
 from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._primitive import Primitive, mixed_seed
+from manifold_tying.parametrizations._primitive import Primitive
 
 ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
 
@@ -187,47 +185,7 @@ def test_the_linear_layer_and_its_gradients(
         torch.testing.assert_close(module.bias.grad, b2.grad, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    m=st.integers(1, 14),
-    n=st.integers(2, 14),
-    b=st.integers(2, 16),
-    tokens=st.sampled_from([(), (1,), (3,), (2, 4), (0,)]),
-    full=st.booleans(),
-    seed=st.integers(0, 2**63 - 1),
-)
-def test_both_formulations_agree(m: int, n: int, b: int, tokens: tuple[int, ...], full: bool, seed: int) -> None:
-    scheme: Any = "full" if full else "block"
-    module: Any = equivalence(nn.Linear(n, m), scheme=scheme, block_size=b, seed=seed)
-    turn(module)
-    part, vector = constraint(module), stored(module)
-    x = torch.randn(*tokens, n)
-    parts = part.ordered_base, vector, part.rotations, part.orders, module.bias
-    results = [equivalence_linear(x, *parts, input_centric=c) for c in (True, False)]
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(module(x), F.linear(x, module.weight, module.bias), rtol=1e-5, atol=1e-5)
-    assert results[0].shape == (*tokens, m)
-    gradients = []
-    for y in results:
-        module.zero_grad()
-        y.square().sum().backward(retain_graph=True)
-        gradients.append((vector.grad, module.bias.grad))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
-
-
 # ---- sizes
-
-
-def parameters(module: nn.Module) -> int:
-    return stored(module).numel()
-
-
-def test_parameter_counts_of_the_papers_table_1() -> None:
-    m, n, b = 32, 64, 8
-    assert parameters(equivalence(nn.Linear(n, m), block_size=b)) == (m + n) * (b - 1) // 2
-    assert parameters(equivalence(nn.Linear(n, m), scheme="full", block_size=b)) == b * (b - 1)
-    half = equivalence(nn.Linear(n, m), scheme="full", fraction=0.5)
-    assert parameters(half) == (m // 2) * (m // 2 - 1) // 2 + (n // 2) * (n // 2 - 1) // 2
 
 
 # scheme and block size or fraction: millions of parameters of the 60M, 130M, 350M and 1.3B models. The paper prints 118.26
@@ -255,22 +213,12 @@ def test_parameter_counts_of_the_papers_table_2(family: str, scheme: Any) -> Non
             assert round(sum(sizes.parameters for sizes in found) / 1e6, 2) == expected
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("scheme", ["block", "full"])
-def test_a_share_divides_the_same_budget(share: float, scheme: Any) -> None:
-    module = equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8, out_share=share)
-    whole = parameters(equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8))
-    sizes = constraint(module).sizes
-    assert sizes.R.size == pytest.approx(share * whole, abs=0.15 * whole)
-    assert parameters(module) == sizes.R.size + sizes.P.size == pytest.approx(whole, rel=0.15)
-
-
-def test_ragged_and_clamped_sizes() -> None:
-    sizes = constraint(equivalence(nn.Linear(10, 7), block_size=4)).sizes
-    assert (sizes.R.count, sizes.R.ragged, sizes.R.size) == (1, 3, 6 + 3)
-    assert (sizes.P.count, sizes.P.ragged, sizes.P.size) == (2, 2, 12 + 1)
-    sizes = constraint(equivalence(nn.Linear(10, 7))).sizes
-    assert (sizes.R.block, sizes.P.block, sizes.R.size) == (7, 10, 21)
+def test_a_share_divides_the_same_budget(scheme: Any) -> None:
+    module = equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8, out_share=0.25)
+    whole = stored(equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8)).numel()
+    assert stored(module).numel() == pytest.approx(whole, rel=0.15)
+    assert constraint(module).sizes.R.size == pytest.approx(0.25 * whole, abs=0.15 * whole)
 
 
 # ---- the spectrum
@@ -324,6 +272,18 @@ def test_initial_weights(shape: tuple[int, int]) -> None:
 # ---- merging
 
 
+def test_an_assigned_weight_is_kept_as_it_is_or_refused() -> None:
+    module: Any = equivalence(nn.Linear(5, 9), block_size=3)
+    turn(module)
+    value = torch.randn(9, 5)
+    module.weight = value
+    assert torch.equal(module.weight, value) and stored(module).abs().max() == 0
+    for wrong in (torch.full_like(value, torch.nan), value.flatten()):
+        with pytest.raises(ValueError, match=r"finite|shape"):
+            module.weight = wrong
+        assert torch.equal(module.weight, value)
+
+
 @every_pair
 def test_a_merge_leaves_the_weight_and_starts_anew(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme)
@@ -358,22 +318,16 @@ def test_merge_reaches_everything_below_and_keeps_the_optimizers_keys() -> None:
 
 
 def test_orders_come_from_the_seed_and_the_count() -> None:
-    def orders(seed: int, merges: int) -> list[list[int]]:
-        torch.randn(seed)  # the global generator has no say
+    def orders(seed: int | None, merges: int) -> str:
+        torch.randn(merges)  # the global generator has no say
         module = equivalence(nn.Linear(30, 20), block_size=4, seed=seed)
         for _ in range(merges):
             merge(module)
-        return [constraint(module).out_order.tolist(), constraint(module).in_order.tolist()]
+        return str([constraint(module).out_order.tolist(), constraint(module).in_order.tolist()])
 
     assert orders(1, 2) == orders(1, 2)
-    drawn = [str(order) for seed in (1, 2) for merges in range(3) for order in orders(seed, merges)]
-    assert len(set(drawn)) == 12
-    assert all(sorted(order) == list(range(len(order))) for order in orders(1, 1))
+    assert len({orders(seed, merges) for seed in (1, 2, None, None) for merges in range(3)}) == 12
     assert Primitive(9, 3, 3).draw_order(7, 0, "out").tolist() == [2, 5, 4]  # fixed for all processes and runs
-    assert mixed_seed(0, "a") != mixed_seed(0, "b")
-    torch.manual_seed(0)
-    free = equivalence(nn.Linear(30, 20))
-    assert constraint(free).seed != constraint(equivalence(nn.Linear(30, 20))).seed
 
 
 # Of the first block of R and of the last one of P.
@@ -422,25 +376,19 @@ def test_skew_vectors_that_are_not_finite_are_not_merged(terms: int | None) -> N
 # ---- what users do with such layers
 
 
-@every_pair
-def test_copies_and_state_dicts(layer: str, scheme: str) -> None:
+@pytest.mark.parametrize(("layer", "scheme"), [("tall", "block"), ("conv", "full"), ("stack", "fraction")])
+def test_the_next_orders_are_those_of_the_loaded_seed_and_count(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme, seed=1)
-    key = f"parametrizations.{name}.0.base"
-    assert torch.equal(module.state_dict()[key], getattr(module, name))  # W0 as the layer had it
-    turn(module, name)
     merge(module)
-    assert torch.equal(module.state_dict()[key], getattr(module, name)) and module.state_dict()[key].is_contiguous()
     turn(module, name)
     W = getattr(module, name).detach().clone()
     twin = copy.deepcopy(module)
-    assert torch.equal(getattr(twin, name), W)
     merge(twin)
     assert torch.equal(getattr(module, name), W) and stored(module, name).abs().max() > 0
     for assign in (False, True):
         other, _ = build(layer, scheme, seed=2)
         other.load_state_dict(module.state_dict(), assign=assign)
         assert torch.equal(getattr(other, name), W)
-    # the next orders are those of the loaded seed and count
     merge(other)
     assert torch.equal(constraint(other, name).in_order, constraint(twin, name).in_order)
     assert torch.equal(constraint(other, name).out_order, constraint(twin, name).out_order)
@@ -467,28 +415,6 @@ def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
     assert twin.load_state_dict(without, strict=False).missing_keys == [key]
     assert torch.equal(constraint(twin).out_order, constraint(module).out_order) and torch.equal(twin.weight, W0)
     assert set(twin.load_state_dict({}, strict=False).missing_keys) == set(twin.state_dict())
-
-
-@every_pair
-def test_assigning_and_materializing(layer: str, scheme: str) -> None:
-    make, name = LAYERS[layer]
-    module, _ = build(layer, scheme)
-    turn(module, name)
-    value = torch.randn_like(getattr(module, name))
-    setattr(module, name, value)
-    assert torch.equal(getattr(module, name), value) and stored(module, name).abs().max() == 0
-    turn(module, name)
-    W = getattr(module, name).detach().clone()
-    assert materialize(module) is module
-    assert torch.equal(getattr(module, name), W) and set(module.state_dict()) == set(make().state_dict())
-    assert type(module) is type(make()) and not parametrize.is_parametrized(module)
-    for wrong in (torch.full_like(value, float("nan")), value.flatten()):
-        again = equivalence(module, name, **SCHEMES[scheme])
-        before = copy.deepcopy(again.state_dict())
-        with pytest.raises(ValueError, match=r"finite|shape"):
-            setattr(again, name, wrong)
-        assert all(torch.equal(a, b) for a, b in zip(before.values(), again.state_dict().values(), strict=True))
-        materialize(module)
 
 
 def test_a_parametrization_over_ours_is_respected() -> None:
@@ -529,9 +455,7 @@ def test_low_precision_layers_rotate_in_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 400])
-@pytest.mark.parametrize("narrowest", [64, 0])
-def test_autocast(tokens: int, narrowest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_blocks, "_NARROWEST_APART", narrowest)
+def test_autocast(tokens: int) -> None:
     module: Any = equivalence(nn.Linear(9, 7), block_size=4)
     turn(module)
     x = torch.randn(tokens, 9, requires_grad=True)
@@ -592,7 +516,7 @@ def test_float64_stays_under_autocast() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("scheme", "tokens"), [("block", 400), ("full", 3), ("exact", 400), ("only P", 3)])
+@pytest.mark.parametrize(("scheme", "tokens"), [("block", 400), ("full", 3)])
 def test_forward_compiles_to_one_graph(scheme: str, tokens: int) -> None:
     torch._dynamo.reset()
     module: Any = equivalence(nn.Linear(9, 7), **SCHEMES[scheme])
@@ -677,6 +601,8 @@ def test_patterns() -> None:
     assert equivalence_(Model(), "*.query", verbose=False)[0] == BODY[::2]
     assert equivalence_(Model(), ["blocks.1.*"], ["*.up"], verbose=False)[0] == ["blocks.1.query"]
     assert equivalence_(Model(), exclude=(), verbose=False)[0] == [*BODY, "lm_head"]
+    assert equivalence_(Model(), ["blocks.0.*", "*lm_head"], verbose=False)[0] == [*BODY[:2], "lm_head"]
+    assert equivalence_(nn.ModuleDict({"decoder": Model()}), "decoder.*", verbose=False)[1] == ["decoder.lm_head"]
     tied = Model()
     tied.lm_head.weight = tied.embedding.weight
     assert equivalence_(tied, exclude=(), verbose=False) == (BODY, ["lm_head"])
@@ -689,12 +615,6 @@ def test_patterns() -> None:
     with pytest.raises(ValueError, match="unknown scheme"):
         equivalence_(model, scheme="svd")
     assert not any(parametrize.is_parametrized(module) for module in model.modules())
-
-
-def test_heads_are_taken_where_a_pattern_names_them() -> None:
-    assert equivalence_(Model(), "lm_head", verbose=False)[0] == ["lm_head"]
-    assert equivalence_(Model(), ["blocks.0.*", "*lm_head"], verbose=False)[0] == [*BODY[:2], "lm_head"]
-    assert equivalence_(nn.ModuleDict({"decoder": Model()}), "decoder.*", verbose=False)[1] == ["decoder.lm_head"]
 
 
 def test_all_layers_of_a_model_or_none() -> None:
@@ -737,18 +657,14 @@ def test_on_the_meta_device_and_up_from_it() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "unknown scheme 'svd'; choose one of block, full": {"scheme": "svd"},
     "unknown init 'zeros'; choose one of keep, normalized": {"init": "zeros"},
-    "block_size to be a whole number >= 2, got 1": {"block_size": 1},
     "whole number >= 2, got 2.5": {"block_size": 2.5},
     'fraction needs scheme="full"': {"fraction": 0.5},
-    "expected 0 < fraction <= 1, got 1.5": {"fraction": 1.5, "scheme": "full"},
     "expected 0 < fraction <= 1, got 0.0": {"fraction": 0.0, "scheme": "full"},
     "expected 0 < fraction <= 1, got '0.5'": {"fraction": "0.5", "scheme": "full"},
     "nothing to rotate; choose a larger block_size": {"fraction": 0.01, "scheme": "full"},
     "terms to be a whole number >= 1, or None": {"terms": 0},
     "seed to be a whole number >= 0, got -1": {"seed": -1},
     "expected 0 <= out_share <= 1": {"out_share": 1.1},
-    "Linear has no parameter 'wieght'": {"name": "wieght"},
-    "Linear.bias to be a matrix": {"name": "bias"},
 }
 
 
