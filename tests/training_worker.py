@@ -131,12 +131,10 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
     stopped = config(folder / "terminated", corpus, parallel="fsdp", resume=True)
     found["terminated"] = said(lambda: train(stopped, observer=terminate))
     found["after"] = said(lambda: train(stopped))
-    # In the last step, before its evaluation; and in one process after everything is done.
+    # In the last step, before its evaluation; and when everything is done.
     late = config(folder / "terminated late", corpus, parallel="fsdp", resume=True)
     found["late"] = said(lambda: train(late, observer=partial(terminate, step=STEPS - 1)))
     found["after late"] = said(lambda: train(late, observer=partial(terminate, step=STEPS)))
-    complete = config(folder / "terminated at the end", corpus, parallel="ddp")
-    found["complete"] = said(lambda: train(complete, observer=partial(terminate, step=STEPS)))
     return found
 
 
