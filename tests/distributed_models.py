@@ -24,7 +24,7 @@ RUNS: dict[tuple[str, str], tuple[int, ...]] = {
     **{(arm, "vocabulary"): (3,) for arm in ARMS if arm != "poet"},
     **{(arm, "ddp"): (2,) for arm in ARMS},
     ("pit-trainable", "fsdp"): (1, 2, 3, 4),
-    ("pit-trainable", "vocabulary"): (1, 4),
+    ("pit-trainable", "vocabulary"): (4,),
     ("poet", "fsdp"): (2, 4),
     ("poet", "ddp"): (3,),
 }
@@ -34,7 +34,6 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "every-other": lambda params: RiemannianAdam(params, lr=0.05, retract_every=2),
     "row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
     "matrix": lambda params: RiemannianAdam(params, lr=0.05, second_moment="matrix", maximize=True),
-    "sgd": lambda params: RiemannianSGD(params, lr=0.05, momentum=0.9),
     "far": lambda params: RiemannianSGD(params, lr=300.0),
 }
 

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_models import (
-    FEW,
     KINDS,
     PROCESSES,
-    RATE,
     RUNS,
     SHAPES,
     SOME,
@@ -36,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import manifold_tying as mt
 from manifold_tying import linalg
@@ -183,7 +181,6 @@ def refusals(group: Group) -> dict[str, str]:
     attempt("columns", lambda: optimize(columns, mt.Stiefel()))
     attempt("qr", lambda: optimize(group.rows(X), mt.Stiefel("qr")))
     attempt("spd", lambda: optimize(group.rows(torch.eye(4)), mt.SPD()))
-    attempt("subclass", lambda: optimize(group.rows(X), type("Own", (mt.Stiefel,), {})()))
     attempt("mixed", lambda: mt.Stiefel().proju(group.rows(X), X))
     attempt("rank", lambda: mt.Stiefel().projx(group.rows(torch.ones(9, 4))))
     spd = nn.Sequential(mt.spd(nn.Linear(4, 4), "weight"))
@@ -194,7 +191,6 @@ def refusals(group: Group) -> dict[str, str]:
     attempt("materialized", lambda: mt.materialize(sharded))
     pit = shard_vocabulary(mt.PIT(9, 4), group.mesh)
     attempt("id", lambda: pit.embed(torch.tensor([1, 9])))
-    attempt("target", lambda: pit.loss(torch.ones(1, 4), torch.tensor([-1])))
     return said
 
 
@@ -382,53 +378,6 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
     return result
 
 
-def state_of(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    whole, part = get_state_dict(model, optimizer)
-    return {"model": whole, "optimizer": part}
-
-
-def saved(folder: Path, group: Group) -> list[float]:
-    """Losses of five steps, after which model and optimizer are saved."""
-    model = shard_model(build("pit-trainable"), group.mesh)
-    optimizer = RiemannianAdam(param_groups(model), lr=RATE)
-    losses = train(model, model.loss, group.mean, group.share, range(5), optimizer)
-    dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group.mesh.get_group())
-    return losses
-
-
-def resumed(folder: Path, group: Group) -> dict[str, Any]:
-    """Losses of the five steps after, on another number of processes."""
-    model = shard_model(build("pit-trainable"), group.mesh)
-    optimizer = RiemannianAdam(param_groups(model), lr=RATE)
-    state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, process_group=group.mesh.get_group())
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    losses = train(model, model.loss, group.mean, group.share, range(5, 10), optimizer)
-    states = [{key: list(linalg.local(x).shape) for key, x in optimizer.state[p].items()} for p in model.parameters()]
-    shapes = [list(linalg.local(p).shape) for p in model.parameters()]
-    return {"losses": losses, "states": states, "shapes": shapes}
-
-
-def replicated_twice(_: Group) -> dict[str, Any]:
-    """HSDP: two replicas of two shards each."""
-    mesh = DeviceMesh("cpu", torch.arange(PROCESSES).view(2, 2), mesh_dim_names=("replicate", "shard"))
-    model = shard_model(build("pit-trainable"), mesh)
-
-    def share(whole: Tensor) -> Tensor:
-        return whole.chunk(PROCESSES)[dist.get_rank()]
-
-    def mean(loss: Tensor) -> Tensor:
-        loss = loss.clone()
-        dist.all_reduce(loss)
-        return loss / PROCESSES
-
-    losses = train(model, model.loss, mean, share, range(FEW))
-    lists: Any = model.interface.parametrizations
-    memory = lists["memory"].original
-    kinds = [isinstance(memory.placements[0], Replicate), memory.placements[1].is_shard(0)]
-    return {"losses": losses, "kinds": kinds, "defect": linalg.defect(memory).item()}
-
-
 def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -453,11 +402,6 @@ def main(rank: int, folder: Path, port: int) -> None:
     run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
     run("pit-trainable checkpointed", two, trained, "pit-trainable", "checkpointed")
-    run("saved", two, saved, folder / "checkpoint")
-    dist.barrier()
-    for group in (groups[0], groups[2], groups[3]):
-        run("resumed", group, resumed, folder / "checkpoint")
-    run("hsdp", groups[3], replicated_twice)
     for (arm, layout), sizes in RUNS.items():
         for size in sizes:
             run(f"{arm} {layout}", groups[size - 1], trained, arm, layout)

@@ -1,6 +1,5 @@
 """A made-up experiment of `ablate`, and what a page says about one."""
 
-import io
 import json
 import math
 from collections.abc import Iterable
@@ -9,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from PIL import Image
-
-from manifold_tying.training.report import _curves, _page
-from manifold_tying.training.report._picture import Picture
 
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
 
@@ -86,15 +80,6 @@ def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int]
     (out / "summary.json").write_text(json.dumps(rows))
     (out / "experiment.json").write_text(json.dumps(described))
     return rows
-
-
-def draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pixel in place of every figure, for tests of what stands around them."""
-    pixel = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(pixel, format="PNG")
-    picture = Picture(png=pixel.getvalue(), svg="", width=1, height=1, panels=[])
-    monkeypatch.setattr(_curves, "draw", lambda name, curves, looks, axis: picture)
-    monkeypatch.setattr(_page, "write_figures", lambda figures, out: None)
 
 
 def write_lines(path: Path, objects: Iterable[dict]) -> None:

@@ -35,7 +35,6 @@ _GPT2 = {
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", _BODY),
-    "SmolLM3": ("SmolLM3", _BODY),
     "Qwen3": ("Qwen3", {**_BODY, "head_dim": 8}),
     "Granite": ("Granite", {**_BODY, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
     "GraniteMoeHybrid": (
@@ -151,8 +150,6 @@ _TWO_STACKS = {
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "BertLMHeadModel": ("BertConfig", {**_BERT, "is_decoder": True}),
     "BertForMaskedLM": ("BertConfig", _BERT),
-    "RobertaForCausalLM": ("RobertaConfig", {**_BERT, "is_decoder": True}),
-    "XLMRobertaForMaskedLM": ("XLMRobertaConfig", _BERT),
     "AlbertForMaskedLM": ("AlbertConfig", {**_BERT, "embedding_size": 8}),
 }
 

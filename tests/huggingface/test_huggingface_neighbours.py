@@ -91,22 +91,6 @@ def test_a_backward_after_a_step_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_weight_compiles_in_one_graph() -> None:
-    model = changed(mt.convert(build(), bridge=True, memory="frozen"))
-    hidden, head = torch.randn(7, D), model.get_output_embeddings()
-    compiled = torch.compile(lambda h: h.to(head.weight.dtype) @ head.weight.T, backend="aot_eager", fullgraph=True)
-    assert difference(compiled(hidden), head(hidden)) <= 1e-5
-
-
-def test_mamba_reads_the_weight_for_its_dtype() -> None:
-    settings = {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "state_size": 4, "tie_word_embeddings": True}
-    model = make("MambaForCausalLM", "MambaConfig", settings)
-    before = logits(model)
-    mt.convert(model, bridge=True)
-    assert difference(logits(model), before) <= 1e-5
-
-
 def test_funnel_is_saved_loaded_and_exported(tmp_path: Path) -> None:
     settings = {
         "vocab_size": V, "d_model": D, "n_head": 2, "d_head": 8, "d_inner": D, "block_sizes": [1, 1], "num_decoder_layers": 1

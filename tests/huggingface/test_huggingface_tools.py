@@ -8,7 +8,7 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload
+from accelerate import cpu_offload
 from huggingface_models import (
     D,
     Repeated,
@@ -21,7 +21,6 @@ from huggingface_models import (
     logits,
     optimizer_for,
 )
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.pytorch_utils import Conv1D
 
@@ -45,21 +44,6 @@ def test_generation_with_and_without_cache(family: str) -> None:
     assert torch.equal(cached, build(family).generate(ids(), **options))
 
 
-def test_param_groups_find_memory_and_transform() -> None:
-    model = mt.convert(build(), memory="trainable")
-    of: dict[str, dict[str, Any]] = {}
-    for group in param_groups(model, manifold_lr=3e-3, weight_decay=0.1):
-        of |= dict.fromkeys(group["names"], group)
-    (memory,) = [name for name in of if name.endswith("memory.original")]
-    (factor,) = [name for name in of if "cholesky_factor" in name]
-    assert of[memory]["manifold"].name == "Stiefel" and of[memory]["lr"] == 3e-3 and of[memory]["weight_decay"] == 0
-    assert of[factor]["weight_decay"] == 0 and "manifold" not in of[factor]
-    assert of["model.layers.0.mlp.up_proj.weight"]["weight_decay"] == 0.1
-    assert set(of) == {name for name, p in model.named_parameters() if p.requires_grad}
-    frozen = param_groups(mt.convert(build()))
-    assert not any("manifold" in group for group in frozen)
-
-
 def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> None:
     def run(resume: str | None = None) -> Any:
         model = mt.convert(build(), bridge=True, memory="trainable").train()
@@ -79,31 +63,17 @@ def test_trainer_trains_on_the_manifold_saves_and_resumes(tmp_path: Path) -> Non
 
 
 def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> None:
-    """Without an optimizer, a callback or a warning of ours; and accelerate alike."""
+    """Without an optimizer, a callback or a warning of ours."""
     trained = {}
-    for name in ("own", "ours", "accelerate"):
+    for name in ("own", "ours"):
         torch.manual_seed(0)
         model: Any = mt.convert(build()).train()
-        optimizer: Any
         settings = arguments(tmp_path / name, 6)
-        if name == "accelerate":
-            accelerator = Accelerator(cpu=True)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
-            model, optimizer = accelerator.prepare(model, optimizer)
-            for _ in range(6):
-                loss = model(ids(4, 12), labels=ids(4, 12)).loss
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                optimizer.step()
-            assert loss < 4.0
-        else:
-            optimizer = (
-                RiemannianAdam(param_groups(model), lr=settings.learning_rate, fused=True) if name == "ours" else None
-            )
-            schedule = None if optimizer is None else torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda step: max(0.0, 1 - step / 6)
-            )  # fmt: skip
-            Trainer(model, settings, train_dataset=Repeated(), optimizers=(optimizer, cast(Any, schedule))).train()
+        optimizers: Any = (None, None)
+        if name == "ours":
+            optimizer = RiemannianAdam(param_groups(model), lr=settings.learning_rate, fused=True)
+            optimizers = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 6)))
+        Trainer(model, settings, train_dataset=Repeated(), optimizers=optimizers).train()
         E, W_out = interface(model).materialize()
         assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
         trained[name] = logits(model.eval())
@@ -124,19 +94,18 @@ def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> N
     assert defect(interface(mt.load(tmp_path / "saved")).memory) <= 1e-6
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant: bool) -> None:
+def test_gradient_checkpointing() -> None:
     gradients = []
-    for checkpointing in (False, True):
+    for reentrant in (None, False, True):
         model = mt.convert(build(), bridge=True, memory="trainable").train()
-        if checkpointing:
+        if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model(ids(), labels=ids()).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys() and any("memory" in name for name in gradients[0])
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient)
+    assert any("memory" in name for name in gradients[0])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -167,11 +136,10 @@ def adapted(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize(("family", "targets"), [("Llama", "all-linear"), ("GPT-2", ["c_attn"])])
-def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: Any, tmp_path: Path) -> None:
-    model = mt.convert(build(family), bridge=True)
+def test_lora_on_the_body_trains_merges_saves_and_exports(tmp_path: Path) -> None:
+    model = mt.convert(build(), bridge=True)
     before = logits(model)
-    lora = adapted(model, target_modules=targets, **({"fan_in_fan_out": True} if family == "GPT-2" else {}))
+    lora = adapted(model, target_modules="all-linear")
     assert not any("interface" in name for name, p in lora.named_parameters() if p.requires_grad)
     optimizer = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=3e-2)
     for _ in range(5):
@@ -182,7 +150,7 @@ def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: 
     after = logits(lora)
     assert difference(after, before) > 1e-3
     lora.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(mt.convert(build(family), bridge=True), tmp_path / "adapter").eval()
+    again = peft.PeftModel.from_pretrained(mt.convert(build(), bridge=True), tmp_path / "adapter").eval()
     assert difference(logits(again), after) <= 1e-5
     merged = lora.merge_and_unload()
     assert difference(logits(merged), after) <= 1e-5
@@ -198,7 +166,6 @@ def test_lora_on_the_body_trains_merges_saves_and_exports(family: str, targets: 
     [
         ({"target_modules": ["embed_tokens"]}, "not supported"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "one half"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["interface"]}, "one half"),
     ],
 )
 def test_adapters_on_the_interface_are_refused(options: dict[str, Any], reason: str) -> None:
@@ -223,7 +190,6 @@ def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, br
     moved = (new.embed(tokens) - old.embed(tokens)).detach().norm() / old.embed(tokens).detach().norm()
     assert f"{float(moved):.1e}" in str(caught[0].message)
     assert any(p.requires_grad for name, p in new.named_parameters() if "memory" in name)
-    assert E_of(new).shape == (size, D)
     # the nearest orthonormal matrix to the rows that were cut or appended
     rows = old.memory[:size] if size < V else torch.cat([old.memory, old.memory.mean(0).expand(size - V, -1)])
     U, _, Wt = torch.linalg.svd(rows.detach().double(), full_matrices=False)
@@ -251,10 +217,6 @@ def trained(model: Any) -> Any:
     return model
 
 
-def E_of(pit: mt.PIT) -> Tensor:
-    return pit.materialize()[0]
-
-
 def test_resizing_corner_cases() -> None:
     model = mt.convert(build(), memory="frozen")
     with warnings.catch_warnings():
@@ -273,20 +235,6 @@ def test_resizing_corner_cases() -> None:
     with pytest.raises(ValueError, match="span"):
         padded.resize_token_embeddings(V - D)
     assert interface(padded).vocab_size == V == padded.config.vocab_size
-
-
-def test_constraints_on_the_bodies() -> None:
-    model = mt.convert(build(), bridge=True)
-    before = logits(model)
-    taken, left = mt.equivalence_(model, block_size=8, verbose=False)
-    assert len(taken) == 14 and left == []
-    assert difference(logits(model), before) <= 1e-5
-    layer = model.model.layers[0].self_attn.q_proj
-    mt.orthogonal(mt.materialize(layer))
-    weight = layer.weight
-    torch.testing.assert_close(weight.mT @ weight, torch.eye(D), atol=1e-5, rtol=0)
-    model.train()(ids(), labels=ids()).loss.backward()
-    assert all(p.grad is not None for p in model.model.layers[0].parameters() if p.requires_grad)
 
 
 def test_equivalence_on_gpt2_names_the_layers_that_it_does_not_take() -> None:

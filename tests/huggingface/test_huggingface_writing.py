@@ -57,11 +57,14 @@ def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_the_checkpoint_stay(tmp_path: Path) -> None:
-    build().save_pretrained(tmp_path, max_shard_size="8KB")
+    model = mt.convert(build())
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(mt.load(tmp_path)), logits(model))
     own = {"model_notes.safetensors": b"1", "model-best.safetensors": b"2", "pytorch_model.notes.bin": b"3"}
     for name, content in own.items():
         (tmp_path / name).write_bytes(content)
-    mt.save(mt.convert(build()), tmp_path)
+    mt.save(model, tmp_path)
     expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", *own}
     assert {file.name for file in tmp_path.iterdir()} == expected
     assert {name: (tmp_path / name).read_bytes() for name in own} == own

@@ -76,25 +76,9 @@ def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[di
         torch.testing.assert_close(torch.tensor(result["base"]), part.base.flatten()[:20], rtol=0, atol=1e-5)
 
 
-def test_other_layouts_have_the_same_losses(found: list[dict[str, Any]]) -> None:
-    reference = alone("pit-trainable")
+def test_checkpointed_blocks_have_the_same_losses(found: list[dict[str, Any]]) -> None:
     for rank in range(2):
-        assert_same_losses(found[rank]["pit-trainable checkpointed 2"]["losses"], reference[:FEW])
-    for rank in range(PROCESSES):
-        hsdp = found[rank]["hsdp 4"]
-        assert_same_losses(hsdp["losses"], reference[:FEW])
-        assert hsdp["kinds"] == [True, True] and hsdp["defect"] <= 1e-6
-
-
-def test_saved_by_two_and_resumed_by_others(found: list[dict[str, Any]]) -> None:
-    reference = alone("pit-trainable")
-    assert_same_losses(found[0]["saved 2"], reference[:5])
-    for size in (1, 3, 4):
-        for rank in range(size):
-            result = found[rank][f"resumed {size}"]
-            assert_same_losses(result["losses"], reference[5:10])
-            for state, shape in zip(result["states"], result["shapes"], strict=True):
-                assert state == {"step": [], "exp_avg": shape, "exp_avg_sq": shape}
+        assert_same_losses(found[rank]["pit-trainable checkpointed 2"]["losses"], alone("pit-trainable")[:FEW])
 
 
 @pytest.mark.parametrize("size", SOME)
@@ -176,14 +160,12 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("columns", r"sharded by rows, Shard\(0\)"),
         ("qr", "only retraction 'polar'"),
         ("spd", "works on Stiefel itself only, got SPD"),
-        ("subclass", "works on Stiefel itself only, got Own"),
         ("mixed", "distributed alike"),
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),
         ("constrained after", "constrain it first, then shard"),
         ("materialized", "distributed over processes"),
         ("id", "expected token ids from 0 to 8"),
-        ("target", "expected token ids from 0 to 8"),
     ],
 )
 def test_wrong_uses_are_refused(use: str, message: str, found: list[dict[str, Any]]) -> None:

@@ -2,18 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import STEPS, TINY, config, lines, text
+from training_runs import STEPS, config, lines, text
 
-from manifold_tying.training import AblateConfig, ablate, checkpoints, train
+from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training import _loop as loop
-
-PROGRAM = Path(__file__).parents[1] / "interrupted_ablation.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,39 +20,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiment(out: Path, corpus: Path, **changes: Any) -> AblateConfig:
     settings = config(out, corpus, **changes).settings
     return AblateConfig(out=out, arms="transpose,untied", seeds=1, settings=settings)
-
-
-def test_a_signal_in_an_evaluation_ends_the_ablation(
-    tmp_path: Path, corpus: Path, process_environment: dict[str, str]
-) -> None:
-    out = tmp_path / "out"
-    command = ["ablate", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "2", "--eval-every", "1"]
-    command += ["--batch-size", "2", "--sequence-length", "16", "--val-tokens", "256", "--out", str(out)]
-    started = subprocess.Popen(
-        [sys.executable, str(PROGRAM), "1", *command, "--arms", "transpose,untied", "--seeds", "1"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=process_environment,
-    )  # fmt: skip
-    try:
-        assert started.stdout and started.stderr
-        assert any("evaluating" in line for line in iter(started.stdout.readline, ""))
-        started.send_signal(signal.SIGINT)
-        said = iter(started.stderr.readline, "")
-        assert any("SIGINT: finishing the step" in line for line in said)  # while the evaluation still waits
-        rest, errors = started.communicate("\n", timeout=60)
-    finally:
-        started.kill()
-        started.wait()
-    assert started.returncode == 130 and "Traceback" not in errors
-    assert "SIGINT: saved step 1 of 2, whose evaluation the resumed run makes up for" in " ".join(rest.split())
-    assert [path.name for path in checkpoints(out / "transpose-0")] == ["step-00000001"]
-    assert not (out / "transpose-0/result.json").exists() and not (out / "untied-0").exists()
-    shared: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_size": 2, "sequence_length": 16, "val_tokens": 256}
-    recipe = {"lr": None, "merge_every": None, "block_size": None, "checkpoint_every": None}
-    ablate(experiment(out, corpus, **shared, **recipe))
-    ablate(experiment(tmp_path / "whole", corpus, **shared, **recipe))
-    for run in ("transpose-0", "untied-0"):
-        for name in ("metrics.jsonl", "probes.jsonl"):
-            assert (out / run / name).read_bytes() == (tmp_path / "whole" / run / name).read_bytes()
 
 
 def interrupt_backward(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from experiments import Page, draw_nothing, with_losses, write_experiment
+from experiments import Page, with_losses, write_experiment
 from training_runs import config, text
 
 from manifold_tying.cli import main
@@ -35,16 +35,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         describe(found[name], settings=shared, command=f"manifold-tying ablate --out '{name} <&'")
     train(config(found["run"], text(root), seed=3))
     return found
-
-
-@pytest.fixture
-def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_nothing(monkeypatch)
-
-
-def test_one_folder_is_shown_as_it_is(folders: dict[str, Path]) -> None:
-    one = load_experiments([folders["first"]])
-    assert list(one.arms) == ["untied", "transpose"] and differences(one) == []
 
 
 def test_arms_of_several_folders_carry_their_names(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -79,10 +69,8 @@ def test_the_difference_is_to_one_arm_where_losses_can_be_compared() -> None:
     ("changes", "sentence"),
     [
         ({"data": "text:mine"}, "data: stdlib (first/untied, first/transpose); text:mine (second/transpose"),
-        ({"val_tokens": 256}, "validation tokens: 128 (first/untied, first/transpose); 256 (second/"),
         ({"tokenizer": "t.json"}, "tokenizer: trained on the corpus (first/untied, first/transpose); t.json (second/"),
         ({"preset": "mini"}, "vocabulary: 4,096 tokens (first/untied, first/transpose); "),
-        ({"sequence_length": 32}, "sequence length: 16 (first/"),
     ],
 )
 @pytest.mark.usefixtures("without_drawing")
@@ -133,14 +121,6 @@ def test_a_run_has_a_report_of_its_own(folders: dict[str, Path]) -> None:
     assert after.keys() - before.keys() == {"report.html"}
 
 
-def test_a_run_beside_an_ablation(folders: dict[str, Path]) -> None:
-    both = load_experiments([folders["first"], folders["run"]])
-    assert list(both.arms) == ["first/untied", "first/transpose", "run/pit-trainable"]
-    assert both.arms["run/pit-trainable"]["seed"] == 3
-    assert [source.kind for source in both.sources] == ["ablation", "run"]
-    assert any(one.startswith("data:") for one in differences(both))
-
-
 def test_the_command_of_a_run_does_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
     command = json.loads((folders["run"] / "run.json").read_text())["command"]
     words = shlex.split(command)
@@ -163,10 +143,9 @@ def test_what_is_no_folder_of_ours_is_refused_before_anything_is_written(
 ) -> None:
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    for wrong, complaint in (("empty", "neither an ablation"), ("missing", "neither an ablation")):
-        with pytest.raises(SystemExit) as stopped:
-            main(["report", str(folders["first"]), str(tmp_path / wrong), "--out", str(out)])
-        assert stopped.value.code == 2 and complaint in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(folders["first"]), str(tmp_path / "empty"), "--out", str(out)])
+    assert stopped.value.code == 2 and "neither an ablation" in capsys.readouterr().err.replace("\n", " ")
     assert not out.exists()
     with pytest.raises(ValueError, match="given twice"):
         load_experiments([folders["first"], folders["first"] / ".." / "first"])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from manifold_tying.training.papers._arithmetic import (
     Kind,
     Problem,
     problems,
-    write_problems,
 )
 from manifold_tying.training.papers._exact_match import exact_match
 
@@ -60,24 +58,8 @@ def test_no_problem_is_of_two_kinds_whatever_the_seed() -> None:
     assert not wordings
 
 
-def test_problems_are_drawn_from_the_seed_and_no_answer_is_right_often() -> None:
+def test_problems_are_drawn_from_the_seed() -> None:
     assert problems(50, 1, "training") == problems(80, 1, "training")[:50] != problems(50, 2, "training")
-    for kind in KINDS:
-        most = Counter(answer for _, answer in problems(600, 0, kind)).most_common(1)[0][1]
-        assert most < 600 / 6  # what always giving the same answer is worth
-
-
-def test_bad_problems() -> None:
-    with pytest.raises(ValueError, match=f"expected 1 <= count <= {_count('in-domain')}"):
-        problems(1 << 30, 0, "in-domain")
-    with pytest.raises(ValueError, match="unknown kind 'test'; choose one of training, in-domain, out-of-domain"):
-        problems(1, 0, "test")  # type: ignore[arg-type]
-
-
-def test_problems_as_a_corpus(tmp_path: Path) -> None:
-    path = write_problems(tmp_path / "problems.jsonl", 30, seed=4)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"text": question + answer} for question, answer in problems(30, 4, "training")]
 
 
 def _count(kind: Kind) -> int:
@@ -158,8 +140,6 @@ def test_only_the_whole_answer_and_nothing_after_it_counts(tokenizer: Tokenizer)
         assert share(wrong) == 0.0, wrong
     assert share(" 7 7 7", ends=False) == 0.0
     longer: list[Problem] = [*asked, ("And 70 and 7?", " 77 7 7")]
-    too_long = [*tokenizer.encode(" 7 7").ids, end]
-    assert exact_match(Rigged(too_long), tokenizer, longer) == 0.0  # type: ignore[arg-type]
     told = [*tokenizer.encode(" 7").ids, end, *tokenizer.encode(" 8").ids]  # what comes after the end is none of it
     assert exact_match(Rigged(told), tokenizer, longer) == pytest.approx(2 / 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got none"):
@@ -205,7 +185,8 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
         assert set(before) == set(after)
         assert not torch.equal(*(t["model.layers.0.mlp.up_proj.weight"] for t in (before, after)))
         assert json.loads((out / "result.json").read_text()) == row
-        assert len((out / PROBLEMS).read_text().splitlines()) == 400
+        lines = [json.loads(line) for line in (out / PROBLEMS).read_text().splitlines()]
+        assert lines == [{"text": question + answer} for question, answer in problems(400, 0, "training")]
     # A folder with its row is read, one without is resumed.
     monkeypatch.setattr(f"{module}.exact_match", lambda *_: 2.0)
     out = tmp_path / "transpose"

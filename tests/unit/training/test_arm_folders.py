@@ -36,9 +36,8 @@ def test_no_arm_leaves_the_folder_and_none_shares_one(
     arms = ["untied", "untied+data=text:../../../x3.txt", "untied+data=text:../../../x4.txt"]
     main([*command("ablate", "inner", corpus), "--arms", ",".join(arms), "--seeds", "1"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "x3.txt", "x4.txt"]
-    assert [path.name for path in here.iterdir()] == ["inner"] and [path.name for path in here.parent.iterdir()] == [
-        "c"
-    ]
+    assert [path.name for path in here.iterdir()] == ["inner"]
+    assert [path.name for path in here.parent.iterdir()] == ["c"]
     runs = [path.parent for path in sorted(here.glob("inner/*/metrics.jsonl"))]
     assert len(runs) == 3 and here / "inner/untied-0" in runs
     assert sorted(json.loads((run / "config.json").read_text())["arm"] for run in runs) == sorted(arms)
@@ -96,19 +95,12 @@ def test_names_are_not_markup(
     [
         ("mini", "transpose,pit-trainable,pit-trainable+lr=0.002", ("pit-trainable", "pit-trainable+lr=0.002")),
         ("nano", "untied,adamw", ("untied", "adamw")),
-        ("nano", "untied,untied+timeout=60", ("untied", "untied+timeout=60")),
     ],
 )
 def test_arms_that_resolve_alike_are_refused(preset: str, arms: str, twice: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{twice[0]!r} and {twice[1]!r} have the same settings")):
         AblateConfig(out=tmp_path / "out", arms=arms, settings=Settings(preset=preset))
     assert not (tmp_path / "out").exists()
-
-
-def test_arms_that_differ_are_not_refused(tmp_path: Path) -> None:
-    arms = "transpose,pit-trainable,pit-trainable+lr=0.002,pit-trainable+second_moment=row,untied,untied+compile=true,"
-    arms += "poet-block,poet-block+block_size=16,poet-full"
-    assert len(AblateConfig(out=tmp_path / "out", arms=arms, seeds=3).runs()) == 3 * 9
 
 
 def test_the_report_counts_the_tokens_that_were_evaluated(tmp_path: Path, corpus: Path) -> None:

@@ -9,13 +9,11 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
-from training_runs import config, lines, poison, text
+from training_runs import config, lines, text
 
 from manifold_tying.training import _saving as saving
 from manifold_tying.training import train
 from manifold_tying.training._checkpoint import check_files, checkpoints, read_state
-from manifold_tying.training._processes import Processes
 from manifold_tying.training._writer import CheckpointWriter
 
 PATIENCE = 60  # seconds
@@ -85,13 +83,7 @@ def test_steps_go_on_and_the_state_is_that_of_its_step(
 
 @pytest.mark.parametrize(("full", "reached", "kept"), [(6, 9, [3]), (12, 12, [6, 9])])
 def test_an_error_ends_the_run_at_the_next_checkpoint_or_the_end(
-    full: int,
-    reached: int,
-    kept: list[int],
-    tmp_path: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    at_writing: Any,
+    full: int, reached: int, kept: list[int], tmp_path: Path, corpus: Path, at_writing: Any
 ) -> None:
     def fill(step: int) -> None:
         if step == full:
@@ -130,17 +122,6 @@ def test_another_error_waits_for_the_checkpoint(fails: bool, tmp_path: Path, cor
     assert ("checkpoint could not be written: [Errno 28] No space left" in notes) == fails
 
 
-def test_nan_names_the_checkpoint_that_is_being_written(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, at_writing: Any
-) -> None:
-    poison(monkeypatch, 8)
-    gone_on = Event()
-    at_writing(lambda step: time.sleep(0.3 if gone_on.wait(PATIENCE) else 0))
-    with pytest.raises(ValueError, match=r"step 8 of pit-trainable.*step-00000006 is kept"):
-        train(config(tmp_path, corpus), observer=setter(gone_on, 7))
-    assert whole(tmp_path) == [6]
-
-
 def test_sigterm_while_a_checkpoint_is_being_written(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], at_writing: Any
 ) -> None:
@@ -161,12 +142,3 @@ def test_sigterm_while_a_checkpoint_is_being_written(
     train(config(tmp_path / "run", corpus, resume=True))
     train(config(tmp_path / "whole", corpus))
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-
-
-def test_under_ddp_only_the_process_that_writes_copies() -> None:
-    model = torch.nn.Linear(3, 2)
-    staged = [
-        saving.stage_checkpoint(1, model, torch.optim.SGD(model.parameters()), {}, processes=Processes("ddp", rank, 2))
-        for rank in range(2)
-    ]
-    assert staged[0].parts["model.safetensors"].keys() == {"weight", "bias"} and not staged[1].parts

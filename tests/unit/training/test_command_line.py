@@ -40,11 +40,6 @@ def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeyp
     assert refused(["train", "--out", "runs/x"], capsys) == "error: [Errno 28] No space left on device: 'runs/x'\n"
 
 
-def test_a_tokenizer_that_is_none_is_named(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", "--out", str(tmp_path / "run"), "--data", f"text:{corpus}", "--tokenizer", str(corpus)]
-    assert refused(command, capsys).startswith(f"error: {corpus} is not a tokenizer.json")
-
-
 def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(tmp_path / "run", corpus, "transpose", steps=1))
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000001"):
@@ -58,22 +53,6 @@ def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFi
     command += ["--arms", "untied,transpose,pit-frozen", "--out", str(tmp_path / "out")]
     assert refused(command, capsys).count("use a larger corpus") == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("convert", r"usage: .* MODEL OUT\n"),
-        ("export", r"usage: .* MODEL OUT\n"),
-        ("report", r"DIR \[DIR\.\.\.\] +Folders that ablate or train wrote to\. \(required\)"),
-        ("train", r"docs/learning-rates\.md"),
-    ],
-)
-def test_help(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and re.search(said, shown) and "_recipe.py" not in shown
 
 
 def test_without_the_extra_command_and_import_name_it(process_environment: dict[str, str]) -> None:

@@ -1,6 +1,5 @@
 """Damaged files of a run: refused by name with every byte as it was, or repaired with what was dropped set aside."""
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from training_runs import TINY, config, text
 from manifold_tying.training import checkpoints, load_model, train
 from manifold_tying.training._checkpoint import digest_of_state
 from manifold_tying.training._files import digest
-from manifold_tying.training._record import Record
 
 Damage = Callable[[Path], object]
 CHECKPOINT = "checkpoints/step-00000004"
@@ -57,18 +55,8 @@ def resume(finished: Path) -> list[str]:
     sizes = {"--batch-size": 5, "--sequence-length": 16, "--val-tokens": 128, "--eval-every": 4, "--lr": 4e-3}
     others = {"--steps": 4, "--checkpoint-every": 2, "--merge-every": 4, "--block-size": 8}
     options = [str(word) for pair in {**sizes, **others}.items() for word in pair]
-    run_of = [
-        "train",
-        "--out",
-        "run",
-        "--preset",
-        TINY,
-        "--interface",
-        "untied",
-        "--data",
-        f"text:{finished / 'sums.txt'}",
-    ]
-    return [*run_of, *options, "--resume-from", Path(CHECKPOINT).name]
+    command = ["train", "--out", "run", "--preset", TINY, "--interface", "untied", *options]
+    return [*command, "--data", f"text:{finished / 'sums.txt'}", "--resume-from", Path(CHECKPOINT).name]
 
 
 def replaced(content: bytes) -> Damage:
@@ -91,18 +79,14 @@ DAMAGES: dict[str, Damage] = {
     "binary": replaced(bytes(range(256))),
     "BOM": lambda path: path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes()),
     "UTF-16": lambda path: path.write_bytes(path.read_bytes().decode("latin1").encode("utf-16")),
-    "control characters": replaced(b"\x00\x1b[31m\x07\n"),
     "nested": replaced(b"[" * 10**5 + b"\n"),
     "list": replaced(b"[]\n"),
-    "null": replaced(b"null\n"),
     "huge number": replaced(b"9" * 5000 + b"\n"),
-    "text": replaced(b'"text"\n'),
     "NaN": replaced(b"NaN\n"),
     "no keys": replaced(b"{}\n"),
     "FIFO": other(os.mkfifo),
     "folder": other(Path.mkdir),
     "link to itself": other(lambda path: path.symlink_to(path.name)),
-    "dangling link": other(lambda path: path.symlink_to("nowhere")),
 }
 
 
@@ -110,7 +94,6 @@ DAMAGES: dict[str, Damage] = {
     ("command", "file", "named"),
     [
         ("report", "result.json", "result.json"),
-        ("report", "timing.jsonl", "timing.jsonl"),
         ("resume", "metrics.jsonl", "metrics.jsonl"),
         ("resume", f"{CHECKPOINT}/state.json", "step-00000004"),
         ("inspect", f"{CHECKPOINT}/model.safetensors", "step-00000004"),
@@ -122,8 +105,6 @@ def test_every_reader_refuses_every_damage(
     shutil.copytree(here / "run", here / "whole")
     words = resume(finished) if command == "resume" else COMMANDS[command]
     for name, damage in DAMAGES.items():
-        if (file, name) == ("timing.jsonl", "empty"):
-            continue  # no step was timed
         damage(here / "run" / file)
         before = tree(here)
         status, said = run(words, capsys)
@@ -193,9 +174,7 @@ LOGS: list[tuple[str, Damage, str]] = [
     ("metrics.jsonl", line(2, lambda content: b"{broken\n"), "line 2: not JSON"),
     ("metrics.jsonl", line(2, edited(step=3)), "line 2: expected a whole line of step 2"),
     ("metrics.jsonl", line(2, edited(loss=...)), "line 2: expected a number under 'loss', got nothing"),
-    ("metrics.jsonl", line(2, edited(loss=True)), "line 2: expected a number under 'loss', got True"),
     ("metrics.jsonl", line(4, edited(val_loss="1")), "line 4: expected a number under 'val_loss'"),
-    ("metrics.jsonl", line(4, edited(delta_ti=...)), "line 4: expected a number under 'delta_ti'"),
     ("metrics.jsonl", lambda path: path.unlink(), "has 0 of the 4 lines"),
     ("timing.jsonl", line(4, edited(seconds=float("nan"))), "expected a number under 'seconds'"),
     ("timing.jsonl", line(4, edited(seconds=0)), "expected seconds > 0"),
@@ -243,19 +222,6 @@ def test_what_is_dropped_is_set_aside(finished: Path, here: Path) -> None:
     assert (out / "checkpoints/aside-step-00000004/model.safetensors").read_bytes() == damaged
     resumed(here, finished)  # nothing to drop, nothing to add
     assert (out / "aside-metrics.jsonl").read_bytes() == dropped
-
-
-def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Record(tmp_path, 0)
-    with monkeypatch.context() as patched:
-
-        def full(*args: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")  # as TensorBoard's thread raises it: without a name
-
-        patched.setattr(record._events, "add_scalar", full)
-        with pytest.raises(OSError, match=rf"cannot write the logs: No space left on device: '{tmp_path}'"):
-            record.write({"step": 1, "loss": 2.0}, 0.1)
-    record.close()
 
 
 # Checkpoints
@@ -324,8 +290,6 @@ STATES: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.update({"optimizer.0.step": torch.ones(4)}), r"step is \(4,\) in float32, not \(\)"),
     (lambda t: t.pop("optimizer.0.exp_avg"), "exp_avg is missing, not"),
     (lambda t: t.update({"optimizer.99.step": torch.ones(())}), r"optimizer\.99\.step is"),
-    (lambda t: t.update({"optimizer.x.step": torch.ones(())}), r"optimizer\.x\.step is"),
-    (lambda t: t.update({"optimizer.0": torch.ones(())}), r"optimizer\.0 is"),
 ]
 
 
@@ -352,7 +316,6 @@ CONTENTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda state: state["param_groups"].pop(), "does not fit the optimizer: expected groups of"),
     (lambda state: state.pop("param_groups"), "does not fit the optimizer: .* found None"),
     (lambda state: state.update(step="2"), "expected 'step' to be int, found '2'"),
-    (lambda state: state.update(config=[]), r"expected 'config' to be dict, found \[\]"),
     (lambda state: state.update(files=None), "expected 'files' to be dict, found None"),
     (lambda state: state.update(schedule={}), "expected 'schedule' to be"),
 ]

@@ -1,6 +1,5 @@
 """Corpora to token directories, token directories to batches."""
 
-import itertools
 import json
 import os
 import random
@@ -81,6 +80,7 @@ def text_folder(root: Path, documents: list[str]) -> str:
         path.write_bytes(text.encode())
     # None of these is a document: not UTF-8, hidden, hidden folder, empty.
     (root / "0" / "005x.bin").write_bytes(b"\xff\xfe\x00")
+    (root / "cut.txt").write_bytes(b"ends in half a character \xe6\x97")
     (root / ".hidden.txt").write_text("hidden")
     (root / ".git").mkdir()
     (root / ".git" / "config").write_text("hidden")
@@ -93,15 +93,10 @@ def text_files(root: Path, documents: list[str]) -> str:
     return "text:" + ",".join(str(root / f"{i // 10}" / f"{i:03d}.txt") for i in range(len(documents)))
 
 
-def jsonl_file(root: Path, documents: list[str]) -> str:
-    path = write_jsonl(root / "corpus.jsonl", documents)
-    path.write_text('{"text": null}\n\n' + path.read_text(encoding="utf-8"), encoding="utf-8")
-    return f"jsonl:{path}"
-
-
 def jsonl_folder(root: Path, documents: list[str]) -> str:
     write_jsonl(root / "b.jsonl", documents[20:])
-    write_jsonl(root / "a.jsonl", documents[:20])
+    path = write_jsonl(root / "a.jsonl", documents[:20])
+    path.write_text('{"text": null}\n\n' + path.read_text(encoding="utf-8"), encoding="utf-8")
     (root / "README.md").write_text("not a document")
     return f"jsonl:{root}"
 
@@ -124,7 +119,6 @@ def hub_parquet(root: Path, documents: list[str]) -> str:
 FORMS: list[Callable[[Path, list[str]], str]] = [
     text_folder,
     text_files,
-    jsonl_file,
     jsonl_folder,
     parquet_file,
     hub_jsonl,
@@ -153,7 +147,10 @@ def jsonl_corpus(root: Path, count: int = 45) -> str:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.usefixtures("no_shared_hub_cache")
-def test_tokens_decode_to_the_documents(form: Callable[[Path, list[str]], str], tmp_path: Path) -> None:
+def test_tokens_decode_to_the_documents(
+    form: Callable[[Path, list[str]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_corpus, "_BLOCK", 7)  # a file is read in blocks, which end within characters
     data = open_tokens(prepare(form(tmp_path / "corpus", DOCUMENTS), vocab_size=VOCABULARY))
     train = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
     val = [DOCUMENTS[19], DOCUMENTS[39]]
@@ -212,22 +209,6 @@ def test_a_subfolder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypat
         open_corpus(f"text:{tmp_path}")
 
 
-@pytest.mark.parametrize("block", [7, 1 << 20])
-def test_how_a_file_is_read_does_not_matter(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_corpus, "_BLOCK", block)
-    monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", 50)
-    whole = "\n".join(DOCUMENTS[:5]) + "x" * 200
-    (tmp_path / "text.txt").write_bytes(whole.encode())
-    (tmp_path / "cut.txt").write_bytes(b"ends in half a character \xe6\x97")
-    pieces = list(_tokenizer.pieces(open_corpus(f"text:{tmp_path}").documents()))
-    expected, start = [], 0
-    while len(whole) - start > 50:
-        stop = whole.rfind("\n", start, start + 50) + 1 or start + 50
-        expected.append((whole[start:stop], 0, False))
-        start = stop
-    assert pieces == [*expected, (whole[start:], 0, True)]
-
-
 def test_the_memory_of_a_large_file_is_bounded(tmp_path: Path) -> None:
     """Of its reading: no more than a few blocks are held, however long the file is."""
     (tmp_path / "large.txt").write_text("one line of a large file\n" * 1_000_000)  # 25 MB
@@ -246,16 +227,6 @@ def test_long_runs_of_letters_train_a_tokenizer_in_time() -> None:
     assert "".join(parts) == f"before {letters} after" and max(map(len, parts)) <= 7 + 1024
     tokenizer = _tokenizer.train_tokenizer([letters], 300)
     assert tokenizer.decode(tokenizer.encode(letters[:500]).ids) == letters[:500]
-
-
-def test_short_words_are_not_cut() -> None:
-    """So that tokenizers of ordinary text stay as they were."""
-    for parts in itertools.islice(open_corpus("stdlib").documents(), 100):
-        text = "".join(parts)
-        assert list(_tokenizer._short_words(text)) == [text]
-    blank = " " * 1024 + "x" * 1024 + "\n"
-    assert list(_tokenizer._short_words(blank)) == [blank]
-    assert list(_tokenizer._short_words(" " * 1025)) == [" " * 1024, " "]
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
@@ -311,9 +282,8 @@ def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
     assert data.tokenizer().decode(tokens_of(data.val)) == documents[19]
 
 
-@pytest.mark.parametrize("count", [45, 9])
-def test_shards_hold_the_same_tokens(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = jsonl_corpus(tmp_path, count)
+def test_shards_hold_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = jsonl_corpus(tmp_path, 9)
     whole = open_tokens(prepare(spec, vocab_size=VOCABULARY, cache=tmp_path / "whole"))
     # So small that the part that is held out of nine documents takes more than one shard.
     monkeypatch.setattr(_prepare, "SHARD_TOKENS", 7)
@@ -338,10 +308,8 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
     write_jsonl(root / "good.jsonl", DOCUMENTS)
     (root / "empty").mkdir()
     (root / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (root / "list.jsonl").write_text("[1]\n")
     (root / "number.jsonl").write_text('{"text": 1}\n')
     (root / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
-    (root / "blank.txt").write_text("")
     (root / "latin.txt").write_bytes(b"caf\xe9")
     (root / "short.txt").write_text("ab cd")
     (root / "bad.parquet").write_text("PAR0")
@@ -353,19 +321,14 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
 
     pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), root / "content.parquet")
     return {
-        "no form": ("wikitext", "text:PATH"),
         "unknown form": ("csv:a", "tokens:DIR"),
         "stdlib takes nothing": ("stdlib:3.11", "the forms are"),
         "no package": ("docstrings:no_such_package", "name of an installed package, got 'no_such_package'"),
-        "a module, no package": ("docstrings:torch,this", "got 'this'"),
-        "no path": ("text:", "no file or folder"),
         "missing": (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),
         "empty folder": (f"text:{root / 'empty'}", "holds no text"),
-        "empty file": (f"text:{root / 'blank.txt'}", "holds no text"),
         "not UTF-8": (f"text:{root / 'latin.txt'}", "latin.txt is not UTF-8"),
         "too short": (f"text:{root / 'short.txt'}", "too short to hold out"),
         "bad JSON": (f"jsonl:{root / 'bad.jsonl'}", "line 2 is not JSON"),
-        "no object": (f"jsonl:{root / 'list.jsonl'}", 'line 1: .*the field "text"'),
         "no string": (f"jsonl:{root / 'number.jsonl'}", "expected a string as the text, got int"),
         "no Unicode": (f"jsonl:{root / 'surrogate.jsonl'}", "line 1: the text is not valid Unicode"),
         "no parquet": (f"parquet:{root / 'bad.parquet'}", "bad.parquet is not a parquet file"),
@@ -373,9 +336,7 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
         "hub without a name": ("hf:", "expected hf:NAME"),
         "hub missing": (f"hf:{root / 'nothing'}", "cannot open the dataset"),
         "hub split": (f"hf:{root / 'hub'}::test", "Bad split: test"),
-        "hub config": (f"hf:{root / 'hub'}:other", "cannot open the dataset"),
         "hub column": (f"hf:{root / 'nocolumn'}", 'no column "text"'),
-        "tokens missing": (f"tokens:{root / 'nothing'}", "meta.json is missing"),
     }
 
 
@@ -530,20 +491,16 @@ def test_a_failed_build_leaves_nothing(
     assert open_tokens(prepare(spec, vocab_size=VOCABULARY)).meta.documents == 3
 
 
-@pytest.mark.parametrize("before", [None, "true"])
-def test_the_environment_is_as_before(before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if before is None:
-        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    else:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+def test_the_environment_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     during = []
-    prepare(
-        jsonl_corpus(tmp_path),
-        vocab_size=VOCABULARY,
-        progress=lambda line: during.append(os.environ.get("TOKENIZERS_PARALLELISM")),
-    )
+
+    def progress(line: str) -> None:
+        during.append(os.environ.get("TOKENIZERS_PARALLELISM"))
+
+    prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY, progress=progress)
     assert set(during) == {"false"}  # so that a fork of this process prints no warning
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_two_builds_at_once_do_no_harm(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,19 +579,15 @@ def no_digests(damage: Callable[[Path], object]) -> Callable[[Path], object]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
-    "empty meta": (lambda d: (d / "meta.json").write_text(""), "is not JSON"),
     "newer format": (edit_meta(lambda m: m.update(format=2)), "expected format 1, found 2"),
     "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
-    "no shards": (edit_meta(lambda m: m.update(shard_tokens=0)), "expected shard_tokens to be positive, found 0"),
     "other dtype": (edit_meta(lambda m: m.update(dtype="object")), "expected dtype to be one of"),
     "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val-00000\.bin: expected \d+ bytes"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
     "other tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
     "no shard": (lambda d: (d / "train-00001.bin").unlink(), r"train-00001\.bin is missing"),
-    "empty shard": (lambda d: (d / "val-00000.bin").write_bytes(b""), r"val-00000\.bin: expected \d+ bytes .*found 0"),
     "cut shard": (cut("train-00000.bin", -2), r"train-00000\.bin: expected 1000 bytes .*found 998"),
     "flipped bit": (flip("train-00000.bin"), r"train-00000\.bin is not the shard that meta\.json names by its hash"),
-    "other digests": (edit_meta(lambda m: m.update(shards={"x": "y"})), r"train-00000\.bin is not the shard"),
     "token beyond the vocabulary": (
         no_digests(edit("train-00001.bin", 400)),
         r"token ids below vocab_size=400, found 400",
@@ -763,13 +716,9 @@ def test_batches_refuse_what_they_cannot_do() -> None:
         make(length=8)
     with pytest.raises(ValueError, match="expected positive sizes, got batch_size=0"):
         make(batch_size=0)
-    with pytest.raises(ValueError, match=r"expected positive sizes, .*sequence_length=0"):
-        make(sequence_length=0)
     with pytest.raises(ValueError, match="expected seed >= 0, got -1"):
         make(seed=-1)
     with pytest.raises(ValueError, match="expected step >= 0, got -1"):
         make().batch(-1)
-    with pytest.raises(ValueError, match="expected at least 9 tokens"):
-        validation_batches(counting(8), batch_size=1, sequence_length=8, max_tokens=100)
     with pytest.raises(ValueError, match="expected max_tokens >= sequence_length = 8, got 7"):
         validation_batches(counting(9), batch_size=1, sequence_length=8, max_tokens=7)

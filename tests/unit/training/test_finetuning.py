@@ -64,25 +64,14 @@ def test_one_side_rotates_in_the_blocks_asked_for(pretrained: Any) -> None:
     for sides in ("in", "out", "both"):
         one = mt.equivalence(copy.deepcopy(layer), block_size=8, sides=sides)
         ((_, part, stored),) = equivalences(one)
-        found[sides] = (
-            stored.numel(),
-            part.sizes.R.covered,
-            part.sizes.P.covered,
-            part.sizes.R.block,
-            part.sizes.P.block,
-        )
-    assert found == {
-        "in": (n * 7 // 2, 0, n, 1, 8),
-        "out": (m * 7 // 2, m, 0, 8, 1),
-        "both": ((m + n) * 7 // 2, m, n, 8, 8),
-    }
+        found[sides] = (stored.numel(), part.sizes.R.covered, part.sizes.P.covered)
+    assert found == {"in": (n * 7 // 2, 0, n), "out": (m * 7 // 2, m, 0), "both": ((m + n) * 7 // 2, m, n)}
     with pytest.raises(ValueError, match="unknown sides 'left'; choose one of both, in, out"):
         mt.equivalence(copy.deepcopy(layer), sides=cast(Any, "left"))
     with pytest.raises(ValueError, match="leave it out with sides='in'"):
         equivalence_(pretrained, sides="in", out_share=0.0, verbose=False)
-    single = nn.Linear(4, 1)
     with pytest.raises(ValueError, match="nothing to rotate"):
-        mt.equivalence(single, sides="out")
+        mt.equivalence(nn.Linear(4, 1), sides="out")
 
 
 def test_one_sided_finetuning_keeps_the_angles_between_neurons(pretrained: Any) -> None:
@@ -190,13 +179,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "shape": lambda tensors, _: tensors.update(skew=tensors["skew"][:1]),
     "repeated": lambda tensors, _: tensors["in_order"].fill_(0),
     "outside": lambda tensors, _: tensors["in_order"].add_(99),
-    "dtype": lambda tensors, _: tensors.update(out_order=tensors["out_order"].float()),
     "nan": lambda tensors, _: tensors["skew"].fill_(torch.nan),
     "other rows": lambda _, described: described.update(rows=[1, 8, 1]),
     "no terms": lambda _, described: described.pop("terms"),
-    "column of order": lambda tensors, _: tensors.update(in_order=tensors["in_order"][:, None]),
     "complex": lambda tensors, _: tensors.update(skew=tensors["skew"].to(torch.complex64)),
-    "whole numbers": lambda tensors, _: tensors.update(skew=tensors["skew"].long()),
     "no skew": lambda tensors, _: tensors.pop("skew"),
 }
 
@@ -219,18 +205,17 @@ def adapter(pretrained: Any, tmp_path: Path) -> tuple[Path, dict[str, torch.Tens
         return path, load_file(path), file.metadata()
 
 
-@pytest.mark.parametrize("key", WRONG)
-def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: Any, key: str, adapter: Any) -> None:
+def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: Any, adapter: Any) -> None:
     path, tensors, metadata = adapter
     model = copy.deepcopy(pretrained)
-    for value in WRONG[key]:
+    for key, value in ((key, value) for key, values in WRONG.items() for value in values):
         described = json.loads(metadata["equivalences"])
         changed = described[list(described)[-1]]  # the others are intact, and must not be put on
         changed |= {name: value for name in changed if name.removesuffix("_float16") == key}
         save_file(tensors, path, metadata | {"equivalences": json.dumps(described)})
         with pytest.raises(ValueError, match=r"damaged|not the weight"):
             load_adapter(model, path)
-        assert set(model.state_dict()) == set(pretrained.state_dict()), value
+        assert set(model.state_dict()) == set(pretrained.state_dict()), (key, value)
 
 
 def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, adapter: Any) -> None:

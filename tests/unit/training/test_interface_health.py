@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from training_runs import TINY, config, lines, text
 import manifold_tying as mt
 from manifold_tying import diagnostics
 from manifold_tying.cli import main
-from manifold_tying.training import AblateConfig, ablate, checkpoints, train
+from manifold_tying.training import checkpoints, train
 from manifold_tying.training._interface_health import health_warnings
 from manifold_tying.training.report import load_experiment
 from manifold_tying.training.report._health import health
@@ -39,29 +38,13 @@ def test_the_condition_comes_from_the_factor(decades: int) -> None:
     assert diagnostics.condition_from_factor(pit.cholesky_factor) == pytest.approx(10.0**decades, rel=2e-2)
 
 
-def test_a_factor_that_is_no_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match="square"):
-        diagnostics.condition_from_factor(torch.ones(3, 4))
-
-
 def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config(tmp_path, corpus)
-    command = [
-        "train",
-        "--preset",
-        TINY,
-        "--data",
-        f"text:{corpus}",
-        "--steps",
-        "12",
-        "--batch-size",
-        "5",
-        "--lr",
-        "0.004",
-    ]
+    command = ["train", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "12", "--batch-size", "5"]
     command += ["--sequence-length", "16", "--val-tokens", "128", "--eval-every", "4", "--checkpoint-every", "2"]
+    command += ["--lr", "0.004"]
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--transform-lr", "1.0", "--off-diagonal-scale", "1.0", "--out", str(tmp_path / "out")])
     said = " ".join(capsys.readouterr().err.split())
@@ -71,13 +54,6 @@ def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
     assert not (tmp_path / "out/result.json").exists()
     seen = lines(tmp_path / "out")
     assert len(seen) == 4 and seen[-1]["delta_ti"] > 1 and seen[-1]["cond_transform"] > 1e6
-
-
-def test_the_other_arms_of_an_ablation_are_trained(tmp_path: Path, corpus: Path) -> None:
-    settings = config(tmp_path, corpus).settings
-    arms = "pit-frozen+transform_lr=1.0+off_diagonal_scale=1,pit-frozen,transpose"
-    lost, *rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings))
-    assert "the token interface is lost" in lost["failed"] and all(row["val_loss"] > 0 for row in rows)
 
 
 def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
@@ -102,11 +78,9 @@ def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
 
 def test_the_bound_of_delta_ti() -> None:
     assert not health_warnings({"cond_transform": 10.0, "delta_ti": 0.009})
-    assert (
-        "ΔTI = ‖W_out E - I‖ is 0.011, above 0.01"
-        in health_warnings({"cond_transform": 10.0, "delta_ti": 0.011})["delta_ti"]
-    )
-    assert not health_warnings({"cond_transform": 10.0, "delta_ti": 0.011}, bridge=True)
+    lost = {"cond_transform": 10.0, "delta_ti": 0.011}
+    assert "is 0.011, above 0.01" in health_warnings(lost)["delta_ti"]
+    assert not health_warnings(lost, bridge=True)
 
 
 def test_a_healthy_run_is_not_warned_of(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +99,3 @@ def test_the_report_reads_conditions_of_older_versions(tmp_path: Path) -> None:
     said = health(load_experiment(tmp_path))
     assert any("pit-frozen, seed 0, at its worst evaluation: cond(T) is 1.3e+10" in one for one in said)
     assert not any("transpose, seed 0, at its worst" in one for one in said)
-
-
-def test_the_bar_shows_what_is_lost(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config(tmp_path, corpus)
-    shared: list[Any] = ["--preset", TINY, "--data", f"text:{corpus}", "--steps", "1", "--sequence-length", "16"]
-    main(["train", *shared, "--out", str(tmp_path / "out")])
-    assert "ΔTI " in capsys.readouterr().out

@@ -27,13 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("untied", {"body": "poet-block", "equivalence_lr": 2e-3, "merge_every": 3}),
         (
             "pit-trainable",
-            {
-                "embedding_norm": False,
-                "retraction": "qr",
-                "diagonal": "softplus",
-                "second_moment": "row",
-                "betas": (0.8, 0.9),
-            },
+            {"embedding_norm": False, "retraction": "qr", "diagonal": "softplus", "second_moment": "row"},
         ),
     ],
 )

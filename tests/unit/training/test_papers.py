@@ -20,7 +20,7 @@ from manifold_tying.training._ablation import parse_arm
 from manifold_tying.training._build import build_model
 from manifold_tying.training._folder import RESULT
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adapted, _poet, reproduce
+from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adaptation, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._budgets import candidates, trial_specs
 from manifold_tying.training.papers._table import Table, agreement
@@ -154,16 +154,6 @@ def test_trials_stand_around_the_recipe(arm: str) -> None:
         assert changed == pytest.approx(factors, rel=1e-3)  # PIT's T keeps its rate where the body's changes
 
 
-def test_length(tmp_path: Path, corpus: Path) -> None:
-    losses, interface = reproduce(config("pit-length", tmp_path, corpus, seeds=1))
-    of = {row["arm"]: row for row in rows(tmp_path)}
-    assert len(losses.body) == len(of) == 5 and len(interface.body) == 2
-    rate = json.loads((tmp_path / "pit-free-0/config.json").read_text())["lr"]
-    assert {json.loads((tmp_path / f"{arm}-0/config.json").read_text())["lr"] for arm in of} == {rate}
-    usual = ReproduceConfig(name="pit-length", out=tmp_path)
-    assert usual.settings().steps == 1800 and ReproduceConfig(name="pit-budgets", out=tmp_path).settings().steps == 180
-
-
 def test_ingredients(tmp_path: Path, corpus: Path) -> None:
     losses, interface = reproduce(config("pit-ingredients", tmp_path, corpus, seeds=1))
     of = {row["arm"]: row for row in rows(tmp_path)}
@@ -182,11 +172,7 @@ def test_ingredients(tmp_path: Path, corpus: Path) -> None:
     }
     _, body, four_times, quarter = (rate / rates["pit-trainable"] for rate in rates.values())
     assert (round(four_times, 3), round(quarter, 3)) == (4, 0.25) and body not in (1, 4, 0.25)
-    largest = max(
-        json.loads(line).get("cond_transform") or 0.0
-        for line in (tmp_path / "pit-trainable-0/metrics.jsonl").read_text().splitlines()
-    )
-    assert interface.body[0][3] == significant(largest, 2)
+    assert interface.body[0][3] == significant(of["pit-trainable"]["cond_transform"], 2)
 
 
 def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,19 +203,14 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
 
 def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_adapted, "STEPS", 2)
+    monkeypatch.setattr(_adaptation, "EVALUATED", 30)
     own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
     (table,) = reproduce(config("pit-adaptation", tmp_path, corpus, **own))
     assert [line[0] for line in table.body] == [
         "transpose tying", "PIT, Z frozen, T = I (the paper's)", "PIT, Z trained, by rotation"
     ]  # fmt: skip
-    falling, settled = (
-        json.loads((tmp_path / "source" / name / "config.json").read_text()) for name in ("run", "settled")
-    )
-    assert (falling["steps"], settled["steps"]) == (3, 1) and settled["lr"] == pytest.approx(falling["lr"] / 10)
     begun = json.loads((tmp_path / "continued/transpose-0/config.json").read_text())["init_from"]
-    assert begun == str(tmp_path / "source/settled/model") and settled["init_from"] == str(
-        tmp_path / "source/run/model"
-    )
+    assert begun == str(tmp_path / "source/settled/model")
     rotated = "pit-trainable+init_transform=rotation-0"
     row = json.loads((tmp_path / "adapted" / rotated / "result.json").read_text())
     assert table.body[2][1] == f"{100 * row['in_domain']:.1f}" and table.body[0][-1] == "16.9 / 12.4"
@@ -283,14 +264,11 @@ def test_command(
     [
         ({"name": "pit-budgets", "arms": "transpose,tied"}, "unknown arms tied; choose from transpose, "),
         ({"name": "pit-budgets", "tokens": "128,128"}, "different numbers of tokens"),
-        ({"tokens": "1024,2048"}, "belong to pit-budgets"),
         ({"arms": "transpose"}, "belong to pit-budgets"),
         ({"name": "pit-table-9"}, "unknown comparison 'pit-table-9'; choose one of pit-from-scratch"),
         ({"tokens": 0}, "expected tokens >= 1"),
-        ({"seeds": 0}, "expected seeds >= 1"),
         ({"preset": "giant"}, "giant"),
         ({"source_tokens": 10}, "source_tokens belong to pit-continued"),
-        ({"init_from": Path("x")}, "init_from belong to pit-continued"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -36,11 +36,6 @@ def test_input_gradient_scale_multiplies_the_lookups_part(scale: float) -> None:
     assert (found - lookup - head).norm() > 0.1 * lookup.norm()
 
 
-def test_input_gradient_scale_changes_no_value() -> None:
-    tied = mt.TransposeTying(V, D, input_gradient_scale=0.3)
-    assert torch.equal(tied.embed(torch.arange(V)), tied.weight)
-
-
 @pytest.mark.parametrize("interface", [mt.Untied, mt.TransposeTying])
 def test_a_learned_scale_multiplies_the_logits_on_every_route(interface: Any) -> None:
     plain, scaled = interface(V, D, std=0.5), interface(V, D, std=0.5, logit_scale=True)

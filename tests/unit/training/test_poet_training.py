@@ -128,18 +128,6 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
     assert probes.measure()["orthogonality_error"] <= largest  # since the last look, in which nothing was merged
 
 
-def test_poet_keeps_the_spectrum_that_adamw_changes(tmp_path: Path, corpus: Path) -> None:
-    change = {}
-    for body in ("adamw", "poet-block"):
-        shared = settings(corpus, body=body, steps=24, eval_every=24)
-        train(TrainConfig(out=tmp_path / body, interface="untied", settings=shared))
-        looks = lines(tmp_path / body, "probes.jsonl")
-        spectra = [[one["singular_values"][-1] for one in look["weights"].values()] for look in (looks[0], looks[-1])]
-        change[body] = max(abs(b / a - 1) for a, b in zip(*spectra, strict=True))
-        assert ("R" in looks[0]["weights"]["blocks.1.mlp.up"]) == (body != "adamw")
-    assert change["poet-block"] < 1e-3 < 0.05 < change["adamw"]
-
-
 def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path) -> None:
     given = settings(corpus, body="poet-block", weight_decay=0.1, equivalence_lr=2e-3)
     run = resolve(TrainConfig(out=tmp_path, interface="pit-trainable", settings=given))
@@ -166,8 +154,6 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
     [  # POET, tables 9 and 10
         ("poet-60m", {"body": "poet-block"}, (256, 400, 1e-3)),
         ("poet-60m", {"body": "poet-block", "block_size": 128}, (128, 400, 2e-3)),
-        ("poet-1.3b", {"body": "poet-block", "block_size": 64}, (64, 400, 4e-3)),
-        ("poet-60m", {"body": "poet-full"}, (None, 400, 1e-3)),
         ("poet-60m", {"body": "poet-full", "fraction": 0.125}, (None, 400, 4e-3)),
         ("nano", {"body": "poet-block", "steps": 180}, (64, 60, 4e-3)),
         ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "equivalence_lr": 0.5}, (128, 3, 0.5)),
@@ -193,13 +179,14 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
     losses = {}
     for compiled in (False, True):
         out = tmp_path / str(compiled)
-        shared = settings(corpus, body="poet-block", compile=compiled, steps=3, merge_every=2)
+        shared = settings(corpus, body="poet-block", compile=compiled, steps=2, merge_every=1)
         train(TrainConfig(out=out, interface="pit-trainable", settings=shared))
         losses[compiled] = [line["loss"] for line in lines(out)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_drawing")
+def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
     arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
     rows = ablate(
@@ -215,9 +202,7 @@ def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path, monkeyp
     page = write_report(load_experiment(out), out).read_text()
     for name in ("updates", "hyperspherical-energy", "orthogonality-error"):
         assert f'id="figure-{name}"' in page
-    assert page.count('role="img"') == page.count("<figure ") and 'aria-label=""' not in page
     assert "Δ<br>to" not in page and "to adamw" in page.replace("\N{NO-BREAK SPACE}", " ").replace("<br>", " ")
-    assert {path.stem for path in out.glob("*.png")} >= {"updates", "hyperspherical-energy"}
     with (out / "adamw-0/probes.jsonl").open("a") as file:
         file.write('{"step": 99, "tokens": 9, "weights": {"blocks.1.mlp.up": {"svd_entropy": "high"}}}\n')
     with pytest.raises(ValueError, match=r"probes\.jsonl, line 4, blocks\.1\.mlp\.up: expected a number under"):

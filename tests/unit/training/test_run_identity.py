@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import config, lines, text
+from training_runs import config, text
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._recipe import resolve
@@ -63,9 +63,8 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
         ValueError, match=r"checkpoint .*step-00000004 was trained on another text .* Put the text back"
     ):
         train(same)
-    assert files(run.out).keys() == before.keys() and lines(run.out) == [
-        json.loads(line) for line in before[run.out / "metrics.jsonl"].splitlines()
-    ]
+    metrics = run.out / "metrics.jsonl"
+    assert files(run.out).keys() == before.keys() and metrics.read_bytes() == before[metrics]
 
 
 def test_two_lines_that_change_places_make_another_text(tmp_path: Path) -> None:
@@ -102,14 +101,7 @@ def test_a_small_corpus_says_on_how_much_it_is_evaluated(tmp_path: Path) -> None
     there = (len(tokens.val) - 1) // 16 * 16
     assert said[-1] == f"text:{corpus} is small: evaluating on {there:,} held-out tokens, not on 1,000,000"
     row = train(run)
-    assert (
-        row["evaluated_tokens"]
-        == there
-        == sum(targets.numel() for _, targets in run_data(tokens, run.settings, 0).held_out)
-    )
-    said.clear()
-    load_data(resolve(config(tmp_path / "run", corpus, val_tokens=there)), said.append)
-    assert not said
+    assert row["evaluated_tokens"] == there
 
 
 def test_the_held_out_text_of_a_stream_does_not_depend_on_the_steps(

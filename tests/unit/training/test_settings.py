@@ -38,11 +38,9 @@ def test_every_number_has_a_bound_and_every_choice_is_checked(name: str) -> None
     [
         ({"preset": "huge"}, r"nano"),
         ({"batch_size": 4, "accumulate": 3}, r"accumulate to divide batch_size=4, got 3"),
-        ({"device": "tpu9"}, r"unknown device 'tpu9'"),
         ({"device": "meta"}, r"unknown device 'meta'; use cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, r"'cuda:99' is not there"),
         ({"lr": 1e38}, r"expected lr <= 1e\+34, got 1e\+38"),
-        ({"betas": 0.9}, r"betas to be two numbers in \[0, 1\), got 0\.9"),
         ({"betas": (0.9, 1.0)}, r"betas to be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
         ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
         ({"out_share": 1.5}, r"0 <= out_share <= 1"),
@@ -60,21 +58,15 @@ def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
         (["trian"], "expected a command (train, ablate, "),
         (["train", "--out", "x", "--steps", "0"], "error: expected steps >= 1, got 0"),
         (["train", "--out", "x", "--steps", "many"], "--steps"),  # in the parser's words
-        (["train", "--out", "x", "--lr", "1e400"], "lr"),
         (["train", "--out", "x", "--seed", str(2**64)], "expected seed < 2^64"),
-        (["train", "--out", "x", "--seed", "-1"], "expected seed >= 0"),
         (["train", "--out", "x\0y"], "expected out to be a path"),
-        (["train", "--out", "x", "--device", "cuda:" + "9" * 30], "unknown device"),
         (["train", "--out", "x", "--interface", "\x1b[31m"], "interface"),
-        (["ablate", "--out", "x", "--data", "nowhere"], "stdlib"),
         (["ablate", "--out", "x", "--data", f"text:{'long' * 30}/missing"], f"'{'long' * 30}/missing'"),  # in one piece
         (["ablate", "--out", "x", "--seeds", "1000000000"], "expected seeds <= 1000"),
         (["ablate", "--out", "x", "--arms", "untied+lr=" + "[" * 10**5], "expected lr to be of type"),
         (["ablate", "--out", "x", "--arms", "\x1b[31m"], "unknown arm"),
-        (["reproduce", "nothing", "--out", "x"], "name"),
         (["report", "missing"], "missing is neither an ablation"),
         (["inspect", "missing"], "expected the folder of a run, a checkpoint"),
-        (["export", "missing", "out"], "missing"),
         (["convert", "missing", "out"], "expected the folder of a transformers checkpoint"),
     ],
 )

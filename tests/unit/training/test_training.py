@@ -39,7 +39,6 @@ def test_training_learns_and_writes_what_it_says(interface: str, tmp_path: Path,
     assert row["val_loss"] == metrics[-1]["val_loss"]
     assert row["train_loss"] == pytest.approx(sum(m["loss"] for m in metrics[-6:]) / 6)
     assert row["tokens"] == 60 * 80 and row["peak_memory_bytes"] > 50e6
-    assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
     pit = interface.startswith("pit")
     assert (row["defect"] is None) != pit and (row["cond_transform"] is None) != pit
     assert not pit or (row["defect"] <= 1e-6 and row["delta_ti"] / 16**0.5 <= 1e-4 and row["cond_transform"] > 1)
@@ -172,16 +171,8 @@ def test_bad_runs_are_refused(tmp_path: Path, corpus: Path) -> None:
         config(tmp_path, corpus, "tied")
     with pytest.raises(ValueError, match="seed >= 0"):
         TrainConfig(out=tmp_path, seed=-1)
-    for data, message in ((f"text:{tmp_path / 'none'}", "none"), ("ftp:x", "stdlib")):
-        with pytest.raises(ValueError, match=message):
-            train(config(tmp_path / "run", corpus, data=data))
-    short = tmp_path / "short.txt"
-    short.write_text("a few words")
-    with pytest.raises(ValueError, match=r"tokens|short"):
-        train(config(tmp_path / "run", corpus, data=f"text:{short}"))
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match=r"empty|text"):
-        train(config(tmp_path / "run", corpus, data=f"text:{tmp_path / 'empty.txt'}"))
+    with pytest.raises(ValueError, match="none"):
+        train(config(tmp_path / "run", corpus, data=f"text:{tmp_path / 'none'}"))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"cannot write to .*file"):
         train(config(tmp_path / "file" / "run", corpus))
