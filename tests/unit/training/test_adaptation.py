@@ -140,6 +140,8 @@ def test_only_the_whole_answer_and_nothing_after_it_counts(tokenizer: Tokenizer)
         assert share(wrong) == 0.0, wrong
     assert share(" 7 7 7", ends=False) == 0.0
     longer: list[Problem] = [*asked, ("And 70 and 7?", " 77 7 7")]
+    too_long = [*tokenizer.encode(" 7 7").ids, end]
+    assert exact_match(Rigged(too_long), tokenizer, longer) == 0.0  # type: ignore[arg-type]
     told = [*tokenizer.encode(" 7").ids, end, *tokenizer.encode(" 8").ids]  # what comes after the end is none of it
     assert exact_match(Rigged(told), tokenizer, longer) == pytest.approx(2 / 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got none"):
