@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,3 +279,13 @@ def luminance(colour: list[float]) -> float:
         c / 12.92 if c <= 0.04045 else math.pow((c + 0.055) / 1.055, 2.4) for c in (part / 255 for part in colour)
     ]
     return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+
+def test_it_prints(page: webdriver.Chrome) -> None:
+    look(page, media="print")
+    printed = page.execute_cdp_cmd(
+        "Page.printToPDF", {"preferCSSPageSize": True, "paperWidth": 8.27, "paperHeight": 11.69}
+    )
+    document = base64.b64decode(printed["data"])
+    pages = len(re.findall(rb"/Type\s*/Page\b", document))
+    assert document.startswith(b"%PDF") and 3 <= pages <= 20

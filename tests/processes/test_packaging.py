@@ -79,8 +79,14 @@ def test_an_editable_install_shows_the_package_alone(tmp_path: Path) -> None:
     assert run(sys.executable, "-P", "-c", program, cwd=tmp_path).strip() == "['manifold_tying']"
 
 
-def test_the_source_distribution_installs(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sdist", "git archive"])
+def test_sources_install(kind: str, wheel: Path, tmp_path: Path) -> None:
     (source,) = wheel.parent.glob("*.tar.gz")
+    if kind == "git archive":
+        if not (ROOT / ".git").exists():
+            lacking("not a checkout")
+        source = tmp_path / "archive.tar.gz"
+        run("git", "archive", "--prefix=archive/", f"--output={source}", "HEAD", cwd=ROOT)
     options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target")
     run(sys.executable, "-m", "pip", "install", *options, str(tmp_path / "installed"), str(source))
     program = (

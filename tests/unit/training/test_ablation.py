@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from training_runs import SHAPE, TINY, config, text
@@ -151,3 +152,22 @@ def test_arms_take_the_shared_settings(corpus: Path) -> None:
     assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
     interface, own = parse_arm("poet-full", settings(corpus))
     assert (interface, own.body) == ("untied", "poet-full")
+
+
+def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shared = ["--preset", TINY, "--steps", "6", "--data", f"text:{corpus}", "--device", "cpu"]
+    shared += ["--batch-size", "4", "--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004"]
+    main(["ablate", *shared, "--seeds", "2", "--arms", "transpose,pit-trainable", "--out", str(out)])
+    printed = capsys.readouterr().out
+    rows = json.loads((out / "summary.json").read_text())
+    for arm in ("transpose", "pit-trainable"):
+        mean = np.mean([row["val_loss"] for row in rows if row["arm"] == arm])
+        row = re.search(rf"^ *{arm} +2 +(\d+\.\d+)", printed, re.MULTILINE)
+        assert row and abs(float(row[1]) - mean) < 0.006
+    page = (out / "report.html").read_text()
+    assert page.count("<figure ") >= 4
+    assert len(list(out.glob("*.png"))) >= 4
+    (out / "report.html").unlink()
+    main(["report", str(out)])
+    assert (out / "report.html").read_text() == page
