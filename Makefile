@@ -29,7 +29,7 @@ test-thorough: $(READY)
 	@echo "make test-thorough SEED=$(SEED)"
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --hypothesis-profile=thorough --hypothesis-seed=$(SEED) $(PROPERTIES)
 
-# Does a test notice when the package is broken on purpose? Half an hour; not in CI.
+# Does a test notice when the package is broken on purpose? Five minutes; not in CI.
 breaks: $(READY)
 	$(BIN)/python tests/breaks/run.py
 
