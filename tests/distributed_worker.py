@@ -181,6 +181,7 @@ def refusals(group: Group) -> dict[str, str]:
     attempt("columns", lambda: optimize(columns, mt.Stiefel()))
     attempt("qr", lambda: optimize(group.rows(X), mt.Stiefel("qr")))
     attempt("spd", lambda: optimize(group.rows(torch.eye(4)), mt.SPD()))
+    attempt("subclass", lambda: optimize(group.rows(X), type("Own", (mt.Stiefel,), {})()))
     attempt("mixed", lambda: mt.Stiefel().proju(group.rows(X), X))
     attempt("rank", lambda: mt.Stiefel().projx(group.rows(torch.ones(9, 4))))
     spd = nn.Sequential(mt.spd(nn.Linear(4, 4), "weight"))

@@ -160,6 +160,7 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("columns", r"sharded by rows, Shard\(0\)"),
         ("qr", "only retraction 'polar'"),
         ("spd", "works on Stiefel itself only, got SPD"),
+        ("subclass", "works on Stiefel itself only, got Own"),
         ("mixed", "distributed alike"),
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),
