@@ -14,7 +14,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 ATTENTION = 3  # matrices that MultiheadAttention stacks in in_proj_weight
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
-OWN_REFERENCES = 4  # the module's, those of Layout.of and _is_shared, and an argument
+OWN_REFERENCES = 3  # the module's, that of Layout.of and the argument of getrefcount
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Layout:
             raise ValueError(
                 f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
             )
-        if _is_shared(module, weight):
+        if _is_shared(module, name):
             raise ValueError(
                 f"{kind}.{name} is also another module's parameter (a tied table), which would see it as it is stored. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
@@ -111,11 +111,12 @@ class Layout:
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
 
 
-def _is_shared(module: nn.Module, weight: Tensor) -> bool:
+def _is_shared(module: nn.Module, name: str) -> bool:
     """Whether another module holds this parameter."""
-    if sys.getrefcount(weight) <= OWN_REFERENCES:  # spares looking at every object that there is
+    # Looked up here: how often an argument of ours counts differs between versions of Python.
+    if sys.getrefcount(module._parameters[name]) <= OWN_REFERENCES:  # spares looking at every object that there is
         return False
-    for held in gc.get_referrers(weight):
+    for held in gc.get_referrers(module._parameters[name]):
         if isinstance(held, dict) and held is not module._parameters:
             for owner in gc.get_referrers(held):  # a module, or its dict of attributes
                 attributes = vars(owner) if isinstance(owner, nn.Module) else owner
