@@ -13,7 +13,7 @@ from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 from manifold_tying.tying._start import check_bounds
-from manifold_tying.tying._transform import divide_by_transform, multiply_by_transform
+from manifold_tying.tying._transform import divide_by_transform
 
 
 class ManifoldPIT(PIT):
@@ -106,7 +106,7 @@ class ManifoldPIT(PIT):
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
                 h = h @ self.bridge
-            h = multiply_by_transform(h, L)
+            h = (h @ L) @ L.mT if len(h) < len(L) else h @ (L @ L.mT)  # whichever takes less
             return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

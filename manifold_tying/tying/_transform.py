@@ -1,4 +1,4 @@
-"""Products with T = L Lᵀ and its inverse, with gradients that cost no more than they have to."""
+"""Division by T = L Lᵀ, with a gradient that costs no more than it has to."""
 
 from typing import Any
 
@@ -8,37 +8,9 @@ from torch import Tensor
 from manifold_tying import linalg
 
 
-def multiply_by_transform(rows: Tensor, L: Tensor) -> Tensor:
-    """rows T, (n, d) by one product with T, or by L and Lᵀ where there are fewer rows than columns."""
-    if len(rows) < len(L):
-        return (rows @ L) @ L.mT
-    return _multiply(rows, L)
-
-
 def divide_by_transform(rows: Tensor, L: Tensor) -> Tensor:
     """rows T⁻¹, (n, d) by two triangular solves: no inverse is formed."""
     return _divide(rows, L)
-
-
-class _Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, L: Tensor) -> Tensor:
-        T = L @ L.mT
-        ctx.save_for_backward(rows, L, T)
-        return rows @ T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        rows, L, T = ctx.saved_tensors
-        if torch.is_grad_enabled():  # T, once saved, is a constant
-            T = L @ L.mT
-        return (
-            grad @ T if ctx.needs_input_grad[0] else None,
-            _through_square(rows.mT @ grad, L) if ctx.needs_input_grad[1] else None,
-        )
-
-
-_multiply = linalg.closed_form(_Multiply, lambda rows, L: rows @ (L @ L.mT), differentiable=True)
 
 
 class _Divide(torch.autograd.Function):
@@ -57,7 +29,7 @@ class _Divide(torch.autograd.Function):
             grad_rows = _solve(grad, L)
         if ctx.needs_input_grad[1]:
             product = quotient.mT @ grad_rows if grad_rows is not None else _solve(quotient.mT @ grad, L)
-            grad_L = _through_square(-product, L)
+            grad_L = -(product + product.mT) @ L  # through T = L Lᵀ
         return grad_rows, grad_L
 
 
@@ -69,8 +41,3 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
 
 
 _divide = linalg.closed_form(_Divide, _solve, differentiable=True)
-
-
-def _through_square(grad_T: Tensor, L: Tensor) -> Tensor:
-    """The gradient with respect to L of a function of T = L Lᵀ, from that with respect to T."""
-    return (grad_T + grad_T.mT) @ L
