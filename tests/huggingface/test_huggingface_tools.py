@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import peft
 import pytest
 import torch
@@ -22,11 +21,8 @@ from huggingface_models import (
     logits,
     optimizer_for,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 from transformers.pytorch_utils import Conv1D
-from trl import SFTConfig, SFTTrainer
 
 import manifold_tying as mt
 from manifold_tying.linalg import defect
@@ -96,35 +92,6 @@ def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> 
         assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
         trained[name] = logits(model.eval())
     assert torch.equal(trained["own"], trained["ours"])
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("memory", ["free", "trainable"])
-def test_sft_trainer_trains_through_the_weight_of_the_head(memory: Any, tmp_path: Path) -> None:
-    """TRL computes log-probabilities from the hidden states and the head's weight, and never calls the head."""
-    model: Any = mt.convert(build(), memory=memory).train()
-    rows = ids(4, 12)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="</s>",
-    )
-    settings = SFTConfig(
-        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=4, logging_steps=1, save_strategy="no", report_to=[],
-        use_cpu=True, bf16=False, disable_tqdm=True, gradient_checkpointing=False, dataloader_pin_memory=False, seed=0,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
-    dataset = datasets.Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
-    trainer = SFTTrainer(
-        model, settings, train_dataset=dataset, processing_class=tokenizer, optimizers=(optimizer_for(model), None)
-    )
-    with torch.no_grad():
-        first = model(rows, labels=rows).loss.item()
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert abs(losses[0] - first) <= 1e-5 and losses[-1] < first - 0.1
-    E, W_out = interface(model).materialize()
-    assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
 
 
 def test_an_optimizer_that_leaves_the_manifold_is_found_out(tmp_path: Path) -> None:
