@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from manifold_tying._extra import needs_extra
-from manifold_tying.optim._adam import RiemannianAdam as RiemannianAdam
-from manifold_tying.optim._groups import param_groups as param_groups
-from manifold_tying.optim._merge import MergeSchedule as MergeSchedule
-from manifold_tying.optim._sgd import RiemannianSGD as RiemannianSGD
+from manifold_tying.optim.adam import RiemannianAdam as RiemannianAdam
+from manifold_tying.optim.groups import param_groups as param_groups
+from manifold_tying.optim.merge import MergeSchedule as MergeSchedule
+from manifold_tying.optim.sgd import RiemannianSGD as RiemannianSGD
 
 if TYPE_CHECKING:
-    from manifold_tying.optim._callback import MergeCallback as MergeCallback
+    from manifold_tying.optim.trainer_callback import MergeCallback as MergeCallback
 
 
 def __getattr__(name: str) -> Any:
@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
     if name != "MergeCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs_extra("huggingface", "MergeCallback needs"):
-        from manifold_tying.optim._callback import MergeCallback
+        from manifold_tying.optim.trainer_callback import MergeCallback
 
     return MergeCallback

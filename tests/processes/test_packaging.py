@@ -47,7 +47,7 @@ def modules_of(wheel: Path) -> set[str]:
 
 
 def test_distributions_hold_the_package_and_nothing_else_to_import(wheel: Path) -> None:
-    assert modules_of(wheel) == PACKAGE and "manifold_tying/optim/_adam.py" in PACKAGE
+    assert modules_of(wheel) == PACKAGE and "manifold_tying/optim/adam.py" in PACKAGE
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2]: member for name in archive.getnames() if (member := archive.getmember(name))}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from manifold_tying import linalg
 from manifold_tying.linalg import _basics
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim import RiemannianAdam, RiemannianSGD, _adam
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -240,7 +240,7 @@ def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays a device that the host runs ahead of; what it copies has then arrived at once."""
-    monkeypatch.setattr(RiemannianAdam, "_ahead_on", ("cpu",))
+    monkeypatch.setattr(adam, "SYNC_FREE_DEVICES", ("cpu",))
 
 
 def with_bad(where: int, bad: float) -> Callable[[int, int, Tensor], Tensor]:
@@ -283,7 +283,7 @@ def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch)
     """A step that is left out on the device is the same as one that the host leaves out, bias corrections included."""
     results = []
     for ahead in (("cpu",), ()):
-        monkeypatch.setattr(RiemannianAdam, "_ahead_on", ahead)
+        monkeypatch.setattr(adam, "SYNC_FREE_DEVICES", ahead)
         torch.manual_seed(0)
         optimizer, params = named(RiemannianAdam, fused=True, nonfinite="skip")
         drive(optimizer, params, 2, with_bad(1, float("nan")))
@@ -313,7 +313,7 @@ def in_columns(p: Any) -> Any:
 @pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("case", CANNOT_RUN_AHEAD)
 def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_adam, "WIDEST_AHEAD", 8)
+    monkeypatch.setattr(adam, "SYNC_FREE_MAX_COLUMNS", 8)
     make, options = CANNOT_RUN_AHEAD[case]
     params = make()
     before = params[0].detach().clone()

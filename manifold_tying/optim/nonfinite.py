@@ -11,7 +11,7 @@ NonFinite = Literal["raise", "skip", "ignore"]
 _LARGE = 1e18  # below it no sum of float32 squares overflows
 
 
-class FiniteCheck:
+class NonFiniteGuard:
     """Decides whether a step may use its gradients.
 
     At once: the host looks at one number. Deferred: nothing waits; ``found_inf`` (1. where a gradient of this step is not
@@ -25,7 +25,7 @@ class FiniteCheck:
         """Whether this step's gradients may be too large for their squares."""
         self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
-    def passes(
+    def check(
         self, names: list[str], gradients: list[Tensor], deferred: bool, total: linalg.Total = linalg.nothing_to_add
     ) -> bool:
         """Whether to run the update; ValueError that names the parameters where it is to raise.
@@ -78,7 +78,7 @@ class FiniteCheck:
                 raise ValueError(_message("at an earlier step the", bad_names))
 
 
-def bounded(gradient: Tensor, p: Tensor) -> Tensor:
+def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     """A point's gradient, scaled down to where no sum of squares of its projection overflows.
 
     The first and second moments see the scaled one, as if it had been clipped. ``gradient`` is this process's part.

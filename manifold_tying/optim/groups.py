@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
 from manifold_tying._geoopt import geoopt
-from manifold_tying.optim._base import same_motion
+from manifold_tying.optim.rules import manifold_key
 from manifold_tying.parametrizations import manifold_of
 
 
@@ -63,7 +63,7 @@ def param_groups(
             if manifold_lr is not None:
                 options["lr"] = manifold_lr
         options |= overrides[pattern] if pattern else {}
-        key = (pattern, options["weight_decay"], None if manifold is None else same_motion(manifold))
+        key = (pattern, options["weight_decay"], None if manifold is None else manifold_key(manifold))
         group = groups.setdefault(key, {"params": [], "names": [], **options})
         group["params"].append(p)
         group["names"].append(name)

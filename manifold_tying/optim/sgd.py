@@ -7,14 +7,11 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from manifold_tying import linalg
-from manifold_tying.optim._base import (
-    Group,
-    RiemannianOptimizer,
-    check_kernels,
-    check_range,
-    local_gradients,
-)
-from manifold_tying.optim._finite import NonFinite
+from manifold_tying._geoopt import geoopt
+from manifold_tying.optim import rules
+from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.nonfinite import NonFinite
+from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
 
 class RiemannianSGD(RiemannianOptimizer):
@@ -48,19 +45,10 @@ class RiemannianSGD(RiemannianOptimizer):
     ) -> None:
         check_kernels(lr, foreach, fused)
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "retract_every": retract_every,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-        }
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+            "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,
+        }  # fmt: skip
         super().__init__(params, defaults, nonfinite)
-
-    _first_moment = "momentum_buffer"
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, momentum=0, weight_decay=0)
@@ -69,11 +57,10 @@ class RiemannianSGD(RiemannianOptimizer):
                 f"nesterov needs momentum > 0 and dampening = 0, got {group['momentum']} and {group['dampening']}"
             )
 
-    def _initialize(self, p: Tensor, state: dict[str, Any], group: Group) -> None:
-        state["step"] = torch.zeros((), device=p.device)
-        state["momentum_buffer"] = torch.zeros_like(p)
+    def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
+        return {"step": torch.zeros((), device=p.device), "momentum_buffer": torch.zeros_like(p)}
 
-    def _euclidean_step(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
+    def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         found = [self.state[p].get("momentum_buffer") for p in params]
         buffers = [None if buffer is None else linalg.local(buffer) for buffer in found]
         sgd(
@@ -95,11 +82,9 @@ class RiemannianSGD(RiemannianOptimizer):
                     assert buffer is not None, "sgd made it"
                     self.state[p]["momentum_buffer"] = linalg.distributed_like(p, buffer)
 
-    def _direction(
-        self, group: Group, like: Tensor, points: Tensor, gradients: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        buffer, momentum = state["momentum_buffer"], group["momentum"]
-        # As in torch.optim.SGD, the first gradient enters the buffer undamped, and without momentum all do.
-        damped = (state["step"] > 1).to(gradients.dtype) * group["dampening"] if momentum != 0 else 0.0
-        buffer.mul_(momentum).add_((1 - damped) * gradients)
-        return gradients + momentum * buffer if group["nesterov"] else buffer
+    def _step_points(self, group: Group, batch: rules.Batch) -> None:
+        def direction(X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
+            options = group["momentum"], group["dampening"], group["nesterov"]
+            return rules.sgd_direction(R, state["momentum_buffer"], state["step"], *options)
+
+        rules.riemannian_step_(batch, direction, "momentum_buffer", lr=group["lr"], maximize=group["maximize"])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
-from manifold_tying.optim._base import RiemannianOptimizer
+from manifold_tying.optim.optimizer import RiemannianOptimizer
 
 _START_FROM_ZEROS = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
 WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector

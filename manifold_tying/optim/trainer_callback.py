@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from manifold_tying.optim._merge import MergeSchedule
+from manifold_tying.optim.merge import MergeSchedule
 from manifold_tying.parametrizations import keep_plain_weights
 
 

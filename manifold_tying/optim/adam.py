@@ -1,0 +1,185 @@
+"""Riemannian Adam."""
+
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Stiefel
+from manifold_tying.optim import rules
+from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.nonfinite import NonFinite
+from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
+
+SecondMoment = Literal["element", "row", "matrix"]
+SYNC_FREE_DEVICES = ("cuda",)
+# In sync-free mode, sync every so many steps to check that the fixed number of iterations still converges.
+SYNC_EVERY = 100
+# The fixed number of iterations costs 8 extra p x p products; above this width a sync is cheaper.
+SYNC_FREE_MAX_COLUMNS = 2048
+
+
+class RiemannianAdam(RiemannianOptimizer):
+    """Adam for points of manifolds, and bit for bit torch.optim.AdamW for all other parameters.
+
+    On our :class:`~manifold_tying.Stiefel` with the polar retraction, a step of X (n x p) along gradient G is
+
+        R = G - X sym(XᵀG),  m and v: Adam's moments of R,  Y = X - lr m̂ / (√v̂ + eps),  X⁺ = Y (YᵀY)^(-1/2),
+
+    four products of 2np² operations, of which YᵀY takes 5/8, and torch's fused Adam kernel, in place and a block of rows at a
+    time. XᵀG and X sym(XᵀG) follow ``torch.set_float32_matmul_precision``, TF32 on a GPU; the point and YᵀY stay float32
+    whatever it is. The gradient has to be projected before the moments see it: its normal part does not vanish at an optimum,
+    and the element-wise division turns some of it into motion (docs/learning-rates.md has the numbers); the direction need
+    not be, since X⁺ is the nearest point to Y. With the other retractions the direction is projected, too. On any other
+    geoopt manifold it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul
+    and Ganea 2019).
+
+    On one GPU with ``fused=True`` a step never waits for the device (points by polar retraction with second_moment="element",
+    and at most 2048 columns: wider ones are faster with the wait). Then a gradient with NaN or Inf masks the update on the
+    device and is reported at one of the next steps, and each hundredth step looks whether the fixed number of products still
+    suffices. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation;
+    compiled steps do not look for NaN and project every gradient.
+
+    Args:
+        params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
+        lr: learning rate, a float or a one-element tensor.
+        betas, eps: as in Adam.
+        weight_decay: decoupled, for ordinary parameters only: it never acts on a point.
+        second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). The latter
+            two make the trajectory independent of the basis of the columns.
+        retract_every: n projects the gradient at every n-th step only, which saves two products of four at the others. The
+            point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
+        maximize: ascend.
+        foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
+        nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step. "ignore" raises for points only: ordinary
+            parameters become NaN, as in torch.optim. It saves one pass over their gradients, for loops that check them before.
+            They are looked at by default, since one NaN in a body makes the whole model NaN at the next step, in silence. A
+            NaN of the last steps that ran ahead on a GPU is reported by ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        second_moment: SecondMoment = "element",
+        retract_every: int = 1,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        check_kernels(lr, foreach, fused)
+        if foreach and isinstance(lr, Tensor):
+            raise ValueError("foreach=True does not go with a tensor lr; leave one of them out")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
+            "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,
+        }  # fmt: skip
+        super().__init__(params, defaults, nonfinite)
+
+    def _check_options(self, group: Group) -> None:
+        check_range(group, lr=0, eps=0, weight_decay=0)
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"expected betas to be two numbers in [0, 1), got {group['betas']}")
+        if group["second_moment"] not in get_args(SecondMoment):
+            choices = ", ".join(get_args(SecondMoment))
+            raise ValueError(f"unknown second_moment {group['second_moment']!r}; choose one of {choices}")
+
+    def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
+        second = _second_moment(p, group) if isinstance(manifold, Stiefel) else manifold.component_inner(p, p)
+        return {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(second),
+        }
+
+    def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
+        """Shape of each tensor that the state of a parameter of this group has after its first step, over all processes."""
+        if p in self._manifolds:
+            return {key: tensor.shape for key, tensor in self._new_state(p, self._manifolds[p], group).items()}
+        return {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+
+    def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(
+                    step=torch.zeros((), device=p.device if group["fused"] else "cpu"),
+                    exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
+                    exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
+                )
+        states = [self.state[p] for p in params]
+        adamw(
+            parts,
+            local_gradients(params),
+            [linalg.local(state["exp_avg"]) for state in states],
+            [linalg.local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=None if group["fused"] else group["foreach"],
+            fused=group["fused"],
+            has_complex=any(p.is_complex() for p in parts),
+            found_inf=self._guard.found_inf,
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            **_kernel_options(group, fused=False),
+        )
+
+    def _step_points(self, group: Group, batch: rules.Batch) -> None:
+        if not torch.compiler.is_compiling() and all(self._fits_kernel(group, p) for p in batch.params):
+            found_inf = self._guard.found_inf
+            sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
+            # The projection keeps the float32 precision that the user set: it decides the direction, not the point.
+            with linalg.autocast_off(batch.params[0].device):
+                rules.polar_adam_(batch, sync_free=sync_free, found_inf=found_inf, **_kernel_options(group, fused=True))
+            return
+        direction = partial(self._direction, group, batch)
+        rules.riemannian_step_(batch, direction, "exp_avg", lr=group["lr"], maximize=group["maximize"])
+
+    def _direction(self, group: Group, batch: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
+        if isinstance(batch.manifold, Stiefel):
+            entries = batch.params[0].shape[-2:].numel()
+            square = rules.mean_square(R, group["second_moment"], entries, batch.reduce)
+        else:
+            square = batch.manifold.component_inner(X, R)
+        moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+        return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
+
+    def _fits_kernel(self, group: Group, p: Tensor) -> bool:
+        """Whether :func:`rules.polar_adam_` can move p. Only that can be masked on the device."""
+        kernel = p.device.type in ("cpu", "cuda") and linalg.local(p).is_contiguous()
+        usual = rules.is_polar(self._manifolds[p]) and group["second_moment"] == "element" and p not in self._scales
+        return usual and kernel
+
+    def _sync_free(self, params: list[Tensor]) -> bool:
+        if not (params and params[0].device.type in SYNC_FREE_DEVICES and all(g["fused"] for g in self.param_groups)):
+            return False
+        points = [(group, p) for group in self.param_groups for p in group["params"] if p in self._manifolds]
+        return len({p.device for p in params}) == 1 and all(
+            self._fits_kernel(group, p) and p.shape[-1] <= SYNC_FREE_MAX_COLUMNS for group, p in points
+        )
+
+
+def _kernel_options(group: Group, *, fused: bool) -> dict[str, Any]:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    if fused and isinstance(lr, Tensor) and lr.device.type == "cpu":
+        lr = lr.item()  # the fused kernel takes no tensor of the CPU
+    return {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": group["eps"], "maximize": group["maximize"]}
+
+
+def _second_moment(p: Tensor, group: Group) -> Tensor:
+    """A tensor with the shape and the placement of the second moment of a point of Stiefel."""
+    if group["second_moment"] == "element":
+        return p
+    if group["second_moment"] == "row":
+        return p[..., :1]
+    if linalg.row_total(p) is linalg.nothing_to_add:
+        return p[..., :1, :1]  # distributed as the matrices are
+    return linalg.local(p).new_empty(*linalg.local(p).shape[:-2], 1, 1)

@@ -1,0 +1,75 @@
+"""What the Riemannian optimizers refuse when a parameter group is added."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Stiefel
+from manifold_tying.optim.rules import is_polar
+
+Group = dict[str, Any]
+
+
+def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
+    """ValueError where torch.optim's kernels for ordinary parameters would refuse the combination at the first step."""
+    if fused and (foreach or isinstance(lr, Tensor)):
+        raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+
+
+def check_range(group: Group, **minimum: float) -> None:
+    """ValueError unless every named option of the group is a number >= its minimum."""
+    for name, low in minimum.items():
+        if isinstance(group[name], Tensor) and group[name].numel() != 1:
+            shape = tuple(group[name].shape)
+            raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
+        if not group[name] >= low:
+            raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
+    linalg.check_whole("retract_every", group["retract_every"], 1)
+
+
+def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) -> None:
+    """ValueError unless p lies on the manifold, in a dtype and a placement that a step can move."""
+    ok, reason = manifold.check_point(p, explain=True)
+    if not ok:
+        raise ValueError(
+            f"{label} has a shape that is no point of {manifold}: {reason}. Was it flattened (FSDP1, ZeRO-3)? "
+            "Use FSDP2, which keeps shapes"
+        )
+    if p.is_floating_point() and p.dtype.itemsize < 4:
+        raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
+    if type(manifold) is Stiefel:
+        manifold.check_placement(p, label)
+    elif linalg.is_distributed(p):
+        raise ValueError(
+            f"{label} is distributed over processes, which works on Stiefel itself only, got {type(manifold).__name__}"
+        )
+    if not p.is_meta:
+        ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
+        if not ok:
+            raise ValueError(
+                f"{label} is not on {manifold}: {reason}. Was it written in place, as nn.init does? Assign to the layer's "
+                "weight instead, which projects, or project it with manifold.projx"
+            )
+    if group.get("eps") == 0:
+        raise ValueError(f"{label} needs eps > 0: where a gradient is zero, 0 / 0 would end on it")
+    if group["retract_every"] != 1 and not is_polar(manifold):
+        raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
+
+
+def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold | None, group: Group) -> Tensor:
+    """This process's part of a group's "scale" for p, a point of ``manifold`` or an ordinary parameter (None)."""
+    scale = scale.detach().to(p.device, p.dtype)
+    shape = p.shape if manifold is None else p.shape[-1:]
+    if scale.shape != shape or not (torch.isfinite(scale) & (scale >= 0)).all():
+        raise ValueError(
+            f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
+            f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"
+        )
+    if manifold is not None and not isinstance(manifold, Stiefel):
+        raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {manifold}")
+    if group["weight_decay"] != 0:
+        raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
+    return linalg.local_like(scale, p) if manifold is None else scale

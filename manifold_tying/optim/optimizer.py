@@ -1,0 +1,227 @@
+"""The shell of the Riemannian optimizers: parameter groups, manifolds, state, and batches of points that move alike."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
+from manifold_tying.optim.checks import Group, check_point, checked_scale
+from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
+from manifold_tying.optim.rules import Batch, manifold_key
+from manifold_tying.parametrizations import manifold_of
+
+
+class RiemannianOptimizer(Optimizer):
+    """An optimizer whose parameters may be points of manifolds; everything else it treats as torch.optim does.
+
+    A parameter's manifold is that of its group (key "manifold", as ``param_groups`` makes them), else its own attribute
+    ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
+
+    A group may have a "scale": a learning-rate multiplier per entry, or per column for points of Stiefel (see
+    ``scaled_tangent_part``).
+
+    Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
+    two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
+    """
+
+    follows_manifolds = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
+        if nonfinite not in get_args(NonFinite):
+            raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
+        self._manifolds: dict[Tensor, geoopt.Manifold] = {}
+        self._marked: set[Tensor] = set()  # points by an attribute of theirs, which they may lose again
+        self._versions: dict[Tensor, int] = {}  # of points after their last step, to see what others wrote
+        self._names: dict[Tensor, str] = {}
+        self._scales: dict[Tensor, Tensor] = {}
+        self._guard = NonFiniteGuard(nonfinite)
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _check_options(self, group: Group) -> None:
+        """ValueError unless the group's options are in range."""
+
+    @abstractmethod
+    def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
+        """The state of a point before its first step, "step" among it."""
+
+    @abstractmethod
+    def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
+        """Update ``parts``, this process's parts of ordinary parameters or zeros in their place, as torch.optim does."""
+
+    @abstractmethod
+    def _step_points(self, group: Group, batch: Batch) -> None:
+        """Update the points of a batch and their states."""
+
+    def _sync_free(self, params: list[Tensor]) -> bool:
+        """Whether the whole step can run on the device without the host waiting for it."""
+        return False
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch.optim, with three keys more: "manifold" and "scale" for all of its parameters, "names" for messages."""
+        group = dict(param_group)
+        manifold = group.pop("manifold", None)
+        names = group.pop("names", None)
+        scale = group.pop("scale", None)
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        if names is not None and len(names) != len(added["params"]):
+            self.param_groups.pop()
+            raise ValueError(f"expected a name for each of {len(added['params'])} parameters, got {len(names)} names")
+        try:
+            self._check_options(added)
+            for i, p in enumerate(added["params"]):
+                name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
+                self._names[p] = name
+                self._add_point(p, manifold or manifold_of(p), added)
+                if scale is not None:
+                    self._scales[p] = checked_scale(p, scale, name, self._manifolds.get(p), added)
+        except BaseException:  # the optimizer is as it was
+            self.param_groups.pop()
+            for p in added["params"]:
+                for known in (self._names, self._manifolds, self._scales):
+                    known.pop(p, None)
+            raise
+
+    def _add_point(self, p: Tensor, manifold: geoopt.Manifold | None, group: Group) -> None:
+        if manifold is None or isinstance(manifold, geoopt.Euclidean):
+            return
+        check_point(p, manifold, f"on-manifold parameter {self._names[p]}", group)
+        self._manifolds[p] = manifold
+        self._versions[p] = p._version
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.
+
+        ValueError that names the parameter, before anything is changed, where a gradient holds NaN or Inf. With
+        ``nonfinite="skip"`` nothing is changed at all; with "ignore" only the gradients of points are looked at.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        compiled = torch.compiler.is_compiling()
+        if not compiled:
+            self._follow_constraints()
+        with torch.no_grad():
+            if compiled or self._gradients_usable():
+                for group in self.param_groups:
+                    if not compiled:  # a graph cannot depend on a count
+                        group["steps_taken"] = group.get("steps_taken", 0) + 1
+                    params = [p for p in group["params"] if p.grad is not None]
+                    if ordinary := [p for p in params if p not in self._manifolds]:
+                        self._step_ordinary_scaled(group, ordinary)
+                    for batch in self._batches(group, [p for p in params if p in self._manifolds]):
+                        self._step_points(group, batch)
+                        if not compiled:
+                            self._versions |= {p: p._version for p in batch.params}
+        return loss
+
+    def _follow_constraints(self) -> None:
+        """Follow parameters that were constrained, or lost their constraint, since they were added."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                manifold = manifold_of(p)
+                if p not in self._manifolds:
+                    if manifold is not None:
+                        self.state.pop(p, None)
+                        self._add_point(p, manifold, group)
+                elif manifold is not None:
+                    self._marked.add(p)
+                elif p in self._marked:
+                    self._marked.remove(p)
+                    del self._manifolds[p]
+                    self.state.pop(p, None)
+
+    def _gradients_usable(self) -> bool:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        sync_free = self._sync_free(params)
+        if self._guard.nonfinite == "ignore":
+            params = [p for p in params if p in self._manifolds]
+        names = [self._names[p] for p in params]
+        return self._guard.check(names, local_gradients(params), sync_free, linalg.process_total(params))
+
+    def _step_ordinary_scaled(self, group: Group, params: list[Tensor]) -> None:
+        """With a scale, the update is made of zeros and then added: it may be small beside the parameter."""
+        parts = [torch.zeros_like(linalg.local(p)) if p in self._scales else linalg.local(p) for p in params]
+        self._step_ordinary(group, params, parts)
+        for p, part in zip(params, parts, strict=True):
+            if p in self._scales:
+                linalg.local(p).addcmul_(self._scales[p], part)
+
+    def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
+        """The points of a group that have a gradient, those together that one call can move."""
+        compiled = torch.compiler.is_compiling()
+        every = group["retract_every"]
+        project = every == 1 or compiled or group["steps_taken"] % every == 1
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        for p in points:
+            if not compiled:
+                self._restore(p)
+            if not self.state[p]:
+                self.state[p].update(self._new_state(p, self._manifolds[p], group))
+            where = (p.device_mesh, p.placements) if linalg.is_distributed(p) else p.device  # type: ignore[attr-defined]
+            scale = id(self._scales[p]) if p in self._scales else None
+            alike[manifold_key(self._manifolds[p]), p.shape, p.dtype, where, scale].append(p)
+        return [self._batch(params, project) for params in alike.values()]
+
+    def _batch(self, params: list[Tensor], project: bool) -> Batch:
+        gradients = local_gradients(params)
+        if self._guard.large:
+            gradients = [rescale_to_range(*pair) for pair in zip(gradients, params, strict=True)]
+        states, first = [self.state[p] for p in params], params[0]
+        return Batch(params, self._manifolds[first], gradients, states, self._scales.get(first), project)
+
+    def _restore(self, p: Tensor) -> None:
+        """Put a point back onto its manifold where something else, such as nn.init, wrote to it since its last step."""
+        manifold = self._manifolds[p]
+        if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
+            p, atol=1e-3, rtol=1e-3
+        ):
+            p.copy_(manifold.projx(p))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim; ValueError where a gradient of the last steps held NaN or Inf and none has said so yet."""
+        self._guard.finish()
+        return super().state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a loaded state as well: one of torch's own optimizer, which knows fewer options, or of another device."""
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
+        for group in self.param_groups:
+            for option, default in self.defaults.items():
+                group.setdefault(option, default)
+            for p in group["params"]:
+                if "step" in self.state.get(p, {}):
+                    self.state[p]["step"] = self._step_count(p, self.state[p]["step"], group)
+
+    def _step_count(self, p: Tensor, step: Tensor | float, group: Group) -> Tensor:
+        """A loaded step count as a tensor where this optimizer has it; older torch and geoopt save a plain number."""
+        if p in self._manifolds:
+            return torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        if isinstance(step, Tensor):
+            return step
+        return torch.tensor(float(step), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_manifolds": self._manifolds,
+            "_marked": set(),  # the attributes do not travel with a tensor
+            "_versions": {},
+            "_names": self._names,
+            "_scales": self._scales,
+            "_guard": NonFiniteGuard(self._guard.nonfinite),
+        }
+
+
+def local_gradients(params: list[Tensor]) -> list[Tensor]:
+    """What this process has of each gradient."""
+    return [linalg.local(p.grad) for p in params if p.grad is not None]

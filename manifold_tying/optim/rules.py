@@ -1,0 +1,164 @@
+"""The arithmetic of the Riemannian optimizers, without groups and options.
+
+X (..., n, p) are points of one shape on one manifold and G their gradients. Where processes share the rows of a point, X and G
+are this process's rows, and ``reduce`` sums p x p matrices over those processes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
+
+
+class Batch(NamedTuple):
+    """Points of one shape and dtype on one manifold, placed alike, that one call moves."""
+
+    params: list[Tensor]
+    manifold: geoopt.Manifold
+    gradients: list[Tensor]  # this process's part of each
+    states: list[dict[str, Any]]
+    scale: Tensor | None
+    project: bool
+
+    @property
+    def reduce(self) -> linalg.Total:
+        return linalg.row_total(self.params[0])
+
+    def local(self, key: str) -> list[Tensor]:
+        """This process's part of one tensor of every point's state."""
+        return [linalg.local(state[key]) for state in self.states]
+
+
+def is_polar(manifold: geoopt.Manifold) -> bool:
+    """Whether points move by the polar retraction of our Stiefel, for which a direction need not be tangent."""
+    return type(manifold) is Stiefel and manifold.retraction == "polar"
+
+
+def manifold_key(manifold: geoopt.Manifold) -> Any:
+    """Equal for manifolds whose points move alike, so that one call can move them; a foreign manifold is its own key."""
+    return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
+
+
+def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: linalg.Total) -> Tensor:
+    """G projected to the tangent space at X: on Stiefel G - X sym(XᵀG)."""
+    return tangent_part(reduce, X, G) if is_polar(manifold) else manifold.egrad2rgrad(X, G)
+
+
+def retract(manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: linalg.Total, transported: Tensor) -> Tensor:
+    """X moved along -step; on a foreign manifold the moment ``transported`` follows, in place."""
+    if is_polar(manifold):
+        return linalg.reorthonormalize_(X - step, reduce)
+    if isinstance(manifold, Stiefel):
+        return manifold.move(X, -step)
+    moved, moment = manifold.retr_transp(X, -step, transported)
+    transported.copy_(moment)
+    return moved
+
+
+def adam_direction(
+    R: Tensor, square: Tensor, m: Tensor, v: Tensor, step: Tensor, betas: tuple[float, float], eps: float
+) -> Tensor:
+    """m̂ / (√v̂ + eps) after m <- β₁m + (1 - β₁)R and v <- β₂v + (1 - β₂) square, both in place."""
+    beta1, beta2 = betas
+    m.lerp_(R, 1 - beta1)
+    v.lerp_(square, 1 - beta2)
+    return (m / (1 - beta1**step)).div_((v / (1 - beta2**step)).sqrt_().add_(eps))
+
+
+def mean_square(R: Tensor, second_moment: str, entries: int, reduce: linalg.Total) -> Tensor:
+    """The squares of R, or their mean by row or by matrix; a whole matrix has that many ``entries``."""
+    if second_moment == "matrix":
+        return reduce(R.square().sum((-2, -1), keepdim=True)) / entries
+    return R.square().mean(-1, keepdim=True) if second_moment == "row" else R.square()
+
+
+def sgd_direction(R: Tensor, buffer: Tensor, step: Tensor, momentum: float, dampening: float, nesterov: bool) -> Tensor:
+    """As in torch.optim.SGD: buffer <- momentum buffer + (1 - dampening) R, in place; the first R enters undamped."""
+    damped = (step > 1).to(R.dtype) * dampening if momentum != 0 else 0.0
+    buffer.mul_(momentum).add_((1 - damped) * R)
+    return R + momentum * buffer if nesterov else buffer
+
+
+def fused_adam_(
+    params: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    found_inf: Tensor | None,
+    **options: Any,
+) -> None:
+    """torch's fused Adam kernel; changes nothing where ``found_inf`` is 1.
+
+    Called directly: the checks and the sorting by device in ``torch.optim.adamw`` take longer than the step of a small point.
+    """
+    torch._foreach_add_(steps, 1)
+    torch._fused_adamw_(
+        params, gradients, exp_avgs, exp_avg_sqs, [], steps,
+        weight_decay=0.0, grad_scale=None, found_inf=found_inf, amsgrad=False, **options,
+    )  # fmt: skip
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def riemannian_step_(
+    batch: Batch, direction: Callable[..., Tensor], moment: str, *, lr: float | Tensor, maximize: bool
+) -> None:
+    """R = grad f(X);  X <- retraction of X along -lr direction(X, R, state), for the stacked points of a batch.
+
+    ``direction`` updates the stacked state in place. A foreign manifold transports the state's ``moment``.
+    """
+    points, steps = [linalg.local(p) for p in batch.params], batch.local("step")
+    X, G = _stack(points), _stack(batch.gradients)
+    for count in steps:
+        count += 1
+    keys = [key for key in batch.states[0] if key != "step"]
+    state = {key: _stack(batch.local(key)) for key in keys}
+    real = X.real.dtype if X.is_complex() else X.dtype
+    state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
+    if maximize:
+        G = -G
+    R = riemannian_gradient(batch.manifold, X, G, batch.reduce) if batch.project else G
+    step = lr * direction(X, R, state)
+    if batch.scale is not None:
+        step = scaled_tangent_part(batch.reduce, X, step, batch.scale)
+    moved = retract(batch.manifold, X, step, batch.reduce, state[moment])
+    for i, p in enumerate(points):
+        p.copy_(moved[i])
+        for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state
+            linalg.local(batch.states[i][key]).copy_(state[key][i])
+
+
+def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **options: Any) -> None:
+    """R = G - X sym(XᵀG);  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y (YᵀY)^(-1/2), all in place.
+
+    For the polar retraction with one second moment per element. A large point goes through the projection and the kernel a
+    block of rows at a time, which stays in the processor's cache.
+    """
+    count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
+    points, gradients = [linalg.local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
+    X, G = (points[0], gradients[0]) if count == 1 else (torch.stack(points), torch.stack(gradients))
+    A = reduce(X.mT @ G) if batch.project else None
+    twice = None if A is None else A + A.mT
+    blocks = linalg.row_blocks(X)
+    for rows in blocks:
+        x, R, *moments = (X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq"))
+        if len(blocks) > 1:
+            x, R, *moments = (t[..., rows, :] for t in (x, R, *moments))
+        if twice is not None:
+            R = torch.sub(R, x @ twice, alpha=0.5)
+        xs, Rs = ([x], [R]) if count == 1 else (list(x), list(R))
+        counts = steps if rows is blocks[-1] else [step.clone() for step in steps]  # the kernel counts: once is enough
+        fused_adam_(xs, Rs, moments[:count], moments[count:], counts, found_inf, **options)
+    linalg.reorthonormalize_(X, reduce, fixed=sync_free, keep=found_inf)
+    if count > 1:
+        torch._foreach_copy_(points, list(X))
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
