@@ -6,7 +6,7 @@ from typing import Any
 
 from manifold_tying.training._config import Settings
 from manifold_tying.training.data import TokenData
-from manifold_tying.training.data._tokens import sha256
+from manifold_tying.training.data.tokens import sha256
 
 ARM = "arm"  # in config.json alone: the same run may be called otherwise
 CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
@@ -19,8 +19,8 @@ def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
     The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
     much each of them trains.
     """
-    begins = tokens.train.window(0, min(len(tokens.train), BEGINNING)).astype("<i8").tobytes()
-    measured = tokens.val.window(0, evaluated + 1).astype("<i8").tobytes()
+    begins = tokens.train[:BEGINNING].astype("<i8").tobytes()
+    measured = tokens.val[: evaluated + 1].astype("<i8").tobytes()
     return {
         "tokenizer_sha256": tokens.meta.tokenizer_sha256,
         "train_tokens": len(tokens.train),

@@ -1,16 +1,15 @@
 """Text to token directories, and token directories to batches."""
 
-from ._batches import Batches, validation_batches
-from ._corpus import SPEC_FORMS
-from ._prepare import cache_directory, prepare
-from ._tokens import Meta, TokenData, TokenView, open_tokens
+from .batches import Batches, validation_batches
+from .build import cache_directory, prepare
+from .corpus import SPEC_FORMS
+from .tokens import Meta, TokenData, open_tokens
 
 __all__ = [
     "SPEC_FORMS",
     "Batches",
     "Meta",
     "TokenData",
-    "TokenView",
     "cache_directory",
     "open_tokens",
     "prepare",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from manifold_tying.training.data._tokenizer import separator_id
+from manifold_tying.training.data.tokenize import separator_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

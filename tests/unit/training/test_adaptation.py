@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.training._config import Interface
-from manifold_tying.training.data._tokenizer import SEPARATOR, separator_id, serial_calls, train_tokenizer
+from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
 from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
 from manifold_tying.training.papers._arithmetic import (
     HELD_OUT_EVERY,

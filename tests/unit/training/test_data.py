@@ -6,9 +6,12 @@ import random
 import signal
 import sys
 import sysconfig
+import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from manifold_tying.training._lock import held
 from manifold_tying.training.data import (
     Batches,
-    TokenView,
-    _corpus,
-    _prepare,
-    _tokenizer,
+    build,
     cache_directory,
+    corpus,
     open_tokens,
     prepare,
+    tokenize,
     validation_batches,
 )
-from manifold_tying.training.data._corpus import open_corpus
-from manifold_tying.training.data._tokens import Meta
+from manifold_tying.training.data.corpus import open_corpus
 
 SEPARATOR = "<|endoftext|>"
 VOCABULARY = 400
@@ -126,8 +126,8 @@ FORMS: list[Callable[[Path, list[str]], str]] = [
 ]
 
 
-def tokens_of(view: TokenView) -> list[int]:
-    return view.window(0, len(view)).tolist()
+def visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 def joined(documents: list[str]) -> str:
@@ -150,16 +150,16 @@ def jsonl_corpus(root: Path, count: int = 45) -> str:
 def test_tokens_decode_to_the_documents(
     form: Callable[[Path, list[str]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_corpus, "_BLOCK", 7)  # a file is read in blocks, which end within characters
+    monkeypatch.setattr(corpus, "_BLOCK", 7)  # a file is read in blocks, which end within characters
     data = open_tokens(prepare(form(tmp_path / "corpus", DOCUMENTS), vocab_size=VOCABULARY))
     train = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
     val = [DOCUMENTS[19], DOCUMENTS[39]]
     for view, documents in ((data.train, train), (data.val, val)):
-        assert data.tokenizer().decode(tokens_of(view), skip_special_tokens=False) == joined(documents)
+        assert data.tokenizer().decode(view.tolist(), skip_special_tokens=False) == joined(documents)
     assert (data.meta.train_bytes, data.meta.val_bytes) == (text_bytes(train), text_bytes(val))
     assert data.val_bytes_per_token == text_bytes(val) / len(data.val)
     assert data.meta.documents == 45
-    assert max(tokens_of(data.train)) < VOCABULARY == data.meta.vocab_size
+    assert max(data.train.tolist()) < VOCABULARY == data.meta.vocab_size
     # The tokenizer has learned something: fewer tokens than bytes.
     assert len(data.train) < 0.8 * text_bytes(train)
 
@@ -174,7 +174,7 @@ def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: py
     (tmp_path / "lib" / "bad.py").write_bytes(b"# \xe9")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     data = open_tokens(prepare("stdlib", vocab_size=VOCABULARY))
-    text = data.tokenizer().decode(tokens_of(data.train) + tokens_of(data.val), skip_special_tokens=False)
+    text = data.tokenizer().decode(data.train.tolist() + data.val.tolist(), skip_special_tokens=False)
     assert text == joined(list(kept.values()))
 
 
@@ -213,7 +213,7 @@ def test_the_memory_of_a_large_file_is_bounded(tmp_path: Path) -> None:
     """Of its reading: no more than a few blocks are held, however long the file is."""
     (tmp_path / "large.txt").write_text("one line of a large file\n" * 1_000_000)  # 25 MB
     tracemalloc.start()
-    characters = sum(len(p.text) for p in _tokenizer.pieces(open_corpus(f"text:{tmp_path}").documents()))
+    characters = sum(len(p.text) for p in tokenize.pieces(open_corpus(f"text:{tmp_path}").documents()))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert characters == 25_000_000 and peak < 10_000_000
@@ -223,9 +223,9 @@ def test_long_runs_of_letters_train_a_tokenizer_in_time() -> None:
     """As one word, 262,144 letters took 44 seconds."""
     draw = random.Random(0)
     letters = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=1 << 16))
-    parts = list(_tokenizer._short_words(f"before {letters} after"))
+    parts = list(tokenize._short_words(f"before {letters} after"))
     assert "".join(parts) == f"before {letters} after" and max(map(len, parts)) <= 7 + 1024
-    tokenizer = _tokenizer.train_tokenizer([letters], 300)
+    tokenizer = tokenize.train_tokenizer([letters], 300)
     assert tokenizer.decode(tokenizer.encode(letters[:500]).ids) == letters[:500]
 
 
@@ -266,11 +266,11 @@ def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> 
 def test_few_documents_are_divided_by_tokens(count: int, tmp_path: Path) -> None:
     documents = make_documents(count)
     data = open_tokens(prepare(jsonl_corpus(tmp_path, count), vocab_size=VOCABULARY))
-    tokens = tokens_of(data.train) + tokens_of(data.val)
+    tokens = data.train.tolist() + data.val.tolist()
     assert data.tokenizer().decode(tokens, skip_special_tokens=False) == joined(documents)
     assert len(data.val) == len(tokens) // 20 > 0
     assert data.meta.train_bytes + data.meta.val_bytes == text_bytes(documents)
-    tail = data.tokenizer().decode(tokens_of(data.val)).replace("\N{REPLACEMENT CHARACTER}", "")
+    tail = data.tokenizer().decode(data.val.tolist()).replace("\N{REPLACEMENT CHARACTER}", "")
     assert abs(data.meta.val_bytes - len(tail.encode())) <= 12
 
 
@@ -278,29 +278,16 @@ def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
     documents = [f"before {SEPARATOR} after {i}" for i in range(20)]
     data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
     separator = data.tokenizer().token_to_id(SEPARATOR)
-    assert [i for i, token in enumerate(tokens_of(data.val), 1) if token == separator] == [len(data.val)]
-    assert data.tokenizer().decode(tokens_of(data.val)) == documents[19]
-
-
-def test_shards_hold_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = jsonl_corpus(tmp_path, 9)
-    whole = open_tokens(prepare(spec, vocab_size=VOCABULARY, cache=tmp_path / "whole"))
-    # So small that the part that is held out of nine documents takes more than one shard.
-    monkeypatch.setattr(_prepare, "SHARD_TOKENS", 7)
-    shards = open_tokens(prepare(spec, vocab_size=VOCABULARY, cache=tmp_path / "shards"))
-    assert len(list(shards.directory.glob("train-*.bin"))) > 10
-    assert len(list(shards.directory.glob("val-*.bin"))) > 1
-    assert tokens_of(shards.train) == tokens_of(whole.train)
-    assert tokens_of(shards.val) == tokens_of(whole.val)
-    assert shards.meta.val_bytes == whole.meta.val_bytes
+    assert [i for i, token in enumerate(data.val.tolist(), 1) if token == separator] == [len(data.val)]
+    assert data.tokenizer().decode(data.val.tolist()) == documents[19]
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     small = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=1 << 16))
     large = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + 1))
     assert (small.meta.dtype, large.meta.dtype) == ("uint16", "uint32")
-    assert tokens_of(small.train) == tokens_of(large.train)
-    assert (large.directory / "train-00000.bin").stat().st_size == 4 * len(large.train)
+    assert small.train.tolist() == large.train.tolist()
+    assert (large.directory / "train.bin").stat().st_size == 4 * len(large.train)
 
 
 def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
@@ -346,7 +333,7 @@ def test_bad_corpora_say_what_is_wrong_and_leave_nothing(tmp_path: Path, cache: 
     for spec, message in bad_corpora(tmp_path / "bad").values():
         with pytest.raises(ValueError, match=message):
             prepare(spec, vocab_size=VOCABULARY)
-        assert not cache.exists() or not list(cache.iterdir()), spec
+        assert not cache.exists() or not visible(cache), spec
 
 
 def test_bad_sizes_are_refused_before_anything_is_read(tmp_path: Path, cache: Path) -> None:
@@ -365,22 +352,22 @@ def test_bad_sizes_are_refused_before_anything_is_read(tmp_path: Path, cache: Pa
 
 @pytest.mark.usefixtures("no_shared_hub_cache")
 def test_streaming_stops_at_the_document_that_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tokenizer, "_PIECE_CHARACTERS", 100)  # how work is divided must not matter
+    monkeypatch.setattr(tokenize, "_PIECE_CHARACTERS", 100)  # how work is divided must not matter
     spec = hub_jsonl(tmp_path / "corpus", DOCUMENTS)
     complete = open_tokens(prepare(spec, vocab_size=VOCABULARY))
     needed = len(complete.train) // 2
     data = open_tokens(prepare(spec, vocab_size=VOCABULARY, tokens_needed=needed))
     train = [text for i, text in enumerate(DOCUMENTS[: data.meta.documents]) if i != 19]
     assert 20 < data.meta.documents < 39
-    assert data.tokenizer().decode(tokens_of(data.train), skip_special_tokens=False) == joined(train)
-    separators = [i for i, token in enumerate(tokens_of(data.train), 1) if token == 0]
+    assert data.tokenizer().decode(data.train.tolist(), skip_special_tokens=False) == joined(train)
+    separators = [i for i, token in enumerate(data.train.tolist(), 1) if token == 0]
     assert separators[-2] < needed <= separators[-1] == len(data.train)
     # Only a stream is cut.
     local = jsonl_corpus(tmp_path)
     assert prepare(local, vocab_size=VOCABULARY, tokens_needed=10) == prepare(local, vocab_size=VOCABULARY)
     # More than there is: all there is.
     much = prepare(spec, vocab_size=VOCABULARY, tokens_needed=10**9)
-    assert tokens_of(open_tokens(much).train) == tokens_of(complete.train)
+    assert open_tokens(much).train.tolist() == complete.train.tolist()
 
 
 # A tokenizer of the user's own
@@ -406,7 +393,7 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path: Path) -> None:
     data = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=300, tokenizer=path))
     assert (data.directory / "tokenizer.json").read_bytes() == path.read_bytes()
     # Neither its truncation nor its padding has touched the documents.
-    text = data.tokenizer().decode(tokens_of(data.val), skip_special_tokens=False)
+    text = data.tokenizer().decode(data.val.tolist(), skip_special_tokens=False)
     assert text == f"{DOCUMENTS[19]}</s>{DOCUMENTS[39]}</s>"
 
 
@@ -441,9 +428,9 @@ def test_the_second_time_nothing_is_built(tmp_path: Path, cache: Path, monkeypat
     lines: list[str] = []
     first = prepare(spec, vocab_size=VOCABULARY, progress=lines.append)
     assert first.parent == cache and lines and "training a tokenizer" in lines[0]
-    monkeypatch.setattr(_prepare, "_build", lambda *args: pytest.fail("built again"))
+    monkeypatch.setattr(build, "_build", lambda *args: pytest.fail("built again"))
     assert prepare(spec, vocab_size=VOCABULARY) == first
-    assert list(cache.iterdir()) == [first]
+    assert visible(cache) == [first]
 
 
 @pytest.mark.usefixtures("no_shared_hub_cache")
@@ -475,7 +462,7 @@ def test_every_ingredient_counts(tmp_path: Path) -> None:
     assert len(seen) == 14
 
 
-@pytest.mark.parametrize("place", ["encode", "move_tail", "write_meta"])
+@pytest.mark.parametrize("place", ["encode", "_move_tail", "write_meta"])
 def test_a_failed_build_leaves_nothing(
     place: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,10 +471,10 @@ def test_a_failed_build_leaves_nothing(
 
     spec = jsonl_corpus(tmp_path, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(_prepare, place, fail)
+        patch.setattr(build, place, fail)
         with pytest.raises(KeyboardInterrupt, match="in the middle"):
             prepare(spec, vocab_size=VOCABULARY)
-    assert list(cache.iterdir()) == []
+    assert all(path.suffix == ".lock" for path in cache.iterdir())
     assert open_tokens(prepare(spec, vocab_size=VOCABULARY)).meta.documents == 3
 
 
@@ -503,22 +490,33 @@ def test_the_environment_is_as_before(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
-def test_two_builds_at_once_do_no_harm(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, write_meta = jsonl_corpus(tmp_path), _prepare.write_meta
-    other: list[Path] = []
+def test_of_two_processes_one_builds_and_the_other_waits(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, once, started = jsonl_corpus(tmp_path), build._build, []
 
-    def wait_for_the_other(directory: Path, meta: Meta) -> None:
-        write_meta(directory, meta)
-        if len(list(cache.iterdir())) == 1:
-            other.append(prepare(spec, vocab_size=400))  # has built and renamed before this one renames
+    def slowly(*args: Any) -> None:
+        started.append(args[0])
+        time.sleep(0.3)
+        once(*args)
 
-    monkeypatch.setattr(_prepare, "write_meta", wait_for_the_other)
-    directory = prepare(spec, vocab_size=400)
-    assert other == [directory] and list(cache.iterdir()) == [directory]
+    monkeypatch.setattr(build, "_build", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: prepare(spec, vocab_size=400), range(2))
+    assert first == second and len(started) == 1
     again = prepare(spec, vocab_size=400, cache=tmp_path / "again")
-    names = ["meta.json", "tokenizer.json", "train-00000.bin", "val-00000.bin"]
-    assert sorted(path.name for path in directory.iterdir()) == names
-    assert [(again / name).read_bytes() for name in names] == [(directory / name).read_bytes() for name in names]
+    names = ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in first.iterdir()) == names
+    assert [(again / name).read_bytes() for name in names] == [(first / name).read_bytes() for name in names]
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path, cache: Path) -> None:
+    spec = jsonl_corpus(tmp_path)
+    final = prepare(spec, vocab_size=VOCABULARY)
+    draft = final.rename(cache / f".{final.name}")
+    (draft / "train.bin").write_bytes(b"half")
+    assert open_tokens(prepare(spec, vocab_size=VOCABULARY)).meta.documents == 45
+    assert not draft.exists()
 
 
 # Token directories
@@ -529,7 +527,7 @@ def test_a_token_directory_is_a_corpus(tmp_path: Path, cache: Path) -> None:
     given = directory.rename(tmp_path / "moved")
     assert prepare(f"tokens:{given}", vocab_size=300) == given
     assert prepare(f"tokens:{given}", vocab_size=500, tokenizer=given / "tokenizer.json") == given
-    assert list(cache.iterdir()) == []
+    assert visible(cache) == []
     with pytest.raises(ValueError, match="has vocab_size 300; expected at most 299"):
         prepare(f"tokens:{given}", vocab_size=299)
     with pytest.raises(ValueError, match="with another tokenizer"):
@@ -545,19 +543,6 @@ def edit_meta(change: Callable[[dict[str, object]], object]) -> Callable[[Path],
     return edit
 
 
-def cut(name: str, by: int) -> Callable[[Path], object]:
-    return lambda directory: os.truncate(directory / name, (directory / name).stat().st_size + by)
-
-
-def edit(name: str, token: int) -> Callable[[Path], object]:
-    def change(directory: Path) -> None:
-        tokens = np.fromfile(directory / name, "<u2")
-        tokens[7] = token
-        tokens.tofile(directory / name)
-
-    return change
-
-
 def flip(name: str) -> Callable[[Path], object]:
     def change(directory: Path) -> None:
         content = bytearray((directory / name).read_bytes())
@@ -567,36 +552,22 @@ def flip(name: str) -> Callable[[Path], object]:
     return change
 
 
-def no_digests(damage: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Of a directory that an earlier version wrote."""
-
-    def change(directory: Path) -> None:
-        edit_meta(lambda meta: meta.pop("shards"))(directory)
-        damage(directory)
-
-    return change
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
-    "newer format": (edit_meta(lambda m: m.update(format=2)), "expected format 1, found 2"),
+    "other format": (edit_meta(lambda m: m.update(format=1)), "expected format 2, found 1"),
     "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
     "other dtype": (edit_meta(lambda m: m.update(dtype="object")), "expected dtype to be one of"),
-    "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val-00000\.bin: expected \d+ bytes"),
+    "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val\.bin: expected \d+ bytes"),
+    "smaller vocabulary": (edit_meta(lambda m: m.update(vocab_size=300)), "token ids below vocab_size=300, found 3"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
     "other tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
-    "no shard": (lambda d: (d / "train-00001.bin").unlink(), r"train-00001\.bin is missing"),
-    "cut shard": (cut("train-00000.bin", -2), r"train-00000\.bin: expected 1000 bytes .*found 998"),
-    "flipped bit": (flip("train-00000.bin"), r"train-00000\.bin is not the shard that meta\.json names by its hash"),
-    "token beyond the vocabulary": (
-        no_digests(edit("train-00001.bin", 400)),
-        r"token ids below vocab_size=400, found 400",
-    ),
+    "no tokens": (lambda d: (d / "train.bin").unlink(), r"train\.bin is missing"),
+    "cut": (lambda d: os.truncate(d / "train.bin", 998), r"train\.bin: expected \d+ bytes .*found 998"),
+    "flipped bit": (flip("train.bin"), r"train\.bin does not have the hash that meta\.json says"),
 }
 
 
-def test_damaged_directories_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prepare, "SHARD_TOKENS", 500)
+def test_damaged_directories_are_refused(tmp_path: Path) -> None:
     for name, (damage, message) in DAMAGES.items():
         spec, cache = jsonl_corpus(tmp_path), tmp_path / name
         directory = prepare(spec, vocab_size=VOCABULARY, cache=cache)
@@ -607,42 +578,12 @@ def test_damaged_directories_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
             prepare(spec, vocab_size=VOCABULARY, cache=cache)
 
 
-def test_drafts_of_killed_processes_are_swept(tmp_path: Path, cache: Path) -> None:
-    cache.mkdir()
-    kept = [cache / f".text-{'0' * 20}-{'0' * 31}{i}" for i in range(2)]
-    swept = cache / f".text-{'0' * 20}-{'1' * 32}"
-    foreign = cache / ".text-of-somebody-else"
-    for draft in (*kept, swept, foreign):
-        draft.mkdir()
-        (draft / "train-00000.bin").write_bytes(b"half")
-        if draft != kept[0]:  # too young
-            for path in (draft / "train-00000.bin", draft):
-                os.utime(path, (1, 1))
-    with held(kept[1]):
-        prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY)
-    assert all(path.exists() for path in (*kept, foreign)) and not swept.exists()
-
-
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
-def test_windows_cross_shards(sizes: list[int], data: st.DataObject) -> None:
-    flat = np.arange(sum(sizes), dtype=np.uint16)
-    view = TokenView(np.split(flat, np.cumsum(sizes)[:-1]))
-    stop = data.draw(st.integers(0, len(flat)))
-    start = data.draw(st.integers(0, stop))
-    window = view.window(start, stop)
-    assert len(view) == len(flat) and window.dtype == np.int64
-    assert window.tolist() == list(range(start, stop))
-    for bad in ((-1, stop), (start, len(flat) + 1), (stop + 1, stop)):
-        with pytest.raises(IndexError, match="expected 0 <= start"):
-            view.window(*bad)
-
-
 # Batches
 
 
-def counting(length: int) -> TokenView:
-    """Tokens 0, 1, 2, ... in three shards: a token says where it stood."""
-    return TokenView(np.array_split(np.arange(length, dtype=np.uint32), 3))
+def counting(length: int) -> np.ndarray:
+    """Tokens 0, 1, 2, ...: a token says where it stood."""
+    return np.arange(length, dtype=np.uint32)
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from manifold_tying._json import parsed
 
-from ._docstrings import PACKAGES, document, package_root
+from .docstrings import PACKAGES, document, package_root
 
 SPEC_FORMS = """the forms are
   stdlib                        the source of the running Python's standard library

@@ -4,8 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._tokens import TokenView
-
 
 class Batches:
     """Training batches from windows of N + 1 tokens on a grid with N = sequence_length tokens between them.
@@ -18,7 +16,7 @@ class Batches:
         ValueError: there is no whole window, or batch_size, sequence_length or seed is out of range.
     """
 
-    def __init__(self, tokens: TokenView, *, batch_size: int, sequence_length: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: int) -> None:
         self._windows = _window_count(tokens, batch_size, sequence_length)
         if seed < 0:
             raise ValueError(f"expected seed >= 0, got {seed}")
@@ -49,7 +47,7 @@ class Batches:
 
 
 def validation_batches(
-    tokens: TokenView, *, batch_size: int, sequence_length: int, max_tokens: int
+    tokens: np.ndarray, *, batch_size: int, sequence_length: int, max_tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
     """The first windows, at most max_tokens targets, in order, as (inputs (b, N), targets (b, N)) with b <= batch_size.
 
@@ -65,7 +63,7 @@ def validation_batches(
     return [_gather(tokens, range(s, min(s + batch_size, windows)), sequence_length) for s in starts]
 
 
-def _window_count(tokens: TokenView, batch_size: int, sequence_length: int) -> int:
+def _window_count(tokens: np.ndarray, batch_size: int, sequence_length: int) -> int:
     if batch_size < 1 or sequence_length < 1:
         raise ValueError(f"expected positive sizes, got {batch_size=}, {sequence_length=}")
     windows = (len(tokens) - 1) // sequence_length
@@ -77,6 +75,6 @@ def _window_count(tokens: TokenView, batch_size: int, sequence_length: int) -> i
     return windows
 
 
-def _gather(tokens: TokenView, windows: list[int] | range, length: int) -> tuple[Tensor, Tensor]:
-    rows = torch.from_numpy(np.stack([tokens.window(w * length, (w + 1) * length + 1) for w in windows]))
+def _gather(tokens: np.ndarray, windows: list[int] | range, length: int) -> tuple[Tensor, Tensor]:
+    rows = torch.from_numpy(np.stack([tokens[w * length : (w + 1) * length + 1] for w in windows]).astype(np.int64))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

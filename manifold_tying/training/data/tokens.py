@@ -1,17 +1,13 @@
 """Token directories: what lies in them, and reading them.
 
-``meta.json`` describes the directory, ``tokenizer.json`` is the tokenizer, ``train-00000.bin``, ... and
-``val-00000.bin``, ... hold token ids, little-endian, one after another, with the tokenizer's separator after every
-document. Every shard of a split but its last one holds ``shard_tokens`` tokens. Nothing in a directory is executed.
+``meta.json`` describes the directory, ``tokenizer.json`` is the tokenizer, ``train.bin`` and ``val.bin`` hold token ids,
+little-endian, one after another, with the tokenizer's separator after every document. Nothing in a directory is executed.
 """
 
-import bisect
 import functools
 import hashlib
-import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +16,8 @@ from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
 
-FORMAT = 1
-_BLOCK = 1 << 24  # bytes of a shard that are looked at at once
+FORMAT = 2
+_BLOCK = 1 << 24  # bytes of a file that are read at once
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -37,9 +33,7 @@ class Meta:
         train_tokens, val_tokens: tokens per split, separators included
         train_bytes, val_bytes: bytes of UTF-8 text per split, without separators. Where a document is divided between
             the splits, those of val are counted by decoding and may be a few off
-        shard_tokens: tokens in every shard of a split but the last
-        tokenizer_sha256: of the bytes of ``tokenizer.json``
-        shards: SHA-256 of each shard by its name; empty where an earlier version wrote the directory
+        tokenizer_sha256, train_sha256, val_sha256: of the bytes of ``tokenizer.json``, ``train.bin`` and ``val.bin``
     """
 
     corpus: str
@@ -50,46 +44,20 @@ class Meta:
     train_bytes: int
     val_tokens: int
     val_bytes: int
-    shard_tokens: int
     tokenizer_sha256: str
+    train_sha256: str
+    val_sha256: str
     format: int = FORMAT
-    shards: dict[str, str] = field(default_factory=dict)
-
-
-class TokenView:
-    """The tokens of one split: a flat, read-only sequence over its shards."""
-
-    def __init__(self, shards: Sequence[np.ndarray]) -> None:
-        self._shards = list(shards)
-        self._ends = list(itertools.accumulate(len(shard) for shard in shards))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def window(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start, ..., stop - 1 as a new int64 array (stop - start,); IndexError outside 0 ... len(self)."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"expected 0 <= start <= stop <= {len(self)}, got {start} and {stop}")
-        window = np.empty(stop - start, dtype=np.int64)
-        filled = 0
-        shard = bisect.bisect_right(self._ends, start)
-        while filled < len(window):
-            offset = start + filled - (self._ends[shard] - len(self._shards[shard]))
-            part = self._shards[shard][offset : offset + len(window) - filled]
-            window[filled : filled + len(part)] = part
-            filled += len(part)
-            shard += 1
-        return window
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """An open token directory."""
+    """An open token directory; ``train`` and ``val`` are flat, read-only arrays that stay on disk."""
 
     directory: Path
     meta: Meta
-    train: TokenView
-    val: TokenView
+    train: np.ndarray
+    val: np.ndarray
 
     @property
     def val_bytes_per_token(self) -> float:
@@ -124,11 +92,6 @@ def write_meta(directory: Path, meta: Meta) -> None:
     (directory / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
 
 
-def shard_path(directory: Path, split: str, index: int) -> Path:
-    """Where the shard with this index, from 0, lies."""
-    return directory / f"{split}-{index:05d}.bin"
-
-
 def sha256(content: bytes) -> str:
     """The hash in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
@@ -145,49 +108,40 @@ def _read_meta(path: Path) -> Meta:
     found = raw.get("format")
     if found != FORMAT:
         raise ValueError(f"{path}: expected format {FORMAT}, found {found!r}; {_again(path.parent)}")
-    raw.setdefault("shards", {})
     for key in fields(Meta):
-        kind = dict if key.name == "shards" else key.type
-        if type(raw.get(key.name)) is not kind:
-            raise ValueError(f"{path}: expected {key.name} to be {kind}, found {raw.get(key.name)!r}")
+        if type(raw.get(key.name)) is not key.type:
+            raise ValueError(f"{path}: expected {key.name} to be {key.type}, found {raw.get(key.name)!r}")
     meta = Meta(**{key.name: raw[key.name] for key in fields(Meta)})
     if meta.dtype not in DTYPES:
         raise ValueError(f"{path}: expected dtype to be one of {list(DTYPES)}, found {meta.dtype!r}")
-    for name in ("vocab_size", "train_tokens", "val_tokens", "shard_tokens"):
+    for name in ("vocab_size", "train_tokens", "val_tokens"):
         if getattr(meta, name) < 1:
             raise ValueError(f"{path}: expected {name} to be positive, found {getattr(meta, name)}")
     return meta
 
 
-def _open_split(directory: Path, split: str, meta: Meta) -> TokenView:
-    dtype = DTYPES[meta.dtype]
-    total = getattr(meta, f"{split}_tokens")
-    shards = []
-    for index in range(-(-total // meta.shard_tokens)):
-        path = shard_path(directory, split, index)
-        tokens = min(meta.shard_tokens, total - index * meta.shard_tokens)
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: meta.json says {total} {split} tokens; {_again(directory)}")
-        expected, found = tokens * dtype.itemsize, path.stat().st_size
-        if found != expected:
-            raise ValueError(
-                f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; "
-                f"{_again(directory)}"
-            )
-        largest, found_digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
-        if meta.shards and meta.shards.get(path.name) != found_digest:
-            raise ValueError(f"{path} is not the shard that meta.json names by its hash; {_again(directory)}")
-        if largest >= meta.vocab_size:
-            raise ValueError(
-                f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {_again(directory)}"
-            )
-        shards.append(np.memmap(path, dtype=dtype, mode="r"))
-    return TokenView(shards)
+def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
+    path, dtype, tokens = directory / f"{split}.bin", DTYPES[meta.dtype], getattr(meta, f"{split}_tokens")
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: meta.json says {tokens} {split} tokens; {_again(directory)}")
+    expected, found = tokens * dtype.itemsize, path.stat().st_size
+    if found != expected:
+        raise ValueError(
+            f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; {_again(directory)}"
+        )
+    largest, digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
+    if digest != getattr(meta, f"{split}_sha256"):
+        raise ValueError(f"{path} does not have the hash that meta.json says; {_again(directory)}")
+    if largest >= meta.vocab_size:
+        raise ValueError(
+            f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {_again(directory)}"
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple[int, str]:
-    """The largest token of a shard, and its SHA-256. An ablation opens the same shards for every run."""
+    """The largest token of a file and its SHA-256, once per process: an ablation opens the same files for every run."""
     largest, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

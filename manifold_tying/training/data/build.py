@@ -3,31 +3,26 @@
 import itertools
 import json
 import os
-import re
 import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from manifold_tying.training._files import digest
-from manifold_tying.training._lock import abandoned, held
+from manifold_tying.training._lock import exclusive
 
-from ._corpus import Corpus, open_corpus
-from ._splits import HELD_OUT_EVERY, Limit, held_out, sample_of, write_splits
-from ._tokenizer import (
-    SMALLEST_VOCABULARY,
-    encode,
-    load_tokenizer,
-    pieces,
-    serial_calls,
-    train_tokenizer,
-)
-from ._tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
-from ._writer import ShardWriter, move_tail
+from .corpus import Corpus, open_corpus
+from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenizer, pieces, serial_calls, train_tokenizer
+from .tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 
-SHARD_TOKENS = 100_000_000
-_DRAFT = re.compile(r"\.[a-z]+-[0-9a-f]{20}-[0-9a-f]{32}")
+HELD_OUT_EVERY = 20
+Limit = tuple[int, int]  # training and held-out tokens after which a stream is not read on
+_SAMPLE_CHARACTERS = 64_000_000  # the tokenizer is trained on so much text at most
+_PROGRESS_TOKENS = 1_000_000
 
 
 def cache_directory() -> Path:
@@ -54,9 +49,9 @@ def prepare(
     every document. Every 20th document is held out. A corpus of fewer than 20 is divided by its tokens instead, and
     the last 5 % are held out (the tokenizer has then seen them).
 
-    A directory is made beside its final place and renamed, so that whatever lies in the cache is whole, also when
-    several processes prepare the same corpus at once. Local files that have changed are prepared anew; a dataset on the
-    hub is known by its name, configuration and split only: delete its directory to get a newer revision.
+    A directory is made beside its final place and renamed, so that whatever lies in the cache is complete. Of several processes
+    that prepare the same corpus at once, one does and the others wait. Local files that have changed are prepared anew. A
+    dataset on the hub is known by its name, configuration and split only: delete its directory to get a newer revision.
 
     Args:
         spec: which corpus, see ``SPEC_FORMS``
@@ -86,16 +81,18 @@ def prepare(
     root = cache_directory() if cache is None else Path(cache)
     final = root / f"{kind}-{_key(corpus, vocab_size, limit, given)[:20]}"
     if not final.exists():
-        # Nobody takes a name with a dot and a random part for a prepared corpus, whatever becomes of this process.
-        draft = root / f".{final.name}-{uuid.uuid4().hex}"
-        draft.mkdir(parents=True)
-        try:
-            with held(draft), serial_calls():
-                _sweep(root)
-                _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
-            _publish(draft, final)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        root.mkdir(parents=True, exist_ok=True)
+        draft = root / f".{final.name}"  # no corpus has a name with a dot, whatever becomes of this process
+        with exclusive(draft.with_suffix(".lock")):
+            if not final.exists():
+                shutil.rmtree(draft, ignore_errors=True)
+                draft.mkdir()
+                try:
+                    with serial_calls():
+                        _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
+                    draft.rename(final)
+                finally:
+                    shutil.rmtree(draft, ignore_errors=True)
     open_tokens(final)
     return final
 
@@ -121,22 +118,6 @@ def _key(corpus: Corpus, vocab_size: int, limit: Limit | None, given: bytes | No
     return sha256(json.dumps([FORMAT, corpus.identity, vocab_size, limit, tokenizer]).encode())
 
 
-def _sweep(root: Path) -> None:
-    """Delete the drafts of processes that were killed."""
-    for draft in root.glob(".*-*"):
-        if _DRAFT.fullmatch(draft.name) and draft.is_dir() and abandoned(draft):
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _publish(draft: Path, final: Path) -> None:
-    try:
-        draft.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
-        # Another process was faster, and has made the same.
-
-
 def _build(
     directory: Path,
     corpus: Corpus,
@@ -150,8 +131,8 @@ def _build(
     texts = pieces(corpus.documents())
     if given is None:
         progress(f"{corpus.spec}: training a tokenizer")
-        sample = list(sample_of(texts))
-        own = train_tokenizer((piece.text for piece in sample if not held_out(piece.document)), vocab_size)
+        sample = list(_sample_of(texts))
+        own = train_tokenizer((piece.text for piece in sample if not _held_out(piece.document)), vocab_size)
         given, path = own.to_str(pretty=True).encode(), "the tokenizer"
         texts = itertools.chain(sample, texts)
     # Also where it was just trained: what is stored is what encodes.
@@ -159,33 +140,81 @@ def _build(
     (directory / "tokenizer.json").write_bytes(given)
 
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    train, val = (
-        ShardWriter(directory, split, dtype=DTYPES[dtype], shard_tokens=SHARD_TOKENS) for split in ("train", "val")
+    counts = _write_splits(
+        directory, encode(tokenizer, texts), DTYPES[dtype], limit, lambda line: progress(f"{corpus.spec}: {line}")
     )
-    with closing(train), closing(val):
-        documents = write_splits(
-            encode(tokenizer, texts), train, val, limit, lambda line: progress(f"{corpus.spec}: {line}")
-        )
-    if not documents:
+    if not counts["documents"]:
         raise ValueError(f"the corpus {corpus.spec!r} holds no text: every document is empty, or there is none")
-    if not val.tokens:
-        if train.tokens < HELD_OUT_EVERY:
+    if not counts["val_tokens"]:
+        if counts["train_tokens"] < HELD_OUT_EVERY:
             raise ValueError(
                 f"the corpus {corpus.spec!r} is too short to hold out a part of it: "
-                f"expected at least {HELD_OUT_EVERY} tokens, got {train.tokens}; use a longer one"
+                f"expected at least {HELD_OUT_EVERY} tokens, got {counts['train_tokens']}; use a longer one"
             )
-        move_tail(train, val, train.tokens // HELD_OUT_EVERY, tokenizer)
+        _move_tail(directory, counts, DTYPES[dtype], tokenizer)
     meta = Meta(
         corpus=corpus.spec,
         vocab_size=vocab_size,
         dtype=dtype,
-        documents=documents,
-        train_tokens=train.tokens,
-        train_bytes=train.text_bytes,
-        val_tokens=val.tokens,
-        val_bytes=val.text_bytes,
-        shard_tokens=SHARD_TOKENS,
+        **counts,
         tokenizer_sha256=sha256(given),
-        shards={path.name: digest(path) for path in (*train.shards(), *val.shards())},
+        train_sha256=digest(directory / "train.bin"),
+        val_sha256=digest(directory / "val.bin"),
     )
     write_meta(directory, meta)
+
+
+def _held_out(document: int) -> bool:
+    """Whether a document, counted from 0, is: every 20th one."""
+    return document % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+def _sample_of(texts: Iterator[Piece]) -> Iterator[Piece]:
+    """The first pieces, until they hold so much training text as the tokenizer is trained on."""
+    characters = 0
+    for piece in texts:
+        yield piece
+        characters += 0 if _held_out(piece.document) else len(piece.text)
+        if characters >= _SAMPLE_CHARACTERS:
+            return
+
+
+def _write_splits(
+    directory: Path,
+    encoded: Generator[Encoded],
+    dtype: np.dtype[Any],
+    limit: Limit | None,
+    report: Callable[[str], None],
+) -> dict[str, int]:
+    """Write the documents to their splits, up to the one that brings both to their limits; tokens and bytes of each split."""
+    counts = dict.fromkeys(("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes"), 0)
+    reported = 0
+    with closing(encoded), open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
+        for part in encoded:
+            split, file = ("val", val) if _held_out(part.document) else ("train", train)
+            file.write(part.tokens.astype(dtype).tobytes())
+            counts[f"{split}_tokens"] += len(part.tokens)
+            counts[f"{split}_bytes"] += part.text_bytes
+            counts["documents"] += part.ends_document
+            if counts["train_tokens"] - reported >= _PROGRESS_TOKENS:
+                reported = counts["train_tokens"]
+                report(f"{reported / 1e6:.0f} million training tokens")
+            enough = limit and counts["train_tokens"] >= limit[0] and counts["val_tokens"] >= limit[1]
+            if enough and part.ends_document:
+                break
+    return counts
+
+
+def _move_tail(directory: Path, counts: dict[str, int], dtype: np.dtype[Any], tokenizer: Tokenizer) -> None:
+    """Hold out the last twentieth of the training tokens of a corpus with few documents.
+
+    The bytes of their text are counted by decoding it, which can be a few off: a cut can go through a character.
+    """
+    train, count = directory / "train.bin", counts["train_tokens"] // HELD_OUT_EVERY
+    kept = counts["train_tokens"] - count
+    tail = np.fromfile(train, dtype, offset=kept * dtype.itemsize)
+    (directory / "val.bin").write_bytes(tail.tobytes())
+    os.truncate(train, kept * dtype.itemsize)
+    text_bytes = len(tokenizer.decode(tail.tolist()).encode())
+    counts |= {"train_tokens": kept, "train_bytes": counts["train_bytes"] - text_bytes}
+    counts |= {"val_tokens": count, "val_bytes": text_bytes}
