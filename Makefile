@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types check clean
+.PHONY: install ablation test test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
 
 install: $(READY)
 
@@ -62,7 +62,11 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-check: lint types test
+# The pages as a site in site/: tutorials, how-tos, an API reference. A broken link or a missing name fails.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: lint types docs test
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-oldest-torch dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-oldest-torch dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

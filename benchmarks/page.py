@@ -19,7 +19,7 @@ from benchmarks._summary import ORDER, place, summary
 
 HEADER = """# Benchmarks
 
-Written by `python -m benchmarks.page` from [benchmarks/results](../benchmarks/results); do not edit. Each section names the
+Written by `python -m benchmarks.page` from `benchmarks/results`; do not edit. Each section names the
 command that measured it; `python -m benchmarks.NAME --help` says what is timed.
 
 Contenders of a row take turns round by round in one process. Times are medians over rounds. The column × NAME is the median
@@ -69,7 +69,7 @@ def _section(name: str, result: dict[str, Any]) -> str:
     head = [
         f"## {', '.join([result['title'], *model, *place(result)])}",
         "",
-        f"[{name}](../benchmarks/results/{name}). Machine: {machine_text}. Peers: {peers}.",
+        f"`benchmarks/results/{name}`. Machine: {machine_text}. Peers: {peers}.",
         "",
     ]
     return "\n".join([*head, *(line for row in result["rows"] for line in _row(row))])

@@ -8,7 +8,7 @@ from manifold_tying.training.papers._table import Table
 HEADER = """# The papers' comparisons
 
 Written by `python -m benchmarks.page` from what `manifold-tying reproduce` left (its `tables.json`, in
-[benchmarks/results](../benchmarks/results) as papers-NAME.json); do not edit. Each section names its command, which does it
+`benchmarks/results` as papers-NAME.json); do not edit. Each section names its command, which does it
 again, at any size: `--preset`, `--tokens`, `--seeds`, `--data`, `--device`.
 
 Means over seeds ± the sample standard deviation; losses in nats per token on held-out text. Models and corpora here are

@@ -60,7 +60,8 @@ def token_drift(before: Tensor, after: Tensor, *, tokens: Tensor | None = None, 
     the same among the others.
 
     Args:
-        before, after: the tables.
+        before: the first table.
+        after: the second.
         tokens: ids (n,) to look at; None takes all, at O(V² d) operations: for a large vocabulary give a sample.
         neighbours: how many nearest other tokens to compare.
     """

@@ -47,14 +47,16 @@ class RiemannianAdam(RiemannianOptimizer):
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
         lr: learning rate, a float or a one-element tensor.
-        betas, eps: as in Adam.
+        betas: decay rates of the two moments, as in Adam.
+        eps: added to the root of the second moment, as in Adam.
         weight_decay: decoupled, for ordinary parameters only: it never acts on a point.
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). The latter
             two make the trajectory independent of the basis of the columns.
         retract_every: n projects the gradient at every n-th step only, which saves two products of four at the others. The
             point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
         maximize: ascend.
-        foreach, fused: as in torch.optim.AdamW, for ordinary parameters.
+        foreach: as in torch.optim.AdamW, for ordinary parameters.
+        fused: as in torch.optim.AdamW, for ordinary parameters.
         nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step. "ignore" raises for points only: ordinary
             parameters become NaN, as in torch.optim. It saves one pass over their gradients, for loops that check them before.
             They are looked at by default, since one NaN in a body makes the whole model NaN at the next step, in silence. A

@@ -23,9 +23,15 @@ class RiemannianSGD(RiemannianOptimizer):
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
         lr: learning rate, a float or a one-element tensor.
-        momentum, dampening, nesterov, foreach, fused: as in torch.optim.SGD.
+        momentum: as in torch.optim.SGD.
+        dampening: as in torch.optim.SGD.
         weight_decay: L2 penalty, for ordinary parameters only: it never acts on a point.
-        retract_every, maximize, nonfinite: as in :class:`RiemannianAdam`.
+        nesterov: as in torch.optim.SGD.
+        retract_every: as in :class:`RiemannianAdam`.
+        maximize: ascend.
+        foreach: as in torch.optim.SGD.
+        fused: as in torch.optim.SGD.
+        nonfinite: as in :class:`RiemannianAdam`.
     """
 
     def __init__(

@@ -37,7 +37,9 @@ class PIT(TokenInterface):
         vocab_size: V >= d.
         hidden_size: d.
         memory: what is stored, see above.
-        retraction, diagonal, bounds: of a frozen or trainable memory, see :class:`ManifoldPIT`.
+        retraction: of a trainable memory, see :class:`ManifoldPIT`.
+        diagonal: of the transform of a frozen or trainable memory, see :class:`ManifoldPIT`.
+        bounds: of that diagonal, see :class:`ManifoldPIT`.
         std: of a free table's entries at the start, see :class:`FreePIT`.
 
     Attributes:

@@ -77,21 +77,16 @@ def test_diagnostics_run_after_an_ablation(
     assert "67108864000" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("one_layer")
-def test_readme_runs_and_has_the_recipe_of_the_command() -> None:
+def test_readme_runs() -> None:
     names = run_page("README.md", program("README.md"))
     E, W_out = names["E"], names["W_out"]
     assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized
-    config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
-    model = build_model(config)
-    assert names["model"].config == model.config and names["model"].interface.std == model.interface.std
-    optimizers = (names["optimizer"], build_optimizer(model, config.settings))
-    shown, used = (
-        {(p.shape, g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-        for optimizer in optimizers
-    )
-    assert shown == used
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/optimizers.md"])
+def test_short_pages_run(page: str) -> None:
+    assert run_page(page, program(page))["optimizer"].state
 
 
 @pytest.mark.usefixtures("one_layer")
@@ -177,10 +172,83 @@ def test_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "orthogonal equivalence on 7 linear layers" in capsys.readouterr().out
 
 
-def test_the_page_on_pit_runs() -> None:
+@pytest.mark.usefixtures("one_layer")
+def test_the_page_on_pit_runs_and_has_the_recipe_of_the_command() -> None:
     names = run_page("docs/pit.md", program("docs/pit.md"))
     E, W_out, Z, T = (names[name].detach().double() for name in ("E", "W_out", "Z", "T"))
     assert torch.dist(W_out @ E, torch.eye(512)) < 1e-4 and torch.dist(Z @ T, W_out.mT) < 1e-4
+    config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
+    model = build_model(config)
+    assert names["model"].config == model.config and names["model"].interface.std == model.interface.std
+    optimizers = (names["optimizer"], build_optimizer(model, config.settings))
+    shown, used = (
+        {(p.shape, g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+        for optimizer in optimizers
+    )
+    assert shown == used
+
+
+def test_the_tutorial_on_layers_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = program("docs/tutorials/constrain-a-layer.md").replace("30, 600, 1e-2", "2, 100, 1e-2")
+    names = run_page("docs/tutorials/constrain-a-layer.md", page)
+    assert names["curves"]["constrained"][-1] < 1.0 < names["curves"]["constrained"][0]
+    assert mt.linalg.defect(names["models"]["constrained"].rnn.weight_hh_l0) < 1e-6
+    assert (tmp_path / "constrain-a-layer.svg").exists()
+
+
+def test_the_tutorial_on_a_gpt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(tmp_path / "cache"))
+    page = program("docs/tutorials/pit-in-your-gpt.md").replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
+    page = page.replace("400, 16, 128", "24, 4, 32").replace("V, d = 2048, 128", "V, d = 512, 32")
+    names = run_page("docs/tutorials/pit-in-your-gpt.md", page)
+    assert (
+        names["pit_curve"][-1] < names["pit_curve"][0] and torch.dist(names["W_out"] @ names["E"], torch.eye(32)) < 1e-4
+    )
+    assert (tmp_path / "pit-in-your-gpt.svg").exists()
+
+
+def test_the_tutorial_on_ablations_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_run(tmp_path / "runs/notes/pit-free-0", "pit-free")
+    run_page("docs/tutorials/ablation.md", program("docs/tutorials/ablation.md"))
+    assert capsys.readouterr().out.startswith("pit-free-0 ")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+def test_the_tutorial_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path / "CHECKPOINT")
+    page = program("docs/tutorials/transformers.md").replace("HuggingFaceTB/SmolLM2-135M", "CHECKPOINT")
+    names = run_page("docs/tutorials/transformers.md", page)
+    ids = names["rows"][:2, :8]
+    with torch.no_grad():
+        assert torch.allclose(names["stock"](ids).logits, names["again"](ids).logits, atol=1e-4)
+
+
+def test_quoted_messages_are_those_of_the_package() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "manifold_tying").rglob("*.py"))
+    said = re.sub(r'"\s+f?"', "", "\n".join(sources))  # literals that stand on several lines
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\*\*(\".+\")\*\*$", page, flags=re.MULTILINE)
+    parts = [part.strip(' "') for quote in quoted for part in re.split(r'…|"\*\* and \*\*"', quote)]
+    assert len(quoted) > 15 and [part for part in parts if part and part not in said] == []
+
+
+def test_sentences_are_short() -> None:
+    """At most 22 words on average on every page; code, tables and headings left out."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        prose = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("|", "#", "!", ":::")))
+        paragraphs = re.split(r"\n\s*\n|\n\s*(?=[-*] )", re.sub(r"\]\([^)]*\)", "]", prose))
+        sentences = [s for p in paragraphs for s in re.split(r"(?<=[.!?:])\s+", " ".join(p.split()))]
+        words = [count for s in sentences if (count := len(re.findall(r"\S*\w\S*", s))) > 2]
+        assert sum(words) <= 22 * len(words), (page.name, sum(words) / len(words))
 
 
 def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: None) -> None:

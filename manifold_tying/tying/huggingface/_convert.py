@@ -64,7 +64,8 @@ def convert(
         memory: "free", one table that any optimizer trains; or Z and T apart, with Z "frozen" (the paper's form) or
             "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``: an ordinary optimizer leaves the
             manifold.
-        retraction, diagonal: of a frozen or trainable memory, see :class:`manifold_tying.PIT`; polar and softplus.
+        retraction: of a trainable memory, see :class:`manifold_tying.PIT`.
+        diagonal: of the transform of a frozen or trainable memory, see :class:`manifold_tying.PIT`.
         source: for a model with two different tables, the one to keep, "input" or "output". The other is lost, with a warning.
 
     Returns:
