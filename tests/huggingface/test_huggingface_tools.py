@@ -219,7 +219,9 @@ def test_resizing_a_free_table_keeps_the_logits(size: int, tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="Logits and the body stay") as caught:
         model.resize_token_embeddings(size)
     new = interface(model)
-    assert torch.equal(new.logits(hidden)[:, kept], old.logits(hidden)[:, kept]) and new.vocab_size == size
+    assert torch.equal(new.head_weight[kept], old.head_weight[kept]) and new.vocab_size == size
+    # products with another number of columns may be added up in another order
+    torch.testing.assert_close(new.logits(hidden)[:, kept], old.logits(hidden)[:, kept], rtol=0, atol=1e-5)
     moved = (new.embed(kept) - old.embed(kept)).norm() / old.embed(kept).norm()
     assert f"{float(moved.detach()):.1e}" in str(caught[0].message)
     mt.save(model, tmp_path)
