@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manifold_tying.models import PRESETS
-from manifold_tying.training.report._experiment import Experiment, Row, arm_names
-from manifold_tying.training.report._reading import load_experiment
+from manifold_tying.training.report._load import Experiment, Row, arm_names, load_experiment
 
 # What a validation loss is measured on; everything else may well be what is compared.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
@@ -23,38 +22,32 @@ def load_experiments(folders: Sequence[str | Path]) -> Experiment:
         if path.resolve() in [other.resolve() for other in paths[:place]]:
             raise ValueError(f"{path} is given twice; leave one out")
     loaded = [load_experiment(path) for path in paths]
-    if len(loaded) == 1:
-        return loaded[0]
-    return together(dict(zip(names_of(paths), loaded, strict=True)))
+    return loaded[0] if len(loaded) == 1 else merged(dict(zip(names_of(paths), loaded, strict=True)))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, and as many before it as tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
-    longest = max(map(len, parts))
-    names = ["/".join(of[-1:]) for of in parts]
-    for count in range(2, longest + 1):
-        names = [
-            "/".join(of[-count:]) if names.count(name) > 1 else name for of, name in zip(parts, names, strict=True)
-        ]
+    names = [of[-1] for of in parts]
+    for count in range(2, max(map(len, parts)) + 1):
+        longer = ["/".join(of[-count:]) for of in parts]
+        names = [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
     return names
 
 
-def together(experiments: Mapping[str, Experiment]) -> Experiment:
+def merged(experiments: Mapping[str, Experiment]) -> Experiment:
     """The experiments in one, under the names of their folders."""
-    arms = {
-        f"{name}/{arm}": {**one.settings, **own} for name, one in experiments.items() for arm, own in one.arms.items()
-    }
-    keys = list(dict.fromkeys(key for settings in arms.values() for key in settings))
-    values = {key: [settings.get(key) for settings in arms.values()] for key in keys}
+    named = experiments.items()
+    arms = {f"{name}/{arm}": {**one.settings, **own} for name, one in named for arm, own in one.arms.items()}
+    values = {key: [own.get(key) for own in arms.values()] for own in arms.values() for key in own}
     shared = {key: of[0] for key, of in values.items() if all(value == of[0] for value in of)}
     return Experiment(
-        rows=[{**row, "arm": f"{name}/{row['arm']}"} for name, one in experiments.items() for row in one.rows],
-        runs=[replace(run, arm=f"{name}/{run.arm}") for name, one in experiments.items() for run in one.runs],
-        sources=[replace(source, name=name) for name, one in experiments.items() for source in one.sources],
+        rows=[{**row, "arm": f"{name}/{row['arm']}"} for name, one in named for row in one.rows],
+        runs=[replace(run, arm=f"{name}/{run.arm}") for name, one in named for run in one.runs],
+        sources=[replace(source, name=name) for name, one in named for source in one.sources],
         settings={key: value for key, value in shared.items() if value is not None},
         arms={arm: {key: of for key, of in own.items() if key not in shared} for arm, own in arms.items()},
-        failures=[f"{name}/{sentence}" for name, one in experiments.items() for sentence in one.failures],
+        failures=[f"{name}/{sentence}" for name, one in named for sentence in one.failures],
     )
 
 
@@ -75,11 +68,11 @@ def differences(experiment: Experiment) -> list[str]:
     of_arms = {arm: _measured_on({**experiment.settings, **own}) for arm, own in experiment.arms.items()}
     sentences = []
     for key in MEASURED_ON:
-        values = {arm: measured[key] for arm, measured in of_arms.items()}
-        sentences += _sentence(key.replace("val_", "validation ").replace("_", " "), values)
+        name = key.replace("val_", "validation ").replace("_", " ")
+        sentences += _sentence(name, {arm: measured[key] for arm, measured in of_arms.items()})
     for arms in _alike(experiment, experiment.arms):
-        texts = {arm: text for arm, text in _texts(experiment.rows, arms).items() if text is not None}
-        sentences += _sentence("held-out text", texts)
+        texts = _texts(experiment.rows, arms)
+        sentences += _sentence("held-out text", {arm: text for arm, text in texts.items() if text is not None})
     return sentences
 
 
@@ -106,8 +99,7 @@ def _texts(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, str | None]:
     found: dict[str, dict[str, None]] = {arm: {} for arm in arms}
     for row in rows:
         if row["arm"] in found and "held_out_sha256" in row:
-            text = f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"
-            found[row["arm"]][text] = None
+            found[row["arm"]][f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"] = None
     return {arm: " and ".join(texts) or None for arm, texts in found.items()}
 
 
