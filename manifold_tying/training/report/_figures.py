@@ -116,7 +116,7 @@ def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
             frames = [of[of.weight == weight] for of in probes] if weight else [run.metrics for run in runs]
             for y in (figure.y, *figure.thin):
                 keys = (y, *figure.band.get(y, ()))
-                line, *bounds = (curve(frames, figure.x, key, window=window, positive=figure.log) for key in keys)
+                line, *bounds = (curve(frames, figure.x, key, window, figure.log) for key in keys)
                 if line is not None:
                     if bounds and bounds[0] is not None and bounds[1] is not None:
                         line = line.assign(low=bounds[0]["mean"], high=bounds[1]["mean"])
@@ -126,7 +126,7 @@ def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
 
 
 def curve(
-    frames: Sequence[pd.DataFrame], x: str, y: str, *, window: int = 1, positive: bool = False
+    frames: Sequence[pd.DataFrame], x: str, y: str, window: int = 1, positive: bool = False
 ) -> pd.DataFrame | None:
     """Mean and range of y over seeds, at the steps at which every seed that measured it did; None where none did.
 
@@ -166,13 +166,12 @@ def _derived(probes: pd.DataFrame) -> pd.DataFrame:
 def _phases(run: Run, line: pd.DataFrame) -> list[str]:
     """The phase of POET that begins at each point; "" for most, and for all where too little was recorded to tell."""
     marks, rates = dict.fromkeys(line.x, ""), run.metrics.dropna(subset=["lr"]).set_index("tokens").lr
-    if len(line) >= 4 and len(rates):
+    if len(line) >= 4 and len(rates) and line["mean"].notna().all():
         rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # that of the first step stands for before it
         found = diagnostics.phases([int(x) for x in line.x], line["mean"].tolist(), rate)
         if found.stable != line.x.iloc[0]:  # a plateau from the beginning on is no phase that was entered
-            marks |= {
-                x: mark for x, mark in zip((found.stable, found.final), [*SYMBOLS][1:], strict=True) if x is not None
-            }
+            begins = zip((found.stable, found.final), [*SYMBOLS][1:], strict=True)
+            marks |= {x: mark for x, mark in begins if x is not None}
     return list(marks.values())
 
 
@@ -187,13 +186,8 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
         own["name"] = escape(f"{arm} ({quantity})" if quantity else arm, quote=False)  # plotly takes tags for markup
         seen = numbers.dropna()
         if banded := bool((seen.low < seen.high).any()):
-            ends = {
-                "x": [*seen.x, *seen.x[::-1]],
-                "y": [*seen.low, *seen.high[::-1]],
-                "fill": "toself",
-                "mode": "lines",
-            }
-            data.append(own | ends | {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False})
+            ends = {"x": [*seen.x, *seen.x[::-1]], "y": [*seen.low, *seen.high[::-1]], "fill": "toself"}
+            data.append(own | ends | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False})
         notes = [f", {mark}" if mark else "" for mark in points["mark"]]
         if figure.y.endswith("loss"):
             notes = [f", perplexity {significant(math.exp(y))}" if y is not None and y < 700 else "" for y in mean]
@@ -208,13 +202,7 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
                        "size": [10 if mark else 5 if few else 0 for mark in points["mark"]]},
         }  # fmt: skip
         data.append(own | line)
-    axes = {"xaxis": {"title": {"text": _x_label(figure)}, "exponentformat": "SI"}}
-    axes["yaxis"] = {
-        "title": {"text": figure.label},
-        "exponentformat": "power",
-        "type": "log" if figure.log else "linear",
-    }
-    return {"name": figure.name, "data": data, "layout": axes}
+    return {"name": figure.name, "data": data, "x": _x_label(figure), "y": figure.label, "log": figure.log}
 
 
 def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
@@ -227,13 +215,11 @@ def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
         canvas = Canvas(figsize=(6, 3.6))
         axes = canvas.subplots()
         for (arm, quantity), of in frame[frame.weight == weight].groupby(["arm", "quantity"], sort=False):
-            place, width = arms.index(arm), 0.8 if quantity else 1.5
-            label = (
-                None if quantity else f" {arm}".replace("$", r"\$")
-            )  # no mathematics; "_" at the start would hide it
-            colour = COLOURS[place % len(COLOURS)]
+            place, colour = arms.index(arm), COLOURS[arms.index(arm) % len(COLOURS)]
+            # "$" would begin a formula, and "_" at the start keep the arm out of the legend
+            named = {"linewidth": 0.8} if quantity else {"linewidth": 1.5, "label": f" {arm}".replace("$", r"\$")}
             axes.fill_between(of.x, of.low, of.high, color=colour, alpha=0.18, linewidth=0)
-            axes.plot(of.x, of["mean"], color=colour, linestyle=_dash(place), linewidth=width, label=label)
+            axes.plot(of.x, of["mean"], color=colour, linestyle=_dash(place), **named)
         axes.set(title=weight, yscale="log" if figure.log else "linear", xlabel=_x_label(figure), ylabel=figure.label)
         axes.legend(frameon=False)
         canvas.savefig(data, format="png", dpi=120, bbox_inches="tight")
@@ -246,14 +232,15 @@ def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: in
     """How to read the figure, what was smoothed and left out."""
     sentences, (low, high) = [figure.reading], (frame.seeds.min(), frame.seeds.max())
     if figure.smooth:
-        sentences.append(
-            f"Smoothed: each point is the mean over the last {window} steps." if window > 1 else "Not smoothed."
-        )
+        over = f"Smoothed: each point is the mean over the last {window} steps."
+        sentences.append(over if window > 1 else "Not smoothed.")
     if (frame.groupby(LINE).size() == MOST).any():
         sentences.append(f"{MOST} evenly spaced points of each curve are drawn.")
     seeds = f"{low}" if low == high else f"{low} to {high}"
-    band = "bands reach from the lowest to the highest seed" if not figure.band else "bands are means too"
-    sentences.append("One seed, so there is no band." if high == 1 else f"Lines are means over {seeds} seeds, {band}.")
+    of_seeds = f"Lines are means over {seeds} seeds" + ", bands reach from the lowest to the highest seed" * (
+        not figure.band
+    )
+    sentences.append(f"{of_seeds}." if high > 1 else "One seed" + ", so there is no band" * (not figure.band) + ".")
     if missing := [arm for arm in arms if arm not in set(frame.arm)]:
         what = "no positive value" if figure.log else "no value"
         sentences.append(f"Left out, with {what} of this quantity: {', '.join(missing)}.")
@@ -262,9 +249,8 @@ def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: in
 
 def alternative(figure: Figure, frame: pd.DataFrame) -> str:
     """In words, for those who cannot see it."""
-    last = (
-        frame[frame.quantity == ""].dropna().groupby(LINE, sort=False)["mean"].last().groupby("arm", sort=False).mean()
-    )
+    lines = frame[frame.quantity == ""].dropna().groupby(LINE, sort=False)
+    last = lines["mean"].last().groupby("arm", sort=False).mean()
     values = ", ".join(f"{arm} {significant(value, 4)}" for arm, value in last.items())
     of = ", the mean over the weights" if figure.weights else ""
     return f"Line chart, {figure.title}: one line per arm against training {figure.x}. Last values{of}: {values}."
@@ -274,16 +260,11 @@ def values(figure: Figure, frame: pd.DataFrame) -> Table:
     """The numbers behind the figure, at evenly spaced points."""
     listed = pd.concat([thinned(of, LISTED) for _, of in frame.groupby(LINE, sort=False)])
     named = [key for key in LINE[1:] if (listed[key] != "").any()]
-    columns = [*named, figure.x, "mean", "lowest", "highest"]
-    rows = [
-        (
-            of["arm"],
-            [Cell(of[key] or figure.y) for key in named]
-            + [Cell(significant(of[key], 5), value=of[key]) for key in NUMBERS],
-        )
-        for of in listed.to_dict("records")
-    ]
-    return Table("arm", [(column, "") for column in columns], rows)
+    rows = []
+    for of in listed.to_dict("records"):
+        names = [Cell(of[key] or figure.y) for key in named]
+        rows.append((of["arm"], names + [Cell(significant(of[key], 5), value=of[key]) for key in NUMBERS]))
+    return Table("arm", [(column, "") for column in (*named, figure.x, "mean", "lowest", "highest")], rows)
 
 
 def _dash(place: int) -> str:

@@ -16,17 +16,8 @@ from plotly.offline import get_plotlyjs
 
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._numbers import DASH
+from manifold_tying.training.report import _figures
 from manifold_tying.training.report._comparison import APART, comparable, differences
-from manifold_tying.training.report._figures import (
-    COLOURS,
-    alternative,
-    caption,
-    drawn,
-    picture,
-    plot,
-    smoothing_window,
-    values,
-)
 from manifold_tying.training.report._findings import all_findings
 from manifold_tying.training.report._load import Experiment, arm_names
 from manifold_tying.training.report._tables import Cell, Table, results
@@ -36,32 +27,18 @@ MARKS = (
     b'<meta name="generator" content="manifold-tying report">',
     b"<!-- The page is all there is: nothing is fetched",
 )
-# The hues of COLOURS, each with a contrast of at least 6 to a dark page
+# The hues of _figures.COLOURS, each with a contrast of at least 6 to a dark page
 ON_DARK = ("#4A9FE3", "#F27B35", "#2DBF93", "#E295C1", "#F0B840", "#9AD6F7", "#B4BBC5")
-THEMES = {
-    "light": {
-        "arms": COLOURS,
-        "paper": "#ffffff",
-        "raised": "#f6f7f9",
-        "ink": "#1f2328",
-        "quiet": "#5b6470",
-        "rule": "#d8dee4",
-    },
-    "dark": {
-        "arms": ON_DARK,
-        "paper": "#14171c",
-        "raised": "#1c2027",
-        "ink": "#e4e7eb",
-        "quiet": "#9aa4b0",
-        "rule": "#333a44",
-    },
-}
+COLOUR_NAMES = ("arms", "paper", "raised", "ink", "quiet", "rule")
+LIGHT = (_figures.COLOURS, "#ffffff", "#f6f7f9", "#1f2328", "#5b6470", "#d8dee4")
+DARK = (ON_DARK, "#14171c", "#1c2027", "#e4e7eb", "#9aa4b0", "#333a44")
+THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("light", LIGHT), ("dark", DARK))}
 
 
 def write_report(experiment: Experiment, out: str | Path) -> Path:
     """Write ``report.html`` into a folder, which is made where there is none. A file of that name that is not ours is kept."""
     written, path = page(experiment).encode(), Path(out) / "report.html"
-    if path.exists() and not any(mark in path.read_bytes()[:4096] for mark in MARKS):
+    if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_whole(path, written)
@@ -70,29 +47,24 @@ def write_report(experiment: Experiment, out: str | Path) -> Path:
 def page(experiment: Experiment) -> str:
     """The whole page as text."""
     arms, groups = arm_names(experiment.rows), comparable(experiment)
-    window = smoothing_window(experiment)
-    found, missing = drawn(experiment)
+    window = _figures.smoothing_window(experiment)
+    found, missing = _figures.drawn(experiment)
     figures = [
         {
             "title": figure.title,
-            "plot": plot(figure, frame, arms),
-            "png": base64.b64encode(picture(figure, frame, arms)).decode(),
+            "plot": _figures.plot(figure, frame, arms),
+            "png": base64.b64encode(_figures.picture(figure, frame, arms)).decode(),
             "weights": [weight for weight in frame.weight.unique() if weight],
-            "caption": caption(figure, frame, arms, window),
-            "alternative": alternative(figure, frame),
-            "table": values(figure, frame),
+            "caption": _figures.caption(figure, frame, arms, window),
+            "alternative": _figures.alternative(figure, frame),
+            "table": _figures.values(figure, frame),
         }
         for figure, frame in found
     ]
     plotly, packed = _plotly()
     script = _shipped("page.js")
-    environment = jinja2.Environment(
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
     environment.filters |= {"words": lambda key: key.replace("_", " "), "shown": text_of, "uri": quote}
     return environment.from_string(_shipped("page.html")).render(
         title=_title(experiment), subtitle=_subtitle(experiment), apart=differences(experiment), apart_title=APART,

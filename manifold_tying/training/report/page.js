@@ -51,10 +51,12 @@
     data.push({ x: [null], y: [null], hoverinfo: "skip", showlegend: false });
     const axis = { gridcolor: rule, linecolor: rule, zeroline: false, automargin: true };
     const layout = {
-      font: { color: ink, size: 12, family: "system-ui, sans-serif" }, paper_bgcolor: paper, plot_bgcolor: paper, height: 380,
+      font: { color: ink, size: 12, family: "system-ui, sans-serif" }, paper_bgcolor: paper, plot_bgcolor: paper,
+      height: 320 + 21 * new Set(spec.data.map(({ meta }) => meta.arm)).size, // a line of the legend each, where names are long
       hoverlabel: { bgcolor: raised, font: { color: ink } }, hovermode: "x unified", margin: { l: 10, r: 10, t: 30, b: 10 },
-      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, uirevision: "kept", modebar: { color: ink, activecolor: ink, bgcolor: paper },
-      xaxis: { ...axis, ...spec.layout.xaxis, nticks: 6 }, yaxis: { ...axis, ...spec.layout.yaxis },
+      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", maxheight: 0.7 }, uirevision: "kept", modebar: { color: ink, activecolor: ink, bgcolor: paper },
+      xaxis: { ...axis, title: { text: spec.x }, exponentformat: "SI", nticks: 6 },
+      yaxis: { ...axis, title: { text: spec.y }, exponentformat: "power", type: spec.log ? "log" : "linear" },
     };
     return { data, layout: print.matches ? { ...layout, width: 620 } : layout };
   }
@@ -64,7 +66,7 @@
     const save = (format, icon) => ({
       name: `Download as ${format.toUpperCase()}`, icon,
       click: (plot) => Plotly.downloadImage(themed(figure, themes.light), {
-        format, filename: figure.spec.name, width: plot.clientWidth, height: 380, scale: format === "png" ? 2 : 1 }),
+        format, filename: figure.spec.name, width: plot.clientWidth, height: plot.clientHeight, scale: format === "png" ? 2 : 1 }),
     });
     return Plotly.react(figure.plot, data, layout, {
       // a list, and not plotly's own: that would have a button which sends the figure to a server

@@ -21,8 +21,16 @@ from PIL import Image
 from rich.console import Console
 
 from manifold_tying.training._numbers import decimals_of, paired_differences, perplexity, significant, summarize
-from manifold_tying.training.report import findings, load_experiment, load_experiments, summary_table, write_report
-from manifold_tying.training.report._figures import FIGURES, MOST, curve
+from manifold_tying.training.report import (
+    Experiment,
+    Run,
+    findings,
+    load_experiment,
+    load_experiments,
+    summary_table,
+    write_report,
+)
+from manifold_tying.training.report._figures import FIGURES, MOST, curve, drawn
 from manifold_tying.training.report._render import MARKS
 
 
@@ -181,7 +189,7 @@ def test_every_figure_shows_the_arms_that_have_the_quantity_and_no_other(
         assert {trace["name"] for trace in data["data"]} == expected
         assert {ARMS[trace["meta"]["arm"]] for trace in data["data"]} == expected
         assert figure["role"] == "img" and {arm for arm in ARMS if arm in figure["aria-label"]} == expected
-        assert data["layout"]["yaxis"]["type"] == ("log" if spec.log else "linear")
+        assert data["log"] == spec.log
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
     assert [one["alt"] for one in pictures] == [one["aria-label"] for one in page.figures]
     for one in pictures:  # what is seen where no script runs
@@ -461,6 +469,31 @@ def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
     frames[1].loc[2, "loss"] = np.inf  # a measurement that is no number is a gap, and not a step that is missing
     gap = curve(frames, "tokens", "loss")
     assert gap is not None and list(np.flatnonzero(np.isnan(gap["mean"]))) == [2]
+
+
+def test_curves_of_weights_are_those_of_numpy() -> None:
+    noise, steps = np.random.default_rng(0), np.arange(0, 24, 4)
+    names = ("R.vector", "R.trace", "R.trace_std", "updates.min", "updates.mean", "updates.max")
+    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in ("up", "down")}
+    runs = []
+    for seed in (0, 1):
+        numbers = [dict(zip(names, probed[seed, weight].T, strict=True)) for weight in ("up", "down")]
+        probes = [frame(step=steps, tokens=8 * steps, **of) for of in numbers]
+        probes = [of.assign(weight=weight) for of, weight in zip(probes, ("up", "down"), strict=True)]
+        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
+    row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
+    found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
+    assert set(found) == {"turning-R", "updates"}
+    for weight in ("up", "down"):
+        vector, trace, spread, *updates = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(6))
+        turning = found["turning-R"]
+        lines = {quantity: of for quantity, of in turning[turning.weight == weight].groupby("quantity")}
+        np.testing.assert_allclose(lines[""]["mean"], vector.mean(axis=0))
+        np.testing.assert_allclose(lines["tr R / m"]["low"], (trace - 2 * spread).mean(axis=0))
+        np.testing.assert_allclose(lines["tr R / m"]["high"], (trace + 2 * spread).mean(axis=0))
+        shares = found["updates"][found["updates"].weight == weight]
+        for key, of in zip(("low", "mean", "high"), updates, strict=True):
+            np.testing.assert_allclose(shares[key], (of[:, 1:] / (2 * steps[1:])).mean(axis=0))
 
 
 # reading
