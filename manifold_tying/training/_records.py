@@ -54,7 +54,7 @@ def text_under(values: Mapping[str, Any], key: str, where: str) -> str:
 
 def number(value: Any, key: str, where: str) -> float:
     # bool is an int to Python, and not a measurement; NaN and infinity are: they are how a run diverges
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1e300):
         raise ValueError(f"{where}: expected a number under {key!r}, got {value!r}; {AGAIN}")
     return value
 

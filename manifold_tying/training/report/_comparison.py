@@ -56,13 +56,10 @@ def comparable(experiment: Experiment) -> list[list[str]]:
     """The arms that have finished runs, in groups within which losses are measured on the same."""
     groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
     for _, alike in measured.groupby([*MEASURED_ON], sort=False):
-        # what the first versions did not record is no difference
-        parts = (
-            [part for _, part in alike.groupby("text", sort=False, dropna=False)]
-            if alike.text.nunique() > 1
-            else [alike]
-        )
-        groups += [list(part.index) for part in parts]
+        if alike.text.nunique() > 1:
+            groups += [list(of.index) for _, of in alike.groupby("text", sort=False, dropna=False)]
+        else:  # what the first versions did not record is no difference
+            groups.append(list(alike.index))
     return groups
 
 

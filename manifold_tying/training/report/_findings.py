@@ -36,11 +36,8 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def all_findings(experiment: Experiment, groups: Sequence[Sequence[str]]) -> list[str]:
     """:func:`findings` within each group of comparable arms, then lost interfaces and runs that stopped."""
     found = [[row for row in experiment.rows if row["arm"] in arms] for arms in groups]
-    return (
-        [sentence for rows in found if rows for sentence in findings(rows)]
-        + health(experiment)
-        + [*experiment.failures]
-    )
+    sentences = [sentence for rows in found if rows for sentence in findings(rows)]
+    return [*sentences, *health(experiment), *experiment.failures]
 
 
 def health(experiment: Experiment) -> list[str]:

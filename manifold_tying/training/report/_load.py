@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,9 +105,8 @@ def _ablation(out: Path) -> Experiment:
     rows = checked_rows(summary, where=str(out / "summary.json"))
     where = str(out / "experiment.json")
     described = object_of(json_of(out / "experiment.json"), where)
-    machine, settings, arms = (
-        object_of(described.get(key), f"{where}, {key!r}") for key in ("machine", "settings", "arms")
-    )
+    keys = ("machine", "settings", "arms")
+    machine, settings, arms = (object_of(described.get(key), f"{where}, {key!r}") for key in keys)
     if strangers := [arm for arm in arm_names(rows) if arm not in arms]:
         raise ValueError(
             f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json does not describe, so the two come from "
@@ -124,9 +124,7 @@ def _ablation(out: Path) -> Experiment:
 
 def _single_run(out: Path) -> Experiment:
     if not (out / "result.json").exists():
-        raise ValueError(
-            f"{out} holds a run that has not finished: result.json is missing; resume it with train --resume"
-        )
+        raise ValueError(f"{out} holds a run that has not finished: result.json is missing; use train --resume")
     (row,) = checked_rows([json_of(out / "result.json")], where=str(out / "result.json"))
     config = object_of(json_of(out / "config.json"), str(out / "config.json"))
     unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
@@ -168,12 +166,9 @@ def checked_rows(rows: object, *, where: str) -> list[Row]:
     checked = [_row(row, f"{where}, entry {place}") for place, row in enumerate(rows) if not _failed(row)]
     if not checked:
         raise ValueError(f"{where}: no run has finished yet; report once at least one has")
-    twice = pd.DataFrame(
-        {"arm": [row["arm"] for row in checked], "seed": [row["seed"] for row in checked]}
-    ).duplicated()
-    if twice.any():
-        row = checked[int(twice.argmax())]
-        raise ValueError(f"{where}: arm {row['arm']!r} with seed {row['seed']} appears twice; remove one of the two")
+    for (arm, seed), count in Counter((row["arm"], row["seed"]) for row in checked).items():
+        if count > 1:
+            raise ValueError(f"{where}: arm {arm!r} with seed {seed} appears twice; remove one of the two")
     return checked
 
 
@@ -206,16 +201,15 @@ def _run(folder: Path, row: Row) -> Run:
     """metrics.jsonl, timing.jsonl and, where there is one, probes.jsonl of a run's folder."""
     metrics = _frame(lines_of(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
     timing = _frame(lines_of(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
-    path, probes = folder / "probes.jsonl", []
+    metrics = metrics.merge(timing, on="step", how="left")
+    path, looks = folder / "probes.jsonl", []
     for count, line in enumerate(lines_of(path, ("step", "tokens")) if path.exists() else (), start=1):
         weights = object_of(line.get("weights"), f"{path}, line {count}, 'weights'")
         for name, numbers in weights.items():
             flat = _flat(numbers, f"{path}, line {count}, {name}")
-            probes.append({"step": line["step"], "tokens": line["tokens"], "weight": name, **flat})
-    metrics = metrics.merge(timing, on="step", how="left")
-    return Run(
-        arm=row["arm"], seed=row["seed"], metrics=metrics, probes=pd.DataFrame(probes).replace(-math.inf, math.inf)
-    )
+            looks.append({"step": line["step"], "tokens": line["tokens"], "weight": name, **flat})
+    probes = pd.DataFrame(looks).drop_duplicates(["weight", "step"], keep="last") if looks else pd.DataFrame()
+    return Run(arm=row["arm"], seed=row["seed"], metrics=metrics, probes=probes)
 
 
 def _frame(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
