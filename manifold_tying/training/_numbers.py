@@ -28,12 +28,10 @@ class Summary:
 
 def summarize(values: Sequence[float]) -> Summary | None:
     """Mean, sample standard deviation and count; None for no values."""
+    if not values:
+        return None
     with np.errstate(invalid="ignore"):  # a diverged run: inf - inf
-        return (
-            Summary(mean(values), float(np.std(values, ddof=1)) if values[1:] else None, len(values))
-            if values
-            else None
-        )
+        return Summary(mean(values), float(np.std(values, ddof=1)) if len(values) > 1 else None, len(values))
 
 
 def paired_differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -80,5 +78,5 @@ def interval(summary: Summary, *, signed: bool = False) -> tuple[str, str]:
 
 def perplexity(loss: Summary) -> str:
     """exp of the mean loss, with the digits that its spread allows."""
-    value = math.exp(loss.mean) if loss.mean < 700 else math.inf
+    value = math.inf if loss.mean >= 700 else math.exp(loss.mean)
     return fixed(value, decimals_of(value * (loss.sd or 0.005), least=-300, most=1))

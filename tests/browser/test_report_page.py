@@ -162,7 +162,7 @@ def test_the_value_under_the_pointer_is_the_measured_one(page: webdriver.Chrome,
             found = re.search(rf"{arm} : (\S+) \((\S+) to ([^)]+)\)", shown)
             assert found, shown
             np.testing.assert_allclose([float(value) for value in found.groups()], [mean, low, high], rtol=6e-5)
-        assert ("perplexity" in shown) == (quantity == "val_loss")
+        assert ("perplexity" in shown) == (quantity == "val_loss") and " at " not in shown
 
 
 def test_an_arm_can_be_hidden_and_shown_and_axes_rescale(page: webdriver.Chrome) -> None:

@@ -178,6 +178,9 @@ def _phases(run: Run, line: pd.DataFrame) -> list[str]:
 def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, Any]:
     """plotly's JSON: a band and a line per arm, weight and quantity. The page's script colours them by ``meta.arm``."""
     data: list[dict[str, Any]] = []
+    # where arms were measured at different places, the values under one pointer are not of one place
+    apart = frame.groupby(LINE).x.agg(tuple).nunique() > 1
+    at = {"seconds": " at %{x:.4g} s", "tokens": " at %{x:,.0f} tokens"}[figure.x] if apart else ""
     for (arm, weight, quantity), points in frame.groupby(LINE, sort=False):
         place = arms.index(arm)
         numbers = points[NUMBERS].map(lambda value: float(f"{value:.7g}"))
@@ -195,7 +198,7 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
         few = len(points) <= 40 and not quantity
         line = {
             "x": x, "y": mean, "customdata": list(zip(notes, low, high, strict=True)), "showlegend": not quantity,
-            "hovertemplate": f"%{{y:.5g}}{between}%{{customdata[0]}}",
+            "hovertemplate": f"%{{y:.5g}}{between}%{{customdata[0]}}{at}",
             "mode": "lines+markers" if few or any(points["mark"]) else "lines",
             "line": {"width": 1 if quantity else 2, "dash": PLOTLY_DASHES[_dash(place)]},
             "marker": {"symbol": [SYMBOLS[mark] for mark in points["mark"]],

@@ -53,8 +53,9 @@
     const layout = {
       font: { color: ink, size: 12, family: "system-ui, sans-serif" }, paper_bgcolor: paper, plot_bgcolor: paper,
       height: 320 + 21 * new Set(spec.data.map(({ meta }) => meta.arm)).size, // a line of the legend each, where names are long
-      hoverlabel: { bgcolor: raised, font: { color: ink } }, hovermode: "x unified", margin: { l: 10, r: 10, t: 30, b: 10 },
-      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", maxheight: 0.7 }, uirevision: "kept", modebar: { color: ink, activecolor: ink, bgcolor: paper },
+      hoverlabel: { bgcolor: raised, font: { color: ink } }, hovermode: "x unified", hoverdistance: 100, margin: { l: 10, r: 10, t: 30, b: 10 },
+      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", maxheight: 0.7 },
+      uirevision: "kept", modebar: { color: ink, activecolor: ink, bgcolor: paper },
       xaxis: { ...axis, title: { text: spec.x }, exponentformat: "SI", nticks: 6 },
       yaxis: { ...axis, title: { text: spec.y }, exponentformat: "power", type: spec.log ? "log" : "linear" },
     };

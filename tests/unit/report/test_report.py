@@ -94,7 +94,13 @@ def test_numbers_as_text() -> None:
 def test_digits_fit_the_spread() -> None:
     spreads = {None: 4, 0.0: 4, math.nan: 4, 1e-9: 4, 0.07: 2, 0.14: 2, 0.014: 3, 0.0096: 3, 0.3: 2, 12.0: 2}
     assert {spread: decimals_of(spread) for spread in spreads} == spreads
-    for losses, expected in {(4.0, 4.2): "60", (4.0,): "54.6", (9.0, 9.2): "9,000", (math.inf, 1.0): "∞"}.items():
+    for losses, expected in {
+        (4.0, 4.2): "60",
+        (4.0,): "54.6",
+        (9.0, 9.2): "9,000",
+        (math.inf, 1.0): "∞",
+        (math.nan,): "nan",
+    }.items():
         summary = summarize(losses)
         assert summary is not None and perplexity(summary) == expected
 
@@ -209,6 +215,8 @@ def test_the_page_holds_the_numbers_that_its_figures_show(reported: tuple[Page, 
         np.testing.assert_allclose([ends[1:] for ends in line["customdata"]], np.stack([low, high], axis=1), rtol=1e-6)
         np.testing.assert_allclose(band["y"], np.concatenate([low, high[::-1]]), rtol=1e-6)
         assert line["customdata"][0][0] == f", perplexity {significant(math.exp(line['y'][0]))}"
+    seconds = [trace["hovertemplate"] for trace in page.data()[1]["data"] if "customdata" in trace]
+    assert all(one.endswith(" at %{x:.4g} s") for one in seconds), "no other arm was measured then"
     listed = pd.read_csv(io.StringIO(page.download("val-loss-tokens-values.csv")))
     np.testing.assert_allclose(listed["mean"], np.concatenate([line["y"] for line in lines]), rtol=1e-6)
     assert list(listed["tokens"][:8]) == lines[0]["x"]
