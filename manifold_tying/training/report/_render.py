@@ -4,7 +4,6 @@ import base64
 import gzip
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -85,7 +84,7 @@ def text_of(value: Any) -> str:
         case float():
             return f"{value:.6g}"
         case Mapping():
-            return ", ".join(f"{key} {text_of(inner)}".replace("_", " ", 1) for key, inner in value.items())
+            return ", ".join(f"{str(key).replace('_', ' ')} {text_of(inner)}" for key, inner in value.items())
         case list():
             return ", ".join(map(text_of, value))
     return json.dumps(value)
@@ -95,15 +94,13 @@ def _settings(experiment: Experiment) -> Table:
     """What belongs to each arm, learning rates first."""
     keys = list(dict.fromkeys(key for own in experiment.arms.values() for key in own))
     keys = [key for key in keys if any(own.get(key) is not None for own in experiment.arms.values())]
-    keys.sort(
-        key=lambda key: key != "lr" and not key.endswith("_lr")
-    )  # stable: otherwise in the order they were written
+    keys.sort(key=lambda key: key != "lr" and not key.endswith("_lr"))  # stable: the others stay in their order
     rows = [(key.replace("_", " "), [_setting(own.get(key)) for own in experiment.arms.values()]) for key in keys]
     return Table("setting", [(arm, "") for arm in experiment.arms], rows)
 
 
 def _setting(value: Any) -> Cell:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return Cell(text_of(value), value=value if number else None)
 
 

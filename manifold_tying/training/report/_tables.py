@@ -16,7 +16,7 @@ from manifold_tying.training import _numbers as numbers
 from manifold_tying.training._numbers import DASH, Summary, fixed, significant, summarize
 from manifold_tying.training.report._comparison import APART, comparable, differences
 from manifold_tying.training.report._findings import all_findings
-from manifold_tying.training.report._load import (  # fmt: skip
+from manifold_tying.training.report._load import (
     BASELINES,
     Experiment,
     Row,
