@@ -20,9 +20,10 @@ from manifold_tying.models import preset
 from manifold_tying.training import Settings
 from manifold_tying.training._arms import run_folder
 from manifold_tying.training.papers._budgets import candidates, trial_specs
-from manifold_tying.training.report._palette import COLOURS, MARKERS
+from manifold_tying.training.report._figures import COLOURS
 
 PIT = "pit-trainable"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ COMMANDS = {
     "train": ("_commands", "TrainConfig", "run_train"),
     "ablate": ("_commands", "AblateConfig", "run_ablate"),
     "reproduce": ("papers._reproduce", "ReproduceConfig", "run_reproduce"),
-    "report": ("report._command", "ReportConfig", "run_report"),
+    "report": ("_commands", "ReportConfig", "run_report"),
     "convert": ("_huggingface", "ConvertConfig", "run_convert"),
     "export": ("_huggingface", "ExportConfig", "run_export"),
     "inspect": ("_inspect", "InspectConfig", "run_inspect"),

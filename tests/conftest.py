@@ -1,6 +1,5 @@
 """What every test gets: one thread, a fixed seed, and no access to the user's cache of corpora."""
 
-import io
 import os
 import signal
 import subprocess
@@ -111,14 +110,5 @@ def _run_four_processes(environment: dict[str, str], name: str, folder: Path) ->
 
 @pytest.fixture
 def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pixel in place of every figure, for tests of what stands around them."""
-    from PIL import Image
-
-    from manifold_tying.training.report import _curves, _page
-    from manifold_tying.training.report._picture import Picture
-
-    pixel = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(pixel, format="PNG")
-    picture = Picture(png=pixel.getvalue(), svg="", width=1, height=1, panels=[])
-    monkeypatch.setattr(_curves, "draw", lambda name, curves, looks, axis: picture)
-    monkeypatch.setattr(_page, "write_figures", lambda figures, out: None)
+    """No PNG of figures, for tests of what stands around them."""
+    monkeypatch.setattr("manifold_tying.training.report._figures.picture", lambda figure, frame, arms: b"")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -94,9 +95,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.text: list[str] = []
-        self.scripts: list[str] = []  # the numbers of the figures, then the script itself
+        self.scripts: list[tuple[dict[str, str], str]] = []  # attributes and text
         self.figures: list[dict[str, str]] = []
-        self.drawn: list[set[str]] = []  # groups of arms in each figure
         self.tables: list[list[list[list[str]]]] = []  # tables, rows, cells, pieces of text
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
@@ -106,11 +106,8 @@ class Page(HTMLParser):
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
             self.open.append(tag)
-        if tag == "svg" and "figure" in self.open:
-            self.figures.append({name: value or "" for name, value in attrs})
-            self.drawn.append(set())
-        elif "svg" in self.open and "figure" in self.open:
-            self.drawn[-1] |= set((dict(attrs).get("class") or "").split()) - {"arm"}
+        if self.tags[-1][1].get("class") == "plot":
+            self.figures.append(self.tags[-1][1])
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
@@ -124,14 +121,21 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if "script" in self.open:
-            self.scripts.append(data)
+            self.scripts.append((self.tags[-1][1], data))
         elif not {"style", "svg"} & set(self.open):
             self.text.append(data)
         if {"td", "th"} & set(self.open):
             self.tables[-1][-1][-1].append(data)
 
     def data(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in self.scripts[:-1]]
+        """What plotly is given, a figure after the other."""
+        found = [json.loads(text) for attributes, text in self.scripts if attributes.get("type") == "application/json"]
+        return found[: len(self.figures)]
+
+    def download(self, name: str) -> str:
+        """The file behind a link."""
+        (link,) = [attributes["href"] for _, attributes in self.tags if attributes.get("download") == name]
+        return unquote(link.partition(",")[2])
 
 
 def with_losses(losses: dict[str, list[float]]) -> list[dict]:

@@ -1,7 +1,10 @@
-"""manifold-tying train | ablate: the runs, with what is printed around them."""
+"""manifold-tying train | ablate | report: the runs, with what is printed around them."""
 
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
+import tyro
 from rich.console import Console
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
@@ -13,6 +16,26 @@ from manifold_tying.training._recipe import resolve
 from manifold_tying.training._run_data import load_data_together
 
 DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Draw the curves and write report.html of an ablation or a run; of several, one page that compares them."""
+
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR...]", help_behavior_hint="(required)")
+    ]
+    """Folders that ablate or train wrote to."""
+    out: Path | None = None
+    """Folder for report.html; None is DIR itself where there is one, and ./report for several."""
+
+
+def run_report(config: ReportConfig, console: Console) -> None:
+    from manifold_tying.training.report import load_experiments, write_report
+
+    experiment = load_experiments(config.folders)
+    out = config.out or (config.folders[0] if len(config.folders) == 1 else Path("report"))
+    console.print(f"report: {write_report(experiment, out)}", soft_wrap=True)
 
 
 def run_train(config: TrainConfig, console: Console) -> None:
@@ -32,7 +55,6 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
             print(command)  # rich would break the lines
         return
     from manifold_tying.training.report import load_experiments, shown
-    from manifold_tying.training.report._command import ReportConfig, run_report
 
     rows: list[dict[str, Any]] = []
     with process_group(config.settings):

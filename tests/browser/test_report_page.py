@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
 from training_runs import config, text
 
 from manifold_tying.training import AblateConfig, ablate
@@ -65,11 +67,16 @@ def page(browser: webdriver.Chrome, experiment: Path) -> Iterator[webdriver.Chro
     """The page as it opens, on a wide screen; nothing it does may be worth a line in the console."""
     look(browser)
     browser.get((experiment / "report.html").as_uri())
+    wait_for(browser, "return document.body.dataset.drawn")
     yield browser
     assert browser.get_log("browser") == []
 
 
-def look(browser: webdriver.Chrome, width: int = 1280, scheme: str = "light", media: str = "screen") -> None:
+def wait_for(browser: webdriver.Chrome, condition: str, *arguments: Any) -> Any:
+    return WebDriverWait(browser, 20, 0.05).until(lambda page: page.execute_script(condition, *arguments))
+
+
+def look(browser: webdriver.Chrome, width: int = 1400, scheme: str = "light", media: str = "screen") -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -96,14 +103,9 @@ def plot_named(page: webdriver.Chrome, name: str) -> WebElement:
     return one_of(page, f"figure[aria-labelledby=figure-{name}] .plot")
 
 
-def numbers(words: str) -> list[float]:
-    """5.6279 (5.5582 to 5.6983), and 1.2×10⁻⁷."""
-    raised = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-    plain = [word.strip("()").replace("−", "-") for word in words.split() if word != "to"]
-    return [
-        float(mantissa) * 10.0 ** int(power.translate(raised) or 0)
-        for mantissa, _, power in (w.partition("×10") for w in plain)
-    ]
+def full(plot: WebElement, path: str) -> Any:
+    """What plotly made of the figure: _fullLayout.yaxis.range."""
+    return plot.parent.execute_script(f"return arguments[0].{path}", plot)
 
 
 def measured(experiment: Path, arm: str, quantity: str, step: int) -> list[float]:
@@ -124,89 +126,101 @@ def test_the_console_is_silent_and_would_not_be(page: webdriver.Chrome) -> None:
     assert "Content Security Policy" in page.get_log("browser")[0]["message"]
 
 
-def test_every_figure_has_a_name_and_is_drawn(page: webdriver.Chrome, experiment: Path) -> None:
+def test_every_figure_has_a_name_and_is_drawn(page: webdriver.Chrome) -> None:
     figures = all_of(page, "figure")
-    assert len(figures) == len(list(experiment.glob("*.png"))) >= 12
+    assert len(figures) == 13
     for figure in figures:
-        picture = one_of(figure, ".plot > svg")
+        plot = one_of(figure, ".plot")
         heading = figure.find_element(By.XPATH, "preceding-sibling::h3").text
-        assert figure.accessible_name == heading and heading in picture.accessible_name
-        assert picture.size["width"] > 300 and picture.size["height"] > 150
-    assert len(np.unique(pixels(picture))) > 30
+        assert figure.accessible_name == heading and heading in plot.accessible_name
+        assert one_of(plot, "svg.main-svg").size["height"] > 300 < plot.size["width"] and not all_of(plot, "img")
+        buttons = [button.get_dom_attribute("data-title") for button in all_of(plot, ".modebar-btn")]
+        assert buttons == ["Zoom", "Pan", "Reset axes", "Download as PNG", "Download as SVG"], "none sends it anywhere"
+        colours = set(
+            page.execute_script(
+                "return arguments[0].data.filter(one => one.meta).map(one => one.meta.arm + one.line.color)", plot
+            )
+        )
+        assert colours <= {"0#0072B2", "1#D55E00", "2#009E73"}, "an arm has one colour"
+    assert len(np.unique(pixels(plot))) > 30
+    choice = Select(one_of(figure, "select"))  # of a weight
+    shown = "return arguments[0].data.filter(one => one.visible && one.meta).map(one => one.meta.weight)"
+    assert len(choice.options) == 7 and set(page.execute_script(shown, plot)) == {choice.options[0].text}
+    choice.select_by_index(6)
+    assert set(page.execute_script(shown, plot)) == {choice.options[6].text}
 
 
 def test_the_value_under_the_pointer_is_the_measured_one(page: webdriver.Chrome, experiment: Path) -> None:
     for name, quantity in (("val-loss-tokens", "val_loss"), ("delta-ti", "delta_ti")):
         plot = plot_named(page, name)
-        assert not one_of(plot, ".readout").is_displayed()
-        panel = json.loads(one_of(plot, "script").get_attribute("textContent") or "")["panels"][0]
-        svg = one_of(plot, "svg")
-        scale = svg.size["width"] / float((svg.get_dom_attribute("viewBox") or "").split()[2])
-        left, top, width, height = (part * scale for part in panel["box"])
-        low, high = panel["x"]
-        x = left + width * (80 * 8 - low) / (high - low)  # 5 sequences of 16 tokens, after 8 steps
-        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", svg)
-        offsets = round(x - svg.size["width"] / 2), round(top + height / 2 - svg.size["height"] / 2)
-        ActionChains(page).move_to_element_with_offset(svg, *offsets).perform()
-        assert one_of(plot, ".readout p").text == "640 tokens"
-        for place, arm in enumerate(ARMS):
-            expected = measured(experiment, arm, quantity, step=8)
-            got = numbers(one_of(plot, f"dd[data-arm='{place}']").text)
-            np.testing.assert_allclose(got, expected, rtol=6e-5)
-    ActionChains(page).move_to_element(one_of(page, "h1")).perform()
-    assert not one_of(plot, ".readout").is_displayed()
+        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+        x = full(plot, "_fullLayout.xaxis._offset") + full(plot, "_fullLayout.xaxis.l2p(640)")  # 5 x 16 tokens, 8 steps
+        ActionChains(page).move_to_element_with_offset(plot, round(x - plot.size["width"] / 2), 0).perform()
+        shown = wait_for(page, "return arguments[0].querySelector('.hoverlayer').textContent", plot)
+        for arm in ARMS:
+            mean, low, high = measured(experiment, arm, quantity, step=8)
+            found = re.search(rf"{arm} : (\S+) \((\S+) to ([^)]+)\)", shown)
+            assert found, shown
+            np.testing.assert_allclose([float(value) for value in found.groups()], [mean, low, high], rtol=6e-5)
+        assert ("perplexity" in shown) == (quantity == "val_loss") and " at " not in shown
 
 
-def test_the_arrow_keys_read_the_values_too(page: webdriver.Chrome, experiment: Path) -> None:
-    plot = plot_named(page, "val-loss-tokens")
-    assert "arrow keys" in plot.accessible_name
-    page.execute_script("arguments[0].focus()", plot)
-    for key, step in (
-        (Keys.ARROW_RIGHT, 4),
-        (Keys.ARROW_RIGHT, 8),
-        (Keys.END, 12),
-        (Keys.ARROW_LEFT, 8),
-        (Keys.HOME, 4),
-    ):
-        plot.send_keys(key)
-        assert one_of(plot, ".readout p").text == f"{80 * step} tokens"
-        got = numbers(one_of(plot, "dd[data-arm='1']").text)
-        np.testing.assert_allclose(got, measured(experiment, ARMS[1], "val_loss", step), rtol=6e-5)
-    plot.send_keys(Keys.ESCAPE)
-    assert not one_of(plot, ".readout").is_displayed()
-
-
-def test_an_arm_can_be_hidden_and_shown(page: webdriver.Chrome) -> None:
+def test_an_arm_can_be_hidden_and_shown_and_axes_rescale(page: webdriver.Chrome) -> None:
     boxes = all_of(page, ".arms input")
     assert [box.accessible_name for box in boxes] == list(ARMS)
-    svg = one_of(plot_named(page, "val-loss-tokens"), "svg")
-    blue = 0x0072B2
-
-    def drawn() -> list[bool]:
-        """Of each arm: whether all of it is seen; False where none of it is."""
-        found = []
-        for place in range(len(ARMS)):
-            parts = f"[...document.querySelectorAll('.plot .arm-{place}')]"
-            seen = page.execute_script(f"return {parts}.map(part => getComputedStyle(part).display !== 'none')")
-            assert len(seen) > 20 and len(set(seen)) == 1
-            found.append(seen[0])
-        return found
-
-    assert drawn() == [True] * 3 and (pixels(svg) == blue).any()
+    plot = plot_named(page, "delta-ti")
+    arms = "arguments[0].data.filter(one => one.visible === true && one.meta).map(one => one.meta.arm)"
+    shown, count = f"return {arms}", f"return new Set({arms}).size"
+    whole = full(plot, "_fullLayout.yaxis.range")
+    assert set(page.execute_script(shown, plot)) == {0, 1, 2} and (pixels(plot) == 0x0072B2).any()
     boxes[0].click()
-    assert drawn() == [False, True, True] and not (pixels(svg) == blue).any()
+    boxes[2].click()
+    assert set(page.execute_script(shown, plot)) == {1}
+    legend = one_of(plot, ".legend").location["y"] - plot.location["y"]
+    assert not (pixels(plot)[: int(legend)] == 0x0072B2).any(), "only its name is left"
+    low, high = full(plot, "_fullLayout.yaxis.range")
+    assert high - low < (whole[1] - whole[0]) / 4
     rows = all_of(page, "#results ~ .scroll tbody tr")
-    assert [float(row.value_of_css_property("opacity")) < 1 for row in rows] == [True, False, False]
-    plot = plot_named(page, "val-loss-tokens")
-    page.execute_script("arguments[0].focus()", plot)
-    plot.send_keys(Keys.END)
-    assert [cell.text for cell in all_of(plot, ".readout dt")] == list(ARMS[1:])
+    assert [float(row.value_of_css_property("opacity")) < 1 for row in rows] == [True, False, True]
     look(page, media="print")
-    assert drawn() == [True] * 3, "paper shows every arm"
-    assert not one_of(page, ".arms").is_displayed() and not one_of(plot, ".readout").is_displayed()
+    wait_for(page, f"{count} === 3", plot)  # paper shows every arm
+    assert not one_of(page, ".arms").is_displayed()
     look(page)
+    wait_for(page, f"{count} === 1", plot)
     boxes[0].send_keys(Keys.SPACE)
-    assert drawn() == [True] * 3
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    all_of(plot, ".legendtoggle")[2].click()  # a name in any figure does the same
+    wait_for(page, "return document.querySelectorAll('.arms input:checked').length === 3")
+    np.testing.assert_allclose(full(plot, "_fullLayout.yaxis.range"), whole)
+
+
+def test_a_figure_is_saved_as_png_and_svg(page: webdriver.Chrome, tmp_path: Path) -> None:
+    look(page, scheme="dark")
+    page.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    plot = plot_named(page, "defect")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    for place, name in ((3, "defect.png"), (4, "defect.svg")):
+        all_of(plot, ".modebar-btn")[place].click()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    picture = Image.open(tmp_path / "defect.png").convert("RGB")
+    assert picture.width > 800 and picture.getpixel((2, 2)) == (255, 255, 255), "white whatever the screen is"
+    drawing = (tmp_path / "defect.svg").read_text()
+    assert drawing.startswith("<svg") and ARMS[1] in drawing and "rgb(213, 94, 0)" in drawing
+
+
+def test_without_a_script_the_figures_are_pictures(browser: webdriver.Chrome, experiment: Path) -> None:
+    look(browser)
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get((experiment / "report.html").as_uri())
+        assert not all_of(browser, ".modebar") and not one_of(browser, ".arms").is_displayed()
+        pictures = all_of(browser, ".plot img")
+        assert len(pictures) == 13 and "Last values" in pictures[0].accessible_name
+        assert len(np.unique(pixels(pictures[0]))) > 30
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def column(page: webdriver.Chrome, name: str) -> tuple[WebElement, list[str], list[str]]:
@@ -234,43 +248,34 @@ def test_tables_sort_by_number_and_go_back(page: webdriver.Chrome) -> None:
     for _ in range(2):
         one_of(other, "button").click()
     assert column(page, "val loss")[2] == list(ARMS) and other.get_attribute("aria-sort") is None
-
-
-def test_what_has_no_number_stands_last_in_both_directions(page: webdriver.Chrome) -> None:
-    head, cells, _ = column(page, "defect")
-    assert cells[0] == cells[2] == "—" != cells[1]
-    for _ in range(2):
-        one_of(head, "button").click()
+    assert column(page, "defect")[1][0] == column(page, "defect")[1][2] == "—" != column(page, "defect")[1][1]
+    for _ in range(2):  # what has no number stands last in both directions
+        one_of(column(page, "defect")[0], "button").click()
         assert column(page, "defect")[1][1:] == ["—", "—"]
 
 
 def test_the_page_is_no_wider_than_a_small_screen(page: webdriver.Chrome) -> None:
-    width = 360
-    look(page, width=width)
-    page.refresh()
-    assert page.execute_script("return document.documentElement.scrollWidth") == width
-    for name in ("val-loss-tokens", "singular-values"):
-        plot = plot_named(page, name)
-        page.execute_script("arguments[0].focus()", plot)
-        plot.send_keys(Keys.END)
-        assert one_of(plot, ".readout").is_displayed()
+    for width in (390, 360):
+        look(page, width=width)
+        page.refresh()
+        wait_for(page, "return document.body.dataset.drawn")
+        for details in all_of(page, "summary"):
+            page.execute_script("arguments[0].click()", details)
         assert page.execute_script("return document.documentElement.scrollWidth") == width
+        assert all(plot.size["width"] <= width for plot in all_of(page, ".plot svg.main-svg"))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_schemes(page: webdriver.Chrome, scheme: str) -> None:
-    look(page, scheme=scheme)
-    page.refresh()
-    plot = plot_named(page, "val-loss-tokens")
-    page.execute_script("arguments[0].focus()", plot)
-    plot.send_keys(Keys.END)
-    found: list[dict[str, Any]] = page.execute_script(CONTRAST)
-    assert len(found) > 200 and {"text", "td", "figcaption", "dd"} <= {one["tag"] for one in found}
-    dark = luminance(found[0]["paper"]) < 0.1
-    assert dark == (scheme == "dark")
-    for one in found:
-        light, deep = sorted((luminance(one["ink"]), luminance(one["paper"])), reverse=True)
-        assert (light + 0.05) / (deep + 0.05) >= 4.5, one
+def test_text_can_be_read_in_both_schemes(page: webdriver.Chrome) -> None:
+    page.execute_script("document.querySelector('details').open = true")
+    for scheme, paper in (("dark", "#14171c"), ("light", "#ffffff")):
+        look(page, scheme=scheme)
+        wait_for(page, "return arguments[0].layout.paper_bgcolor === arguments[1]", plot_named(page, "updates"), paper)
+        found: list[dict[str, Any]] = page.execute_script(CONTRAST)
+        assert len(found) > 200 and {"text", "td", "figcaption", "dd"} <= {one["tag"] for one in found}
+        assert (luminance(found[0]["paper"]) < 0.1) == (scheme == "dark")
+        for one in found:
+            light, deep = sorted((luminance(one["ink"]), luminance(one["paper"])), reverse=True)
+            assert (light + 0.05) / (deep + 0.05) >= 4.5, one
 
 
 def luminance(colour: list[float]) -> float:
@@ -289,3 +294,4 @@ def test_it_prints(page: webdriver.Chrome) -> None:
     document = base64.b64decode(printed["data"])
     pages = len(re.findall(rb"/Type\s*/Page\b", document))
     assert document.startswith(b"%PDF") and 3 <= pages <= 20
+    assert max(plot.size["width"] for plot in all_of(page, ".plot svg.main-svg")) <= 640

@@ -10,10 +10,9 @@ from manifold_tying.models import preset
 from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training._arms import run_folder
 from manifold_tying.training._config import Settings
+from manifold_tying.training._numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training._progress import Started
 from manifold_tying.training.papers._table import Table, agreement, nats
-from manifold_tying.training.report._numbers import DASH, fixed
-from manifold_tying.training.report._statistics import mean, paired_differences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

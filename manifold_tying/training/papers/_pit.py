@@ -7,12 +7,12 @@ from manifold_tying import diagnostics
 from manifold_tying.diagnostics import InterfaceConsistency
 from manifold_tying.training._config import Settings
 from manifold_tying.training._hugging_face_model import OUT
+from manifold_tying.training._numbers import mean
 from manifold_tying.training._progress import Started
 from manifold_tying.training._record import METRICS
+from manifold_tying.training._records import lines_of
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table, nats, scientific
-from manifold_tying.training.report._checked import lines_of
-from manifold_tying.training.report._statistics import mean
 
 # Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
 Printed = tuple[float, float, float]

@@ -1,65 +1,278 @@
-"""The section with the figures: drawings of which each arm is a group, and beside each the numbers that it shows."""
+"""Figures: curves over seeds as data frames, drawn by plotly in the page and by matplotlib where no script runs."""
 
+import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from manifold_tying.training.report._curves import Plot
-from manifold_tying.training.report._drawing import Drawn
-from manifold_tying.training.report._markup import data_block, section, swatch
-from manifold_tying.training.report._palette import Look
-from manifold_tying.training.report._picture import Panel
-from manifold_tying.training.report._series import Curve, Values
+import numpy as np
+import pandas as pd
+from PIL import Image
+
+from manifold_tying import diagnostics
+from manifold_tying.training._numbers import significant
+from manifold_tying.training.report._load import Experiment, Run, arm_names
+from manifold_tying.training.report._tables import Cell, Table
+
+# Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on lines are dashed as well
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
+DASHES = ("solid", "dashed", "dotted")
+PLOTLY_DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot"}
+SYMBOLS = {"": "circle", "stable learning begins": "triangle-up", "final adjusting begins": "triangle-down"}
+MOST, LISTED = 250, 20  # points of a curve that are drawn, and that its table lists
+LINE = ["arm", "weight", "quantity"]  # what tells the curves of a figure apart
+NUMBERS = ["x", "mean", "low", "high"]
 
 
-def figures_section(figures: Sequence[Drawn], empty: Sequence[Plot], looks: Mapping[str, Look]) -> str:
-    """A box to tick per arm, which the script shows, and a section per figure."""
-    boxes = "\n".join(
-        f'<label><input type="checkbox" checked data-arm="{look.place}">{swatch(look)}{escape(arm)}</label>'
-        for arm, look in looks.items()
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One quantity ``y`` of all arms against ``x``: of each run, or of each weight that was probed."""
+
+    name: str
+    title: str
+    y: str
+    label: str
+    reading: str
+    x: str = "tokens"
+    log: bool = False
+    smooth: bool = False
+    weights: bool = False
+    thin: Mapping[str, str] = field(default_factory=dict)
+    """Further quantities, drawn as thin lines, and what they are called."""
+    band: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Of a quantity: those that bound its band, in place of the range over seeds."""
+
+
+def _turning(side: str, rows: str) -> Figure:
+    reading = (
+        f"{side}, the product over all merges, turns the {rows} of W0. Heavy: the cosine between a fixed random v and "
+        f"{side} v, which is 1 at the identity. Thin: its value for a random v, tr {side} / m ± 2 standard deviations. "
+        "Triangles: where stable learning (up) and final adjusting (down) begin, as diagnostics.phases finds them."
     )
-    choice = f'<fieldset class="arms" hidden>\n<legend>Arms shown</legend>\n{boxes}\n</fieldset>'
-    shown = "\n".join(_figure(figure, looks) for figure in figures)
-    missing = "; ".join(plot.title for plot in empty)
-    note = f'\n<p class="note">Not drawn, since no arm has a value for it: {escape(missing)}.</p>' if empty else ""
-    return section("curves", "Curves", f'{choice}\n<div class="figures">\n{shown}\n</div>{note}')
+    thin, band = {f"{side}.trace": f"tr {side} / m"}, {f"{side}.trace": (f"{side}.low", f"{side}.high")}
+    title, label = f"How far {side} has turned", f"v⊤{side} v / v⊤v"
+    return Figure(f"turning-{side}", title, f"{side}.vector", label, reading, weights=True, thin=thin, band=band)
 
 
-def _figure(figure: Drawn, looks: Mapping[str, Look]) -> str:
-    name, picture = f"figure-{figure.name}", figure.picture
-    size = f"{picture.width:g} {picture.height:g}"
-    data = ""
-    if picture.panels:
-        data = data_block({"against": figure.against, "panels": [_panel(panel, looks) for panel in picture.panels]})
-    return (
-        f'<section aria-labelledby="{name}">\n<h3 id="{name}">{escape(figure.title)}</h3>\n'
-        f'<figure aria-labelledby="{name}">\n<div class="plot">\n'
-        f'<svg viewBox="0 0 {size}" role="img" aria-label="{escape(figure.alternative)}">{picture.svg}</svg>\n{data}</div>\n'
-        f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>\n</section>"
+FIGURES = (
+    Figure("val-loss-tokens", "Validation loss against tokens", "val_loss", "nats per token",
+           "Equal data: which arm learns most from the same tokens. Drag over a part to enlarge it, press twice to return."),
+    Figure("val-loss-seconds", "Validation loss against time", "val_loss", "nats per token",
+           "Equal time: the same losses, with what each arm costs per step counted in.", x="seconds"),
+    Figure("train-loss-tokens", "Training loss", "loss", "nats per token",
+           "The loss of the batches as they were trained on.", smooth=True),
+    Figure("defect", "Defect", "defect", "‖Z⊤Z − I‖ / √d",
+           "How far the memory is off the Stiefel manifold; float32 rounding alone gives about 10⁻⁷.", log=True),
+    Figure("delta-ti", "Interface consistency ΔTI", "delta_ti", "‖Wₒᵤₜ E − I‖",
+           "How far unembedding is from inverting the embedding.", log=True),
+    Figure("cond-transform", "Condition number of the transform", "cond_transform", "cond(T)",
+           "Longest against shortest axis of the transform: 1 is a multiple of the identity.", log=True),
+)  # fmt: skip
+POET = (
+    Figure("orthogonality-error", "Orthogonality error of POET's rotations", "orthogonality_error", "e_orth, ‖RR⊤ − I‖ / √m",
+           "How far R and P are from orthogonal, the largest of all weights since the evaluation before: it grows from "
+           "merge to merge, after which they start at the identity again.", log=True),
+    Figure("singular-values", "Singular values", "singular_values.max", "singular values of W",
+           "POET keeps those of W0, up to the error of its rotations; AdamW lets the large ones grow. Heavy: the largest; "
+           "thin: the median and the smallest.", log=True, weights=True,
+           thin={"singular_values.median": "median", "singular_values.min": "smallest"}),
+    Figure("svd-entropy", "SVD entropy", "svd_entropy", "SVD entropy of W",
+           "How evenly the squared singular values are spread: 1 where all are equal, 0 for rank one.", weights=True),
+    Figure("hyperspherical-energy", "Hyperspherical energy", "hyperspherical_energy", "hyperspherical energy",
+           "Sum over all pairs of rows, normalized, of one over their distance: low where the neurons are spread evenly.",
+           weights=True),
+    _turning("R", "outputs"),
+    _turning("P", "inputs"),
+    Figure("updates", "Updates of the entries", "updates.share", "updates of an entry / possible ones",
+           "How evenly training has reached the entries of the weight: R moves an entry with its row and P with its column, so "
+           "each step can move it twice, which is 1 here. Scheme block always does, scheme full leaves dimensions out between "
+           "merges. The line is the mean entry, the band reaches from the one with the fewest updates to that with the most.",
+           weights=True, band={"updates.share": ("updates.low", "updates.high")}),
+)  # fmt: skip
+
+
+def drawn(experiment: Experiment) -> tuple[list[tuple[Figure, pd.DataFrame]], list[str]]:
+    """Every figure with its curves, and the titles of those for which there is no data."""
+    rotating = any(row["orthogonality_error"] is not None for row in experiment.rows)
+    found = [(figure, curves(experiment, figure)) for figure in (*FIGURES, *(POET if rotating else ()))]
+    missing = [figure.title for figure, frame in found if frame.empty and not figure.weights]
+    return [(figure, frame) for figure, frame in found if len(frame)], missing
+
+
+def smoothing_window(experiment: Experiment) -> int:
+    """A fortieth of the longest run: short enough to follow the curve, long enough to see it."""
+    return max((len(run.metrics) // 40 for run in experiment.runs), default=0) or 1
+
+
+def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
+    """A line per point: arm, weight, quantity, x, mean, low, high, seeds and mark."""
+    window, parts = smoothing_window(experiment) if figure.smooth else 1, []
+    for arm in arm_names(experiment.rows):
+        runs = [run for run in experiment.runs if run.arm == arm]
+        probes = [_derived(run.probes) for run in runs if len(run.probes)]
+        for weight in dict.fromkeys(name for of in probes for name in of.weight) if figure.weights else [""]:
+            frames = [of[of.weight == weight] for of in probes] if weight else [run.metrics for run in runs]
+            for y in (figure.y, *figure.thin):
+                keys = (y, *figure.band.get(y, ()))
+                line, *bounds = (curve(frames, figure.x, key, window, figure.log) for key in keys)
+                if line is not None:
+                    if bounds and bounds[0] is not None and bounds[1] is not None:
+                        line = line.assign(low=bounds[0]["mean"], high=bounds[1]["mean"])
+                    marks = _phases(runs[0], line) if y.endswith(".trace") else ""
+                    parts.append(line.assign(arm=arm, weight=weight, quantity=figure.thin.get(y, ""), mark=marks))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def curve(
+    frames: Sequence[pd.DataFrame], x: str, y: str, window: int = 1, positive: bool = False
+) -> pd.DataFrame | None:
+    """Mean and range of y over seeds, at the steps at which every seed that measured it did; None where none did.
+
+    Where seeds differ in x (they do in seconds) a step stands at its mean. What is no number, or not positive on a log axis,
+    is a gap. ``window`` smooths each seed by a trailing mean.
+    """
+    measured = [frame.set_index("step")[[x, y]].dropna() for frame in frames if y in frame]
+    if not (measured := [frame for frame in measured if len(frame)]):
+        return None
+    places, values = (pd.concat([of[key] for of in measured], axis=1, join="inner").sort_index() for key in (x, y))
+    values = values.where(np.isfinite(values) & ((values > 0) | (not positive)))
+    values = values.rolling(window, min_periods=1).mean().where(values.notna())
+    if values.isna().all(axis=None):
+        return None
+    across: dict[str, Any] = {"axis": 1, "skipna": False}
+    ends = {"mean": values.mean(**across), "low": values.min(**across), "high": values.max(**across)}
+    return thinned(pd.DataFrame({"x": places.mean(axis=1), **ends, "seeds": len(measured)}), MOST)
+
+
+def thinned(frame: pd.DataFrame, most: int) -> pd.DataFrame:
+    """Evenly spaced lines, the first and the last among them."""
+    return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, min(len(frame), most)).round().astype(int))]
+
+
+def _derived(probes: pd.DataFrame) -> pd.DataFrame:
+    """The probes with the bounds of the trace probe and the shares of possible updates."""
+    for side in (side for side in "RP" if f"{side}.trace" in probes):
+        trace, spread = probes[f"{side}.trace"], 2 * probes[f"{side}.trace_std"]
+        probes = probes.assign(**{f"{side}.low": trace - spread, f"{side}.high": trace + spread})
+    if "updates.mean" in probes:
+        possible = (2 * probes.step).where(probes.step > 0)  # per step one by R and one by P
+        ends = {"updates.low": "updates.min", "updates.share": "updates.mean", "updates.high": "updates.max"}
+        probes = probes.assign(**{name: probes[end] / possible for name, end in ends.items()})
+    return probes
+
+
+def _phases(run: Run, line: pd.DataFrame) -> list[str]:
+    """The phase of POET that begins at each point; "" for most, and for all where too little was recorded to tell."""
+    marks, rates = dict.fromkeys(line.x, ""), run.metrics.dropna(subset=["lr"]).set_index("tokens").lr
+    if len(line) >= 4 and len(rates) and line["mean"].notna().all():
+        rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # that of the first step stands for before it
+        found = diagnostics.phases([int(x) for x in line.x], line["mean"].tolist(), rate)
+        if found.stable != line.x.iloc[0]:  # a plateau from the beginning on is no phase that was entered
+            begins = zip((found.stable, found.final), [*SYMBOLS][1:], strict=True)
+            marks |= {x: mark for x, mark in begins if x is not None}
+    return list(marks.values())
+
+
+def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, Any]:
+    """plotly's JSON: a band and a line per arm, weight and quantity. The page's script colours them by ``meta.arm``."""
+    data: list[dict[str, Any]] = []
+    # where arms were measured at different places, the values under one pointer are not of one place
+    apart = frame.groupby(LINE).x.agg(tuple).nunique() > 1
+    at = {"seconds": " at %{x:.4g} s", "tokens": " at %{x:,.0f} tokens"}[figure.x] if apart else ""
+    for (arm, weight, quantity), points in frame.groupby(LINE, sort=False):
+        place = arms.index(arm)
+        numbers = points[NUMBERS].map(lambda value: float(f"{value:.7g}"))
+        x, mean, low, high = (numbers[key].replace({math.nan: None}).tolist() for key in NUMBERS)
+        own: dict[str, Any] = {"type": "scatter", "legendgroup": str(place), "meta": {"arm": place, "weight": weight}}
+        own["name"] = escape(f"{arm} ({quantity})" if quantity else arm, quote=False)  # plotly takes tags for markup
+        seen = numbers.dropna()
+        if banded := bool((seen.low < seen.high).any()):
+            ends = {"x": [*seen.x, *seen.x[::-1]], "y": [*seen.low, *seen.high[::-1]], "fill": "toself"}
+            data.append(own | ends | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False})
+        notes = [f", {mark}" if mark else "" for mark in points["mark"]]
+        if figure.y.endswith("loss"):
+            notes = [f", perplexity {significant(math.exp(y))}" if y is not None and y < 700 else "" for y in mean]
+        between = " (%{customdata[1]:.5g} to %{customdata[2]:.5g})" if banded else ""
+        few = len(points) <= 40 and not quantity
+        line = {
+            "x": x, "y": mean, "customdata": list(zip(notes, low, high, strict=True)), "showlegend": not quantity,
+            "hovertemplate": f"%{{y:.5g}}{between}%{{customdata[0]}}{at}",
+            "mode": "lines+markers" if few or any(points["mark"]) else "lines",
+            "line": {"width": 1 if quantity else 2, "dash": PLOTLY_DASHES[_dash(place)]},
+            "marker": {"symbol": [SYMBOLS[mark] for mark in points["mark"]],
+                       "size": [10 if mark else 5 if few else 0 for mark in points["mark"]]},
+        }  # fmt: skip
+        data.append(own | line)
+    return {"name": figure.name, "data": data, "x": _x_label(figure), "y": figure.label, "log": figure.log}
+
+
+def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
+    """The same as PNG, of the first weight."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    data, weight = io.BytesIO(), frame.weight.iloc[0]
+    with matplotlib.rc_context({"font.size": 8}):
+        canvas = Canvas(figsize=(6, 3.6))
+        axes = canvas.subplots()
+        for (arm, quantity), of in frame[frame.weight == weight].groupby(["arm", "quantity"], sort=False):
+            place, colour = arms.index(arm), COLOURS[arms.index(arm) % len(COLOURS)]
+            # "$" would begin a formula, and "_" at the start keep the arm out of the legend
+            named = {"linewidth": 0.8} if quantity else {"linewidth": 1.5, "label": f" {arm}".replace("$", r"\$")}
+            axes.fill_between(of.x, of.low, of.high, color=colour, alpha=0.18, linewidth=0)
+            axes.plot(of.x, of["mean"], color=colour, linestyle=_dash(place), **named)
+        axes.set(title=weight, yscale="log" if figure.log else "linear", xlabel=_x_label(figure), ylabel=figure.label)
+        axes.legend(frameon=False)
+        canvas.savefig(data, format="png", dpi=120, bbox_inches="tight")
+    quantized = io.BytesIO()
+    Image.open(data).quantize(64).save(quantized, format="png", optimize=True)
+    return quantized.getvalue()
+
+
+def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
+    """How to read the figure, what was smoothed and left out."""
+    sentences, (low, high) = [figure.reading], (frame.seeds.min(), frame.seeds.max())
+    if figure.smooth:
+        over = f"Smoothed: each point is the mean over the last {window} steps."
+        sentences.append(over if window > 1 else "Not smoothed.")
+    if (frame.groupby(LINE).size() == MOST).any():
+        sentences.append(f"{MOST} evenly spaced points of each curve are drawn.")
+    seeds = f"{low}" if low == high else f"{low} to {high}"
+    of_seeds = f"Lines are means over {seeds} seeds" + ", bands reach from the lowest to the highest seed" * (
+        not figure.band
     )
+    sentences.append(f"{of_seeds}." if high > 1 else "One seed" + ", so there is no band" * (not figure.band) + ".")
+    if missing := [arm for arm in arms if arm not in set(frame.arm)]:
+        what = "no positive value" if figure.log else "no value"
+        sentences.append(f"Left out, with {what} of this quantity: {', '.join(missing)}.")
+    return " ".join(sentences)
 
 
-def _panel(panel: Panel, looks: Mapping[str, Look]) -> dict[str, Any]:
-    """What the script needs to put a place of the picture into numbers and back."""
-    curves = [
-        _curve(f"{line.arm} ({what})" if what else line.arm, line, looks[line.arm]) for what, line in panel.curves
-    ]
-    box = [round(part, 2) for part in panel.box]
-    return {"title": panel.title, "box": box, "x": panel.x, "y": panel.y, "log": panel.log, "curves": curves}
+def alternative(figure: Figure, frame: pd.DataFrame) -> str:
+    """In words, for those who cannot see it."""
+    lines = frame[frame.quantity == ""].dropna().groupby(LINE, sort=False)
+    last = lines["mean"].last().groupby("arm", sort=False).mean()
+    values = ", ".join(f"{arm} {significant(value, 4)}" for arm, value in last.items())
+    of = ", the mean over the weights" if figure.weights else ""
+    return f"Line chart, {figure.title}: one line per arm against training {figure.x}. Last values{of}: {values}."
 
 
-def _curve(name: str, line: Curve, look: Look) -> dict[str, Any]:
-    data = {
-        "arm": look.place,
-        "colour": look.variable,
-        "name": name,
-        "x": _rounded(line.x),
-        "mean": _rounded(line.mean),
-    }
-    return data if line.seeds == 1 else data | {"low": _rounded(line.low), "high": _rounded(line.high)}
+def values(figure: Figure, frame: pd.DataFrame) -> Table:
+    """The numbers behind the figure, at evenly spaced points."""
+    listed = pd.concat([thinned(of, LISTED) for _, of in frame.groupby(LINE, sort=False)])
+    named = [key for key in LINE[1:] if (listed[key] != "").any()]
+    rows = []
+    for of in listed.to_dict("records"):
+        names = [Cell(of[key] or figure.y) for key in named]
+        rows.append((of["arm"], names + [Cell(significant(of[key], 5), value=of[key]) for key in NUMBERS]))
+    return Table("arm", [(column, "") for column in (*named, figure.x, "mean", "lowest", "highest")], rows)
 
 
-def _rounded(values: Values) -> list[float | None]:
-    """Eight digits, more than are ever shown; null for a gap."""
-    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in map(float, values)]
+def _dash(place: int) -> str:
+    return DASHES[place // len(COLOURS) % len(DASHES)]
+
+
+def _x_label(figure: Figure) -> str:
+    return "training time (s)" if figure.x == "seconds" else f"training {figure.x}"

@@ -1,20 +1,12 @@
-"""The findings in plain sentences, computed from the rows: which arm is best, and frozen against trainable memory."""
+"""The findings in plain sentences: the best arm, frozen against trainable memory, interfaces that were lost."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from manifold_tying.training.report._experiment import Row, arm_names, by_seed, interface_of
-from manifold_tying.training.report._numbers import fixed
-from manifold_tying.training.report._reading import checked_rows, failures
-from manifold_tying.training.report._statistics import (
-    FEWEST,
-    Summary,
-    beyond_spread,
-    mean,
-    paired_differences,
-    summarize,
-)
+from manifold_tying.training._interface_health import health_warnings
+from manifold_tying.training._numbers import FEWEST, Summary, interval, mean, paired_differences, perplexity, summarize
+from manifold_tying.training.report._load import Experiment, arm_names, by_seed, checked_rows, failures, interface_of
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
 Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
@@ -26,12 +18,10 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     checked = checked_rows(rows, where="rows")
     losses = {arm: by_seed(checked, arm, "val_loss") for arm in arm_names(checked)}
     finite = {arm: loss for arm, loss in losses.items() if all(map(math.isfinite, loss.values()))}
-    diverged = [arm for arm in losses if arm not in finite]
     sentences = [_best(finite)] if finite else []
-    if diverged:
-        sentences.append(
-            f"Without a finite validation loss at the end, so left out of the comparison: {_list(diverged)}."
-        )
+    if diverged := [arm for arm in losses if arm not in finite]:
+        listed = ", ".join(diverged)
+        sentences.append(f"Without a finite validation loss at the end, so left out of the comparison: {listed}.")
     frozen, trainable = _variants(FROZEN, finite), _variants(TRAINABLE, finite)
     if frozen and trainable:
         sentences.append(_memory(finite, frozen, trainable))
@@ -43,38 +33,48 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return sentences + failures(rows)
 
 
-def findings_by_group(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
-    """:func:`findings` within each group of arms."""
-    return [
-        sentence for arms in groups if (of := [row for row in rows if row["arm"] in arms]) for sentence in findings(of)
-    ]
+def all_findings(experiment: Experiment, groups: Sequence[Sequence[str]]) -> list[str]:
+    """:func:`findings` within each group of comparable arms, then lost interfaces and runs that stopped."""
+    found = [[row for row in experiment.rows if row["arm"] in arms] for arms in groups]
+    sentences = [sentence for rows in found if rows for sentence in findings(rows)]
+    return [*sentences, *health(experiment), *experiment.failures]
+
+
+def health(experiment: Experiment) -> list[str]:
+    """A sentence for each quantity of a run's PIT interface that was out of bounds at one of its evaluations."""
+    sentences = []
+    for run in experiment.runs:
+        worst = {name: run.metrics[name].abs().max() for name in ("cond_transform", "delta_ti")}
+        measured = {name: value for name, value in worst.items() if not math.isnan(value)}
+        bridge = bool({**experiment.settings, **experiment.arms.get(run.arm, {})}.get("bridge"))
+        found = health_warnings(measured, bridge=bridge).values()
+        sentences += [f"{run.arm}, seed {run.seed}, at its worst evaluation: {text}." for text in found]
+    return sentences
 
 
 def _best(losses: Losses) -> str:
     """Arms are ranked over the seeds that all of them have: a mean over lucky seeds is no merit of the arm."""
     shared = set.intersection(*(set(loss) for loss in losses.values()))
     over = {arm: [loss[seed] for seed in sorted(shared or loss)] for arm, loss in losses.items()}
-    ranking = sorted(over, key=lambda arm: mean(over[arm]))
-    best = ranking[0]
-    lowest = f"{_interval(summarize(over[best]))} nats per token over {_seeds(len(over[best]))}"
-    if len(ranking) == 1:
+    best, *others = sorted(over, key=lambda arm: mean(over[arm]))
+    lowest = f"{_interval(over[best])} nats per token"
+    if (loss := summarize(over[best])) is not None:
+        lowest += f" (perplexity {perplexity(loss)}) over {_seeds(loss.n)}"
+    if not others:
         return f"{best}: validation loss {lowest}. There is no other arm to compare it with."
-    second = ranking[1]
-    difference = summarize(paired_differences(losses[second], losses[best]))
+    ahead = paired_differences(losses[others[0]], losses[best])
+    difference = summarize(ahead)
     if difference is None or not shared:
         return (
             f"{best} has the lowest mean validation loss, {lowest}, but not all arms share a seed to compare them by."
         )
-    ahead = sum(loss > 0 for loss in paired_differences(losses[second], losses[best]))
-    gap = f"{_interval(difference)} nats"
-    if beyond_spread(difference):
+    gap = f"{_interval(ahead)} nats"
+    if difference.beyond_spread:
         return (
-            f"{best} ends with the lowest validation loss, {lowest}. That is {gap} below {second}, the next best; "
-            f"it is ahead in {ahead} of {_seeds(difference.n)} and by more than the spread between seeds."
+            f"{best} ends with the lowest validation loss, {lowest}. That is {gap} below {others[0]}, the next best; it is "
+            f"ahead in {sum(loss > 0 for loss in ahead)} of {_seeds(difference.n)} and by more than the spread between seeds."
         )
-    return f"{best} has the lowest mean validation loss, {lowest}, {gap} below {second}, the next best. " + _doubt(
-        difference
-    )
+    return f"{best} has the lowest mean validation loss, {lowest}, {gap} below {others[0]}, the next best. {_doubt(difference)}"
 
 
 def _variants(interface: str, losses: Losses) -> list[str]:
@@ -89,16 +89,13 @@ def _memory(losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> 
     difference = summarize(differences)
     if difference is None:
         return "Frozen against trainable memory: the two share no seed, so there is no fair comparison."
-    below = difference.mean < 0
-    agreeing = sum((one < 0) == below for one in differences if one != 0)
-    size = _interval(Summary(abs(difference.mean), difference.sd, difference.n))
-    ends = f"ends {size} nats {'below' if below else 'above'}"
-    text = f"Frozen against trainable memory: {_named(trainable)} {ends} {_named(frozen)}"
-    if beyond_spread(difference):
-        text += f", in {agreeing} of {_seeds(difference.n)} and by more than the spread between seeds."
-    else:
-        text += f". {_doubt(difference)}"
-    return text
+    sign = -1 if difference.mean < 0 else 1
+    size = _interval([sign * one for one in differences])
+    ends = f"{_named(trainable)} ends {size} nats {'below' if sign < 0 else 'above'} {_named(frozen)}"
+    if not difference.beyond_spread:
+        return f"Frozen against trainable memory: {ends}. {_doubt(difference)}"
+    agreeing = f"{sum(sign * one > 0 for one in differences)} of {_seeds(difference.n)}"
+    return f"Frozen against trainable memory: {ends}, in {agreeing} and by more than the spread between seeds."
 
 
 def _named(variants: Sequence[str]) -> str:
@@ -111,14 +108,12 @@ def _doubt(difference: Summary) -> str:
     return "That is within the spread between seeds: this experiment does not tell the two apart."
 
 
-def _interval(summary: Summary | None) -> str:
+def _interval(values: Sequence[float]) -> str:
+    summary = summarize(values)
     assert summary is not None  # every arm has at least one seed
-    return fixed(summary.mean, 4) + ("" if summary.sd is None else f" ± {fixed(summary.sd, 4)}")
+    middle, spread = interval(summary)
+    return middle if summary.sd is None else f"{middle} ± {spread}"
 
 
 def _seeds(count: int) -> str:
     return "one seed" if count == 1 else f"{count} seeds"
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)

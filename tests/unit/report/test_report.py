@@ -1,7 +1,9 @@
 """The end of an ablation on made-up experiments: every number against numpy, every name escaped."""
 
 import base64
+import gzip
 import hashlib
+import html
 import io
 import json
 import math
@@ -12,17 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from experiments import ARMS, Page, with_losses, write_experiment, write_lines
+from PIL import Image
 from rich.console import Console
 
-from manifold_tying.training.report import findings, load_experiment, load_experiments, summary_table, write_report
-from manifold_tying.training.report._curves import PLOTS, write_figures
-from manifold_tying.training.report._experiment import Run
-from manifold_tying.training.report._numbers import significant
-from manifold_tying.training.report._palette import looks
-from manifold_tying.training.report._series import MOST, curve
-from manifold_tying.training.report._statistics import paired_differences
+from manifold_tying.training._numbers import decimals_of, paired_differences, perplexity, significant, summarize
+from manifold_tying.training.report import (
+    Experiment,
+    Run,
+    findings,
+    load_experiment,
+    load_experiments,
+    summary_table,
+    write_report,
+)
+from manifold_tying.training.report._figures import FIGURES, MOST, curve, drawn
+from manifold_tying.training.report._render import MARKS
 
 
 def reported_page(out: Path) -> Page:
@@ -35,6 +44,13 @@ def number(text: str) -> float:
     plain = text.replace("−", "-").replace(",", "").replace("±", "").strip()
     mantissa, _, power = plain.partition("×10")
     return float(mantissa) * 10.0 ** int(power.translate(powers) or 0)
+
+
+def rounding(text: str) -> float:
+    """Half of the last digit, and a little for floating point."""
+    mantissa, _, power = text.partition("×10")
+    unit = number(f"1×10{power}") if power else 1.0
+    return 0.51 * unit * 10.0 ** -len(mantissa.partition(".")[2])
 
 
 def of(rows: list[dict], arm: str, key: str) -> np.ndarray:
@@ -75,6 +91,20 @@ def test_numbers_as_text() -> None:
     assert {value: significant(value) for value in texts} == texts
 
 
+def test_digits_fit_the_spread() -> None:
+    spreads = {None: 4, 0.0: 4, math.nan: 4, 1e-9: 4, 0.07: 2, 0.14: 2, 0.014: 3, 0.0096: 3, 0.3: 2, 12.0: 2}
+    assert {spread: decimals_of(spread) for spread in spreads} == spreads
+    for losses, expected in {
+        (4.0, 4.2): "60",
+        (4.0,): "54.6",
+        (9.0, 9.2): "9,000",
+        (math.inf, 1.0): "∞",
+        (math.nan,): "nan",
+    }.items():
+        summary = summarize(losses)
+        assert summary is not None and perplexity(summary) == expected
+
+
 def test_a_spread_is_rounded_at_the_place_of_its_mean() -> None:
     assert significant(3e-9, 2, like=2e-7) == "0.0×10⁻⁷"
     assert significant(0.3, 3, like=44.4) == "0.3"
@@ -88,61 +118,85 @@ def test_results_in_the_page_are_those_of_numpy(reported: tuple[Page, list[dict]
     page, rows, _ = reported
     table = page.tables[0]
     heading = ["".join(cell) for cell in table[0]]
-    columns = {"vallossnats": ("val_loss", 1, 5e-5), "trainlossnats": ("train_loss", 1, 5e-5), "speedtokens/s":
-               ("tokens_per_second", 1, 0.5), "peakmemoryGiB": ("peak_memory_bytes", 2**30, 5e-3)}  # fmt: skip
-    small = {"defect": ("defect", 1e-7), "cond(T)": ("cond_transform", 1.0)}
+    columns = {
+        "val loss nats": ("val_loss", 1), "train loss nats": ("train_loss", 1), "speed tokens/s": ("tokens_per_second", 1),
+        "peak memory GiB": ("peak_memory_bytes", 2**30), "defect": ("defect", 1), "cond(T)": ("cond_transform", 1),
+        "ΔTI": ("delta_ti", 1),
+    }  # fmt: skip
     assert [row[0] for row in table[1:]] == [[arm] for arm in ARMS]
     for arm, row in zip(ARMS, table[1:], strict=True):
         cells = dict(zip(heading, row, strict=True))
         assert cells["seeds"] == ["2"]
-        for name, (key, unit, rounding) in columns.items():
-            values = of(rows, arm, key) / unit
-            assert number(cells[name][0]) == pytest.approx(values.mean(), abs=rounding)
-            assert number(cells[name][1]) == pytest.approx(values.std(ddof=1), abs=rounding)
-        for name, (key, size) in small.items():
-            if not arm.startswith("pit"):
+        for name, (key, unit) in columns.items():
+            if not arm.startswith("pit") and name in ("defect", "cond(T)"):
                 assert cells[name] == ["—"]
-            else:
-                assert number(cells[name][0]) / size == pytest.approx(of(rows, arm, key).mean() / size, abs=0.05)
-                assert number(cells[name][1]) / size == pytest.approx(of(rows, arm, key).std(ddof=1) / size, abs=0.05)
-        assert number(cells["ΔTI"][0]) == pytest.approx(of(rows, arm, "delta_ti").mean(), rel=0.05)
-        assert number(cells["trainablemillion"][0]) == (5.4 if arm == "untied" else 3.3)
-        difference = of(rows, arm, "val_loss") - of(rows, "transpose", "val_loss")
-        delta = cells["Δ\N{NO-BREAK SPACE}totransposenats"]
+                continue
+            values = of(rows, arm, key) / unit
+            assert number(cells[name][0]) == pytest.approx(values.mean(), abs=rounding(cells[name][0]))
+            assert number(cells[name][1]) == pytest.approx(values.std(ddof=1), abs=rounding(cells[name][1]))
+        losses = of(rows, arm, "val_loss")
+        assert number(cells["perplexity"][0]) == pytest.approx(np.exp(losses.mean()), rel=losses.std(ddof=1))
+        assert number(cells["trainable million"][0]) == (5.4 if arm == "untied" else 3.3)
+        difference = losses - of(rows, "transpose", "val_loss")
+        delta = cells["Δ\N{NO-BREAK SPACE}to transpose nats"]
         if arm == "transpose":
             assert delta == ["reference"]
         else:
-            assert number(delta[0]) == pytest.approx(difference.mean(), abs=5e-5)
-            assert number(delta[1]) == pytest.approx(difference.std(ddof=1), abs=5e-5)
+            assert number(delta[0]) == pytest.approx(difference.mean(), abs=rounding(delta[0]))
+            assert number(delta[1]) == pytest.approx(difference.std(ddof=1), abs=rounding(delta[1]))
 
 
-def test_the_page_opens_with_the_findings(reported: tuple[Page, list[dict], Path]) -> None:
+def test_tables_come_as_csv_and_latex(reported: tuple[Page, list[dict], Path]) -> None:
+    page, rows, _ = reported
+    table = pd.read_csv(io.StringIO(page.download("results.csv")), index_col="arm")
+    assert list(table.index) == list(ARMS)
+    for key, column in (
+        ("val_loss", "val loss (nats)"),
+        ("tokens_per_second", "speed (tokens/s)"),
+        ("defect", "defect"),
+    ):
+        for arm in ARMS[2:]:
+            values = of(rows, arm, key)
+            np.testing.assert_allclose(
+                table.loc[arm, [column, f"{column}, sd"]].astype(float), [values.mean(), values.std(ddof=1)]
+            )
+    assert math.isnan(table.loc["untied", "defect"])
+    lines = page.download("results.tex").splitlines()
+    assert lines[0].startswith(r"\begin{tabular}") and len([line for line in lines if line.endswith(r"\\")]) == 1 + len(
+        ARMS
+    )
+    assert r"$\pm$" in lines[4] and r"$\times10^{-7}$" in page.download("results.tex") and lines[4].count("&") == 11
+
+
+def test_the_page_opens_with_the_findings_and_ends_with_how_they_came_about(
+    reported: tuple[Page, list[dict], Path],
+) -> None:
     page, rows, _ = reported
     text = "".join(page.text).replace("\N{NO-BREAK SPACE}", " ")
     for sentence in findings(rows):
         assert sentence in text
     assert text.index(findings(rows)[0]) < text.index("Results")
 
-
-def test_settings_command_machine_and_words_are_there(reported: tuple[Page, list[dict], Path]) -> None:
-    page, _, _ = reported
-    text = "".join(page.text)
     for wanted in ("manifold-tying ablate --preset nano --out runs/x", "abacus", "batch size", "‖Z⊤Z − I‖F"):
         assert wanted in text
-    by_arm = {"".join(row[0]): ["".join(cell) for cell in row[1:]] for row in page.tables[1][1:]}
+    by_arm = {"".join(row[0]): ["".join(cell) for cell in row[1:]] for row in page.tables[-1][1:]}
     assert by_arm["memory lr"] == ["—", "—", "—", "0.00123457"]
 
 
-def test_every_figure_shows_the_arms_that_have_the_quantity_and_no_other(
-    reported: tuple[Page, list[dict], Path],
-) -> None:
-    page, _, out = reported
-    assert len(page.figures) == len(PLOTS) == 6
-    for plot, figure, groups in zip(PLOTS, page.figures, page.drawn, strict=True):
-        expected = set(ARMS[2:] if plot.quantity in ("defect", "cond_transform") else ARMS)
-        assert {arm for arm in ARMS if looks(ARMS)[arm].group in groups} == expected
+def test_a_figure_shows_the_arms_that_have_its_quantity(reported: tuple[Page, list[dict], Path]) -> None:
+    page, _, _ = reported
+    assert len(page.figures) == len(FIGURES) == 6
+    for spec, figure, data in zip(FIGURES, page.figures, page.data(), strict=True):
+        expected = set(ARMS[2:] if spec.y in ("defect", "cond_transform") else ARMS)
+        assert {trace["name"] for trace in data["data"]} == expected
+        assert {ARMS[trace["meta"]["arm"]] for trace in data["data"]} == expected
         assert figure["role"] == "img" and {arm for arm in ARMS if arm in figure["aria-label"]} == expected
-        assert (out / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
+        assert data["log"] == spec.log
+    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert [one["alt"] for one in pictures] == [one["aria-label"] for one in page.figures]
+    for one in pictures:  # what is seen where no script runs
+        png = Image.open(io.BytesIO(base64.b64decode(one["src"].removeprefix("data:image/png;base64,"))))
+        assert png.width > 500 and len(np.unique(np.asarray(png))) > 10
     captions = "".join(page.text)
     assert captions.count("Left out, with no positive value of this quantity: untied, transpose.") == 2
     assert "each point is the mean over the last 2 steps" in captions
@@ -150,36 +204,46 @@ def test_every_figure_shows_the_arms_that_have_the_quantity_and_no_other(
 
 def test_the_page_holds_the_numbers_that_its_figures_show(reported: tuple[Page, list[dict], Path]) -> None:
     page, _, out = reported
-    assert len(page.data()) == len(PLOTS)
-    losses = page.data()[0]
-    assert losses["against"] == "tokens" and [panel["log"] for panel in losses["panels"]] == [False, False]
-    for place, arm in enumerate(ARMS):
+    bands, lines = page.data()[0]["data"][::2], page.data()[0]["data"][1::2]
+    for arm, band, line in zip(ARMS, bands, lines, strict=True):
         files = [out / f"{arm}-{seed}" / "metrics.jsonl" for seed in (0, 1)]
         of_seeds = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         values = np.array([[line["val_loss"] for line in lines if "val_loss" in line] for lines in of_seeds])
-        for panel in losses["panels"]:
-            one = panel["curves"][place]
-            assert (one["arm"], one["name"]) == (place, arm)
-            assert one["x"] == [512.0 * step for step in range(10, 81, 10)]
-            np.testing.assert_allclose(one["mean"], values.mean(axis=0), rtol=1e-7)
-            np.testing.assert_allclose(one["low"], values.min(axis=0), rtol=1e-7)
-            np.testing.assert_allclose(one["high"], values.max(axis=0), rtol=1e-7)
+        low, high = values.min(axis=0), values.max(axis=0)
+        assert line["name"] == band["name"] == arm and line["x"] == [512.0 * step for step in range(10, 81, 10)]
+        np.testing.assert_allclose(line["y"], values.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose([ends[1:] for ends in line["customdata"]], np.stack([low, high], axis=1), rtol=1e-6)
+        np.testing.assert_allclose(band["y"], np.concatenate([low, high[::-1]]), rtol=1e-6)
+        assert line["customdata"][0][0] == f", perplexity {significant(math.exp(line['y'][0]))}"
+    seconds = [trace["hovertemplate"] for trace in page.data()[1]["data"] if "customdata" in trace]
+    assert all(one.endswith(" at %{x:.4g} s") for one in seconds), "no other arm was measured then"
+    listed = pd.read_csv(io.StringIO(page.download("val-loss-tokens-values.csv")))
+    np.testing.assert_allclose(listed["mean"], np.concatenate([line["y"] for line in lines]), rtol=1e-6)
+    assert list(listed["tokens"][:8]) == lines[0]["x"]
 
 
 def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: tuple[Page, list[dict], Path]) -> None:
     page, _, out = reported
-    assert {"link", "iframe", "object", "form", "base", "img"}.isdisjoint(tag for tag, _ in page.tags)
-    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert scripts == [{"type": "application/json"}] * len(PLOTS) + [{}]
-    policy = next(attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes)
-    digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert {"link", "iframe", "object", "form", "base"}.isdisjoint(tag for tag, _ in page.tags)
+    assert [attributes for attributes, _ in page.scripts if "type" not in attributes] == [{}]
+    (packed,) = [text for attributes, text in page.scripts if attributes.get("id") == "plotly"]
+    hashes = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in (page.scripts[-1][1], gzip.decompress(base64.b64decode(packed)).decode())
+    ]
+    assert [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes] == [
+        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}'"
+    ]
     for _, attributes in page.tags:
-        assert not [name for name in attributes if name.startswith("on")]
-        assert "src" not in attributes and "srcset" not in attributes
-        assert attributes.get("href", "#").startswith("#")
+        assert not [name for name in attributes if name.startswith("on") or name == "srcset"]
+        assert attributes.get("src", "data:").startswith("data:") and attributes.get("href", "#").startswith(
+            ("#", "data:")
+        )
     markup = (out / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", markup)
+    shown = re.sub(r"data:image/png;base64,[^\"]*|(?<=id=\"plotly\">)[^<]*", "", markup)
+    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", shown)
+    assert len(markup.encode()) < 3e6
 
 
 @pytest.mark.usefixtures("without_drawing")
@@ -194,12 +258,14 @@ def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
     }
     (tmp_path / "experiment.json").write_text(json.dumps(described))
     page = reported_page(tmp_path)
-    assert [tag for tag, _ in page.tags].count("script") == 1  # ours
-    assert page.figures and all(arm in figure["aria-label"] for figure in page.figures)
+    assert [tag for tag, _ in page.tags].count("script") == len(page.figures) + 3 == 7  # themes, plotly and ours
+    assert all(arm in figure["aria-label"] for figure in page.figures) and not any(
+        "onerror" in of for _, of in page.tags
+    )
     text = "".join(page.text)
     assert command in text
     # title, heading; preset; a setting, its value; the same of machine and arm; the waiting arm's column and name
-    assert text.count(value) == 11
+    assert text.count(value) == 11, text.count(value)
     assert text.count(arm) >= 4
 
 
@@ -209,10 +275,12 @@ def test_names_in_figures_and_their_numbers_are_escaped(tmp_path: Path) -> None:
     for folder, arm in arms.items():
         write_experiment(tmp_path / folder, arms=(arm,), seeds=(0,))
     page = Page(write_report(load_experiments([tmp_path / folder for folder in arms]), tmp_path))
-    assert [tag for tag, _ in page.tags].count("script") == 1 + len(page.figures) == 5
-    for data in page.data():
-        names = {one["name"] for panel in data["panels"] for one in panel["curves"]}
-        assert names == {f"{folder}/{arm}" for folder, arm in arms.items()}
+    assert [tag for tag, _ in page.tags].count("script") == len(page.figures) + 3 == 7
+    for data in page.data():  # plotly's names are markup, in which &lt; is <
+        assert {html.unescape(one["name"]) for one in data["data"]} == {
+            f"{folder}/{arm}" for folder, arm in arms.items()
+        }
+        assert not any("<" in one["name"] for one in data["data"])
     assert "<!--<" not in (tmp_path / "report.html").read_text()
 
 
@@ -221,8 +289,8 @@ def test_one_seed_and_one_arm(tmp_path: Path) -> None:
     rows = write_experiment(tmp_path, arms=("untied",), seeds=(7,))
     page = reported_page(tmp_path)
     cells = dict(zip(("".join(cell) for cell in page.tables[0][0]), page.tables[0][1], strict=True))
-    assert cells["vallossnats"] == [f"{rows[0]['val_loss']:.4f}", "—"]
-    assert cells["Δ\N{NO-BREAK SPACE}totransposenats"] == ["—"]
+    assert cells["val loss nats"] == [f"{rows[0]['val_loss']:.4f}", "—"]
+    assert cells["Δ\N{NO-BREAK SPACE}to transpose nats"] == ["—"]
     text = "".join(page.text)
     assert "There is no transpose arm" in text and "There is no other arm to compare it with." in text
     assert "Not drawn, since no arm has a value for it: Defect; Condition number of the transform." in text
@@ -242,6 +310,8 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(rows))
     page = reported_page(tmp_path)
     assert page.tables[0][1][2] == ["nan", "± nan"]
+    line = next(trace for trace in page.data()[0]["data"] if trace["name"] == "untied" and "customdata" in trace)
+    assert len(line["x"]) == 8 and line["y"][4:] == [None] * 4 != line["y"][:4], "a gap from where it diverged on"
     assert findings(rows)[0].startswith("transpose: validation loss")
     assert "left out of the comparison: untied." in findings(rows)[1]
 
@@ -250,7 +320,7 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
 def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
     page = tmp_path / "report.html"
-    page.write_text("old")
+    page.write_bytes(MARKS[0] + b"old")
     drafts: list[str] = []
 
     def interrupted(source: Path, target: Path) -> None:
@@ -261,11 +331,27 @@ def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", interrupted)
         write_report(load_experiment(tmp_path), tmp_path)
-    assert page.read_text() == "old"
+    assert page.read_bytes() == MARKS[0] + b"old"
     assert drafts[0].endswith("</html>\n"), "whole before it is renamed"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "experiment.json", "report.html", "summary.json", "transpose-0"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mark", [b"", *MARKS])
+@pytest.mark.usefixtures("without_drawing")
+def test_no_file_that_is_not_ours_is_replaced_or_removed(tmp_path: Path, mark: bytes) -> None:
+    write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
+    for name in ("report.html", "defect.png", "val-loss-tokens.png"):
+        (tmp_path / name).write_bytes(b"the user's" + mark)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    if mark:
+        del before[write_report(load_experiment(tmp_path), tmp_path)]
+    else:
+        with pytest.raises(ValueError, match=r"report\.html is not a report of manifold-tying; move it"):
+            write_report(load_experiment(tmp_path), tmp_path)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before.items() <= after.items() and len(after) - len(before) == bool(mark)
 
 
 # findings
@@ -277,8 +363,8 @@ def test_findings_name_the_best_arm_and_the_gap_over_shared_seeds() -> None:
     own, spread = np.std([4.15, 4.17, 4.16], ddof=1), gap.std(ddof=1)
     best, memory = findings(rows)
     assert best == (
-        f"pit-frozen ends with the lowest validation loss, 4.1600 ± {own:.4f} nats per token over 3 seeds. That is "
-        f"{gap.mean():.4f} ± {spread:.4f} nats below transpose, the next best; it is ahead in 3 of 3 seeds and "
+        f"pit-frozen ends with the lowest validation loss, 4.160 ± {own:.3f} nats per token (perplexity 64.1) over 3 seeds. "
+        f"That is {gap.mean():.3f} ± {spread:.3f} nats below transpose, the next best; it is ahead in 3 of 3 seeds and "
         "by more than the spread between seeds."
     )
     assert memory.startswith("Frozen against trainable memory: no answer")
@@ -286,7 +372,7 @@ def test_findings_name_the_best_arm_and_the_gap_over_shared_seeds() -> None:
 
 def test_findings_compare_frozen_with_trainable_memory() -> None:
     better = findings(with_losses({"pit-frozen": [4.20, 4.30, 4.40], "pit-trainable": [4.15, 4.24, 4.33]}))[-1]
-    assert "pit-trainable ends 0.0600 ± 0.0100 nats below pit-frozen, in 3 of 3 seeds and by more" in better
+    assert "pit-trainable ends 0.060 ± 0.010 nats below pit-frozen, in 3 of 3 seeds and by more" in better
     assert "tokens per second" not in better  # that depends on what else the machine did
 
 
@@ -297,7 +383,7 @@ def test_variants_of_an_arm_count_as_that_arm() -> None:
     )  # fmt: skip
     assert "pit-trainable+lr=0.2 (the best of 3) ends 0.1000 ± 0.0000 nats below pit-frozen" in findings(rows)[1]
     lines = [line.split() for line in printed(rows).splitlines()]
-    assert ["transpose+lr=0.1", "2", "4.2500", "reference"] in [line[:4] for line in lines]
+    assert ["transpose+lr=0.1", "2", "4.25", "reference"] in [line[:4] for line in lines]
 
 
 def test_findings_doubt_what_is_within_the_spread() -> None:
@@ -317,7 +403,7 @@ def test_arms_are_ranked_over_the_seeds_that_all_have() -> None:
     assert findings(rows)[0].startswith("untied ends") or findings(rows)[0].startswith("untied has")
     lucky = [row for row in rows if (row["arm"], row["seed"]) != ("transpose", 1)]  # its mean is now the lower one
     assert findings(lucky)[0].startswith(
-        "untied has the lowest mean validation loss, 4.0000 nats per token over one seed"
+        "untied has the lowest mean validation loss, 4.0000 nats per token (perplexity 54.6) over one seed"
     )
     strangers = [row for row in rows if row["seed"] == (row["arm"] == "transpose")]
     assert "not all arms share a seed" in findings(strangers)[0]
@@ -336,9 +422,9 @@ def test_the_terminal_table_says_the_same_in_120_columns() -> None:
     lines = printed(rows).splitlines()
     assert max(map(len, lines)) <= 120
     text = "\n".join(lines)
-    position = [text.index(word) for word in ("4.3000", "4.1250", "4.5000")]
+    position = [text.index(word) for word in ("4.30", "4.12", "4.5000")]
     assert position == sorted(position), "arms in the order of the rows"
-    for wanted in ("−0.1750", "± 0.1061", "± 0.1414", "reference", "1,200,000", "129.45", "1.2×10⁻⁷", "12.5",
+    for wanted in ("−0.18", "± 0.11", "± 0.14", "reference", "1,200,000", "129.45", "1.2×10⁻⁷", "12.5",
                    "1,340.00", "[bold]x", "different seeds (transpose: 0, 1;"):  # fmt: skip
         assert wanted in text, wanted
     assert "…" not in text, "nothing is cut off"
@@ -347,52 +433,69 @@ def test_the_terminal_table_says_the_same_in_120_columns() -> None:
 # curves
 
 
-def test_no_figure_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "defect.png").write_bytes(b"the user's")
-    write_figures([], tmp_path)
-    assert (tmp_path / "defect.png").read_bytes() == b"the user's"
+def frame(**columns: Any) -> pd.DataFrame:
+    return pd.DataFrame(columns, dtype=float)
 
 
 def test_of_a_long_curve_evenly_spaced_points_are_kept() -> None:
-    metrics = [{"step": step, "tokens": step, "loss": float(step)} for step in range(1, 4 * MOST)]
-    line = curve([Run(arm="a", seed=0, metrics=metrics, seconds={})], x="tokens", y="loss")
-    assert line is not None and len(line.x) == MOST
-    assert (line.x[0], line.x[-1]) == (1, 4 * MOST - 1) and line.last == 4 * MOST - 1
+    steps = range(1, 4 * MOST)
+    line = curve([frame(step=steps, tokens=steps, loss=steps)], "tokens", "loss")
+    assert line is not None and len(line) == MOST
+    assert (line.x.iloc[0], line.x.iloc[-1]) == (1, 4 * MOST - 1)
     assert set(np.diff(line.x)) <= {3.0, 4.0, 5.0}
-    np.testing.assert_array_equal(line.mean, line.x)
+    np.testing.assert_array_equal(line["mean"], line.x)
 
 
 def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
     noise = np.random.default_rng(0)
     losses = noise.normal(4, 1, size=(3, 10))
     times = noise.uniform(1, 2, size=(3, 10)).cumsum(axis=1)
-    runs = [
-        Run(
-            arm="a",
-            seed=seed,
-            metrics=[{"step": s, "tokens": 8 * s, "loss": losses[seed, s]} for s in range(10 - (seed == 1))],
-            seconds={s: times[seed, s] for s in range(10)},
-        )
-        for seed in range(3)
+    frames = [
+        frame(step=range(count), tokens=8 * np.arange(count), loss=losses[seed, :count], seconds=times[seed, :count])
+        for seed, count in enumerate((10, 9, 10))
     ]
-    line = curve(runs, x="seconds", y="loss")
-    assert line is not None and line.seeds == 3
-    for got, expected in (
-        (line.x, times.mean(axis=0)),
-        (line.mean, losses.mean(axis=0)),
-        (line.low, losses.min(axis=0)),
-        (line.high, losses.max(axis=0)),
-    ):
-        np.testing.assert_allclose(got, expected[:9], rtol=1e-14)
-    smooth = curve(runs, x="tokens", y="loss", window=4)
+    line = curve(frames, "seconds", "loss")
+    assert line is not None and (line.seeds == 3).all()
+    expected = {"x": times.mean(0), "mean": losses.mean(0), "low": losses.min(0), "high": losses.max(0)}
+    for key, values in expected.items():
+        np.testing.assert_allclose(line[key], values[:9], rtol=1e-14)
+    smooth = curve(frames, "tokens", "loss", window=4)
     assert smooth is not None
     by_hand = np.stack([np.convolve(row[:9], np.ones(4) / 4, mode="valid") for row in losses])
-    np.testing.assert_allclose(smooth.mean[3:], by_hand.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(smooth.high[3:], by_hand.max(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(smooth["mean"][3:], by_hand.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(smooth["high"][3:], by_hand.max(axis=0), rtol=1e-12)
     np.testing.assert_allclose(smooth.x, 8.0 * np.arange(9))
-    assert curve(runs, x="tokens", y="defect") is None
-    assert curve(runs, x="tokens", y="tokens", positive=True) is not None
-    assert np.isnan(curve(runs, x="tokens", y="tokens", positive=True).mean[0])  # type: ignore[union-attr]
+    assert curve(frames, "tokens", "defect") is None
+    positive = curve(frames, "tokens", "tokens", positive=True)
+    assert positive is not None and list(np.isnan(positive["mean"])) == [True] + [False] * 8
+    frames[1].loc[2, "loss"] = np.inf  # a measurement that is no number is a gap, and not a step that is missing
+    gap = curve(frames, "tokens", "loss")
+    assert gap is not None and list(np.flatnonzero(np.isnan(gap["mean"]))) == [2]
+
+
+def test_curves_of_weights_are_those_of_numpy() -> None:
+    noise, steps = np.random.default_rng(0), np.arange(0, 24, 4)
+    names = ("R.vector", "R.trace", "R.trace_std", "updates.min", "updates.mean", "updates.max")
+    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in ("up", "down")}
+    runs = []
+    for seed in (0, 1):
+        numbers = [dict(zip(names, probed[seed, weight].T, strict=True)) for weight in ("up", "down")]
+        probes = [frame(step=steps, tokens=8 * steps, **of) for of in numbers]
+        probes = [of.assign(weight=weight) for of, weight in zip(probes, ("up", "down"), strict=True)]
+        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
+    row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
+    found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
+    assert set(found) == {"turning-R", "updates"}
+    for weight in ("up", "down"):
+        vector, trace, spread, *updates = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(6))
+        turning = found["turning-R"]
+        lines = {quantity: of for quantity, of in turning[turning.weight == weight].groupby("quantity")}
+        np.testing.assert_allclose(lines[""]["mean"], vector.mean(axis=0))
+        np.testing.assert_allclose(lines["tr R / m"]["low"], (trace - 2 * spread).mean(axis=0))
+        np.testing.assert_allclose(lines["tr R / m"]["high"], (trace + 2 * spread).mean(axis=0))
+        shares = found["updates"][found["updates"].weight == weight]
+        for key, of in zip(("low", "mean", "high"), updates, strict=True):
+            np.testing.assert_allclose(shares[key], (of[:, 1:] / (2 * steps[1:])).mean(axis=0))
 
 
 # reading
@@ -427,6 +530,10 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (
             replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),
             r"line 2: not JSON.*cut short",
+        ),
+        (
+            replaced("untied-0/timing.jsonl", '{"step": 1, "seconds": 1' + "0" * 400 + "}"),
+            r"expected a number under 'sec",
         ),
         (replaced("untied-0/timing.jsonl", '{"step": 1}'), r"timing\.jsonl, line 1: expected a number under 'seconds'"),
     ],

@@ -1,0 +1,235 @@
+"""What ``ablate`` or ``train`` left in a folder: rows, courses of runs as data frames, settings, all of it checked."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+
+from manifold_tying.training._arms import run_folder
+from manifold_tying.training._config import POET_SETTINGS, Body, Interface
+from manifold_tying.training._identity import ARM, CORPUS
+from manifold_tying.training._records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
+
+Row = Mapping[str, Any]  # an object of summary.json: how the run of one arm with one seed ended
+BASELINES = ("transpose", "adamw")  # the other arms are measured against the first of these that there is
+TRAINED = (*get_args(Interface), *get_args(Body))
+# null says that there is nothing to measure: no memory, no transform, no rotations, no memory counter;
+NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
+LOSSES = ("val_loss", "train_loss")  # but a loss there always is, and null is JSON's for one that is no longer a number
+QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters")
+COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
+ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The course of one run. In its frames NaN is what was not measured, and inf a measurement that was no number."""
+
+    arm: str
+    seed: int
+    metrics: pd.DataFrame
+    """A line per step: ``step``, ``tokens``, ``seconds`` (evaluation excluded) and the quantities of ``COURSE``."""
+    probes: pd.DataFrame
+    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its numbers: svd_entropy, R.vector, updates.min, ..."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A folder that was read; ``command`` is "" where it was not recorded, ``kind`` "ablation" or "run"."""
+
+    name: str
+    command: str
+    machine: Mapping[str, Any]
+    kind: str = "ablation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """All that the report knows: arms (what is compared) times seeds (how often)."""
+
+    rows: Sequence[Row]
+    runs: Sequence[Run]
+    sources: Sequence[Source]
+    settings: Mapping[str, Any]
+    """What all arms share."""
+    arms: Mapping[str, Mapping[str, Any]]
+    """The settings of each arm, its learning rates among them."""
+    failures: Sequence[str] = ()
+    """A sentence for each run that stopped before its end."""
+
+
+def arm_names(rows: Iterable[Row]) -> list[str]:
+    """The arms in the order in which they first appear."""
+    return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
+    """One quantity of one arm by seed, without the runs in which it was not measured."""
+    return {row["seed"]: row[quantity] for row in rows if row["arm"] == arm and row[quantity] is not None}
+
+
+def interface_of(arm: str) -> str:
+    """What an arm trains: ``pit-frozen+lr=0.002`` a pit-frozen, ``mine/untied`` the untied of a folder."""
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)  # the last: a folder may be called as an arm is
+    return named[-1] if named else arm.partition("+")[0]
+
+
+def baseline_of(arms: Sequence[str]) -> str | None:
+    """The arm to measure against: transpose itself, else its first variant; adamw where there is neither."""
+    for baseline in BASELINES:
+        if variants := [arm for arm in arms if interface_of(arm) == baseline]:
+            return baseline if baseline in variants else variants[0]
+    return None
+
+
+def load_experiment(folder: str | Path) -> Experiment:
+    """What ``manifold-tying ablate --out`` or ``train --out`` left in a folder; ValueError if it is not whole."""
+    folder = Path(folder)
+    if any((folder / name).exists() for name in ABLATION):
+        return _with_evaluated_tokens(_ablation(folder))
+    if any((folder / name).exists() for name in RUN):
+        return _with_evaluated_tokens(_single_run(folder))
+    raise ValueError(
+        f"{folder} is neither an ablation ({', '.join(ABLATION)}) nor a run ({', '.join(RUN)}): "
+        "give the --out of manifold-tying ablate or train"
+    )
+
+
+def _ablation(out: Path) -> Experiment:
+    summary = json_of(out / "summary.json")
+    rows = checked_rows(summary, where=str(out / "summary.json"))
+    where = str(out / "experiment.json")
+    described = object_of(json_of(out / "experiment.json"), where)
+    keys = ("machine", "settings", "arms")
+    machine, settings, arms = (object_of(described.get(key), f"{where}, {key!r}") for key in keys)
+    if strangers := [arm for arm in arm_names(rows) if arm not in arms]:
+        raise ValueError(
+            f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json does not describe, so the two come from "
+            f"different experiments; {AGAIN}"
+        )
+    return Experiment(
+        rows=rows,
+        failures=failures(summary),
+        runs=[_run(run_folder(out, row["arm"], row["seed"]), row) for row in rows],
+        sources=[Source(name=out.resolve().name, command=text_under(described, "command", where), machine=machine)],
+        settings=settings,
+        arms={arm: object_of(own, f"{where}, arm {arm!r}") for arm, own in arms.items()},
+    )
+
+
+def _single_run(out: Path) -> Experiment:
+    if not (out / "result.json").exists():
+        raise ValueError(f"{out} holds a run that has not finished: result.json is missing; use train --resume")
+    (row,) = checked_rows([json_of(out / "result.json")], where=str(out / "result.json"))
+    config = object_of(json_of(out / "config.json"), str(out / "config.json"))
+    unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
+    command, machine, where = "", {}, out / "run.json"
+    if where.exists():  # the first versions wrote none
+        described = object_of(json_of(where), str(where))
+        command = text_under(described, "command", str(where))
+        machine = dict(object_of(described.get("machine"), f"{where}, 'machine'"))
+    return Experiment(
+        rows=[row],
+        runs=[_run(out, row)],
+        sources=[Source(name=out.resolve().name, command=command, machine=machine, kind="run")],
+        settings={key: value for key, value in config.items() if value is not None and key not in unused},
+        arms={row["arm"]: {}},
+    )
+
+
+def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
+    """``val_tokens`` as the number that was evaluated; the setting is a request, which a small corpus cannot meet."""
+    evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
+    if not evaluated:  # the first versions did not record it
+        return experiment
+    usual = next(iter(evaluated.values()))  # of arms that are not finished, too
+    of_arms = {arm: evaluated.get(arm, own.get("val_tokens", usual)) for arm, own in experiment.arms.items()}
+    settings, arms = dict(experiment.settings), {arm: dict(own) for arm, own in experiment.arms.items()}
+    for place in (settings, *arms.values()):
+        place.pop("val_tokens", None)
+    if set(of_arms.values()) == {usual}:
+        settings["val_tokens"] = usual
+    else:
+        arms = {arm: {**own, "val_tokens": of_arms[arm]} for arm, own in arms.items()}
+    return replace(experiment, settings=settings, arms=arms)
+
+
+def checked_rows(rows: object, *, where: str) -> list[Row]:
+    """The objects of summary.json, checked. Runs that stopped before their end are left to :func:`failures`."""
+    if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
+        raise ValueError(f"{where}: expected a list with one object per arm and seed, got {kind_of(rows)}; {AGAIN}")
+    checked = [_row(row, f"{where}, entry {place}") for place, row in enumerate(rows) if not _failed(row)]
+    if not checked:
+        raise ValueError(f"{where}: no run has finished yet; report once at least one has")
+    for (arm, seed), count in Counter((row["arm"], row["seed"]) for row in checked).items():
+        if count > 1:
+            raise ValueError(f"{where}: arm {arm!r} with seed {seed} appears twice; remove one of the two")
+    return checked
+
+
+def failures(rows: Iterable[object]) -> list[str]:
+    """A sentence for each run that stopped before its end."""
+    stopped = [row for row in rows if isinstance(row, Mapping) and _failed(row)]
+    return [f"{row.get('arm')}, seed {row.get('seed')}, stopped before its end: {row['failed']}." for row in stopped]
+
+
+def _failed(row: object) -> bool:
+    return isinstance(row, Mapping) and "failed" in row
+
+
+def _row(value: object, where: str) -> Row:
+    row = {"orthogonality_error": None, **object_of(value, where)}  # the first versions knew no rotations
+    if missing := [key for key in ("arm", "seed", *QUANTITIES) if key not in row]:
+        raise ValueError(f"{where}: missing {', '.join(missing)}; {AGAIN}")
+    if not isinstance(row["arm"], str) or not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
+        raise ValueError(f"{where}: expected a string 'arm' and an integer 'seed', got {row['arm']!r}, {row['seed']!r}")
+    for key in QUANTITIES:
+        if row[key] is not None or key not in NULLABLE + LOSSES:
+            number(row[key], key, where)
+    if "held_out_sha256" in row:  # the first versions wrote neither of the two
+        text_under(row, "held_out_sha256", where)
+        number(row.get("evaluated_tokens"), "evaluated_tokens", where)
+    return row | {key: math.nan for key in LOSSES if row[key] is None}
+
+
+def _run(folder: Path, row: Row) -> Run:
+    """metrics.jsonl, timing.jsonl and, where there is one, probes.jsonl of a run's folder."""
+    metrics = _frame(lines_of(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
+    timing = _frame(lines_of(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
+    metrics = metrics.merge(timing, on="step", how="left")
+    path, looks = folder / "probes.jsonl", []
+    for count, line in enumerate(lines_of(path, ("step", "tokens")) if path.exists() else (), start=1):
+        weights = object_of(line.get("weights"), f"{path}, line {count}, 'weights'")
+        for name, numbers in weights.items():
+            flat = _flat(numbers, f"{path}, line {count}, {name}")
+            looks.append({"step": line["step"], "tokens": line["tokens"], "weight": name, **flat})
+    probes = pd.DataFrame(looks).drop_duplicates(["weight", "step"], keep="last") if looks else pd.DataFrame()
+    return Run(arm=row["arm"], seed=row["seed"], metrics=metrics, probes=probes)
+
+
+def _frame(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """One line per step, the later one of two. A value that is no number becomes inf, so that NaN is a missing one."""
+    table = [[None if line.get(key) is None else _or_inf(line[key]) for key in columns] for line in lines]
+    return pd.DataFrame(table, columns=list(columns), dtype=float).drop_duplicates("step", keep="last")
+
+
+def _or_inf(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
+
+def _flat(numbers: object, where: str) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in object_of(numbers, where).items():
+        named: Mapping[str, Any] = {key: value}
+        if isinstance(value, list) and value:
+            named = {f"{key}.min": value[0], f"{key}.median": value[len(value) // 2], f"{key}.max": value[-1]}
+        elif isinstance(value, Mapping):
+            named = {f"{key}.{name}": one for name, one in value.items()}
+        for name, one in named.items():
+            flat[name] = _or_inf(number(one, name, where))
+    return flat

@@ -1,0 +1,143 @@
+"""The page: one self-contained HTML file out of page.html, page.css, page.js, plotly.js and the figures."""
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from plotly.offline import get_plotlyjs
+
+from manifold_tying.training._files import write_whole
+from manifold_tying.training._numbers import DASH
+from manifold_tying.training.report import _figures
+from manifold_tying.training.report._comparison import APART, comparable, differences
+from manifold_tying.training.report._findings import all_findings
+from manifold_tying.training.report._load import Experiment, arm_names
+from manifold_tying.training.report._tables import Cell, Table, results
+
+# By these a file is known as ours: of this version, and of those before plotly.
+MARKS = (
+    b'<meta name="generator" content="manifold-tying report">',
+    b"<!-- The page is all there is: nothing is fetched",
+)
+# The hues of _figures.COLOURS, each with a contrast of at least 6 to a dark page
+ON_DARK = ("#4A9FE3", "#F27B35", "#2DBF93", "#E295C1", "#F0B840", "#9AD6F7", "#B4BBC5")
+COLOUR_NAMES = ("arms", "paper", "raised", "ink", "quiet", "rule")
+LIGHT = (_figures.COLOURS, "#ffffff", "#f6f7f9", "#1f2328", "#5b6470", "#d8dee4")
+DARK = (ON_DARK, "#14171c", "#1c2027", "#e4e7eb", "#9aa4b0", "#333a44")
+THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("light", LIGHT), ("dark", DARK))}
+
+
+def write_report(experiment: Experiment, out: str | Path) -> Path:
+    """Write ``report.html`` into a folder, which is made where there is none. A file of that name that is not ours is kept."""
+    written, path = page(experiment).encode(), Path(out) / "report.html"
+    if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
+        raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(path, written)
+
+
+def page(experiment: Experiment) -> str:
+    """The whole page as text."""
+    arms, groups = arm_names(experiment.rows), comparable(experiment)
+    window = _figures.smoothing_window(experiment)
+    found, missing = _figures.drawn(experiment)
+    figures = [
+        {
+            "title": figure.title,
+            "plot": _figures.plot(figure, frame, arms),
+            "png": base64.b64encode(_figures.picture(figure, frame, arms)).decode(),
+            "weights": [weight for weight in frame.weight.unique() if weight],
+            "caption": _figures.caption(figure, frame, arms, window),
+            "alternative": _figures.alternative(figure, frame),
+            "table": _figures.values(figure, frame),
+        }
+        for figure, frame in found
+    ]
+    plotly, packed = _plotly()
+    script = _shipped("page.js")
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, **blocks)
+    environment.filters |= {"words": lambda key: key.replace("_", " "), "shown": text_of, "uri": quote}
+    return environment.from_string(_shipped("page.html")).render(
+        title=_title(experiment), subtitle=_subtitle(experiment), apart=differences(experiment), apart_title=APART,
+        findings=all_findings(experiment, groups), results=results(experiment.rows, groups), settings=experiment.settings,
+        by_arm=_settings(experiment), waiting=[arm for arm in experiment.arms if arm not in arms], sources=experiment.sources,
+        arms=arms, figures=figures, missing=missing, css=_shipped("page.css"), themes=THEMES, script=script, plotly=packed,
+        hashes=[_sha256(script), _sha256(plotly)], mark=MARKS[0].decode(),
+    )  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """A setting as text: a dash for none, six digits of a fraction, what is nested in a row."""
+    match value:
+        case None:
+            return DASH
+        case str():
+            return value
+        case float():
+            return f"{value:.6g}"
+        case Mapping():
+            return ", ".join(f"{str(key).replace('_', ' ')} {text_of(inner)}" for key, inner in value.items())
+        case list():
+            return ", ".join(map(text_of, value))
+    return json.dumps(value)
+
+
+def _settings(experiment: Experiment) -> Table:
+    """What belongs to each arm, learning rates first."""
+    keys = list(dict.fromkeys(key for own in experiment.arms.values() for key in own))
+    keys = [key for key in keys if any(own.get(key) is not None for own in experiment.arms.values())]
+    keys.sort(key=lambda key: key != "lr" and not key.endswith("_lr"))  # stable: the others stay in their order
+    rows = [(key.replace("_", " "), [_setting(own.get(key)) for own in experiment.arms.values()]) for key in keys]
+    return Table("setting", [(arm, "") for arm in experiment.arms], rows)
+
+
+def _setting(value: Any) -> Cell:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return Cell(text_of(value), value=value if number else None)
+
+
+def _title(experiment: Experiment) -> str:
+    if len(experiment.sources) > 1:
+        return f"Comparison of {len(experiment.sources)} folders"
+    what = {"ablation": "Ablation", "run": "Training run"}[experiment.sources[0].kind]
+    if source := experiment.settings.get("init_from"):
+        return f"{what}, continued from {source}"
+    preset = experiment.settings.get("preset")
+    return f"{what}, preset {preset}" if preset else what
+
+
+def _subtitle(experiment: Experiment) -> str:
+    arms = [row["arm"] for row in experiment.rows]
+    names, counts = list(dict.fromkeys(arms)), sorted({arms.count(arm) for arm in arms})
+    tokens = sorted({row["tokens"] for row in experiment.rows})
+    number = f"{len(names)} {'arm' if len(names) == 1 else 'arms'}: {', '.join(names)}"
+    seeds = f"{_range(counts)} {'seed' if counts == [1] else 'seeds'} per arm"
+    return f"{number} · {seeds} · {_range(tokens)} tokens per run"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{values[0]:,.0f}", f"{values[-1]:,.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js, and what unpacks to it: compressed it is a third as large."""
+    script = get_plotlyjs()
+    return script, base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _shipped(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
