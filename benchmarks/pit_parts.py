@@ -23,8 +23,9 @@ import manifold_tying as mt
 from benchmarks._command import commit
 from manifold_tying.models import Llama
 from manifold_tying.optim import param_groups
+from manifold_tying.recipe import rate_factor
 from manifold_tying.training import Settings, TrainConfig
-from manifold_tying.training._build import rate_factor, transform_rates
+from manifold_tying.training._build import transform_rates
 from manifold_tying.training._evaluation import evaluate
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
@@ -152,7 +153,7 @@ def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, An
     clipped = [p for n, p in model.named_parameters() if p.requires_grad and not n.endswith((MEMORY, ".memory"))]
     for step in range(settings.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * rate_factor(step, settings, group.get("slows_after"))
+            group["lr"] = peak * rate_factor(step, settings.steps, settings.warmup_steps or 0, group.get("slows_after"))
         ids, targets = data.batches.batch(step)
         optimizer.zero_grad()
         model.loss(ids, targets).backward()

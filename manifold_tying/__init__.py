@@ -28,6 +28,8 @@ if _TYPE_CHECKING:
     from manifold_tying.parametrizations import save_adapter as save_adapter
     from manifold_tying.parametrizations import spd as spd
     from manifold_tying.parametrizations import stiefel as stiefel
+    from manifold_tying.recipe import pit_groups as pit_groups
+    from manifold_tying.recipe import pit_schedule as pit_schedule
     from manifold_tying.tying import PIT as PIT
     from manifold_tying.tying import TokenInterface as TokenInterface
     from manifold_tying.tying import TransposeTying as TransposeTying
@@ -46,6 +48,7 @@ _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "materialize", "merge"), "parametrizations"),
     **dict.fromkeys(("orthogonal", "save_adapter", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
     **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "tying"),
 }

@@ -1,6 +1,5 @@
 """Model, optimizer and schedules of a run."""
 
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import equivalence_
+from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
@@ -21,7 +21,6 @@ BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the toke
 MEMORY = "interface.parametrizations.memory.original"
 TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
-FINAL_RATE = 0.1  # of the peak, at the end of the cosine
 
 
 def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings: Settings) -> TokenInterface:
@@ -105,8 +104,7 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
     """Overrides of ``param_groups`` for L: ``given``, its learning rate, and the smaller one of its off-diagonal entries."""
     rates = {**given, "lr": settings.transform_lr}
     if settings.off_diagonal_scale is not None:
-        scale = torch.full((hidden_size, hidden_size), settings.off_diagonal_scale)
-        rates["scale"] = scale.fill_diagonal_(1.0) * given.get("scale", 1.0)
+        rates["scale"] = off_diagonal_scale(hidden_size, settings.off_diagonal_scale) * given.get("scale", 1.0)
     return rates
 
 
@@ -127,21 +125,6 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
         return None
     assert settings.merge_every is not None, "the settings are resolved"
     return MergeSchedule(model, optimizer, settings.merge_every)
-
-
-def rate_factor(step: int, settings: Settings, slows_after: int | None = None) -> float:
-    """Learning rate over its peak at step 0, 1, ...: linear warm-up, then a cosine to ``FINAL_RATE`` at the last step.
-
-    From step n = ``slows_after`` on times √(n / step). The rows of a plain table grow as it trains, so that the same step
-    turns them less and less; those of an orthonormal memory cannot grow, and need a rate that falls instead.
-    """
-    slowed = 1.0 if slows_after is None else min(1.0, math.sqrt(slows_after / max(1, step)))
-    warmup = settings.warmup_steps or 0
-    if step < warmup:
-        return slowed * (step + 1) / warmup
-    decay = settings.steps - 1 - warmup
-    progress = (step - warmup) / decay if decay else 1.0
-    return slowed * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def clipped_parameters(model: Model) -> list[Tensor]:

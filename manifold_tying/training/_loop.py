@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters, rate_factor
+from manifold_tying.recipe import rate_factor
+from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._evaluation import describe_interface, evaluate
 from manifold_tying.training._folder import open_folder
@@ -150,9 +151,10 @@ def _step(
     """One step, the ``skipped``-th after the last that was taken: its metrics, its seconds, whether a process is to stop."""
     settings, optimizer, schedule = run.config.settings, run.optimizer, run.schedule
     began = time.perf_counter()
-    factor = rate_factor(step, settings)
+    lengths = step, settings.steps, settings.warmup_steps or 0
+    factor = rate_factor(*lengths)
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * rate_factor(step, settings, group.get("slows_after"))
+        group["lr"] = peak * rate_factor(*lengths, group.get("slows_after"))
     mean, stops = gradients(run, run.batches.batch(step), torch.device(settings.device), terminated)
     norm = linalg.whole(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
     loss, length, taken = read(run, mean, norm)

@@ -4,26 +4,16 @@ import dataclasses
 from typing import Any
 
 from manifold_tying.models import preset
+from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training._config import POET_SETTINGS, Interface, Settings, TrainConfig
 from manifold_tying.training._continued_recipe import interface_maps, resolve_continued, schedule_lengths
 
-# Adam moves every entry of a memory or table by about its learning rate. The entries start near 1/√V and table_std: this is
-# the share of an entry that one step may change at the peak.
-ENTRY_STEP = 0.3
-TRANSFORM_FACTOR = 5.0
 # At the width below; an Adam step's effect on a hidden matrix grows with its width, so the rate shrinks with it.
 BODY_LR: dict[Interface, float] = {
     "untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3, "pit-free": 4e-3
 }  # fmt: skip
 BODY_WIDTH = 128
 TABLE_STD = 0.06
-# Rows of the memory keep their length, so a step of constant size turns them for ever as far as at the start; the rows of a
-# plain table grow, and turn less and less. A rate that falls as one over the root of the steps does the same. A free table at
-# so high a rate gains by it, too.
-SLOWS_AFTER = 60
-# Most of what T has to learn is its size, on the diagonal. At the whole rate the d² other entries are noise, and with a frozen
-# memory they drove cond(T) to 2e7 in some runs.
-OFF_DIAGONAL_SCALE = 0.1
 BETAS = (0.9, 0.99)
 # POET's tables 9 and 10: 1e-3 at b = 256, at half the block twice as much; scheme full by the fraction in the same way.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5

@@ -18,10 +18,11 @@ ALLOWED = {
     "tying": {"linalg", "manifolds", "parametrizations", "_json", "_transformers"},
     "models": {"linalg", "manifolds", "parametrizations", "tying"},
     "optim": {"linalg", "manifolds", "parametrizations", "_extra", "_geoopt"},
+    "recipe": {"optim", "tying"},
     "diagnostics": {"linalg", "tying", "_json"},
     "testing": {"linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
     "training": {
-        *("linalg", "manifolds", "parametrizations", "tying", "models", "optim", "diagnostics"),
+        *("linalg", "manifolds", "parametrizations", "tying", "models", "optim", "recipe", "diagnostics"),
         *("_json", "_extra", "_transformers"),
     },
     "cli": {"training", "_extra"},

@@ -1,9 +1,7 @@
 """Training: what is learned and written, resumption, rates, and what is refused."""
 
 import dataclasses
-import itertools
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from training_runs import config, lines, text
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, train
-from manifold_tying.training._build import FINAL_RATE, build_model, build_optimizer, clipped_parameters, rate_factor
+from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._checkpoint import load_checkpoint
 from manifold_tying.training._evaluation import evaluate
 from manifold_tying.training._processes import Processes
@@ -95,21 +93,7 @@ def test_penalties_pull_the_transform_to_the_identity(tmp_path: Path, corpus: Pa
     assert spread[100.0] < 0.2 * spread[0.0]
 
 
-def test_schedule_warms_up_and_decays() -> None:
-    settings = Settings(steps=100, warmup_steps=10)
-    factors = [rate_factor(step, settings) for step in range(100)]
-    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert factors[10] == 1 and factors[-1] == pytest.approx(FINAL_RATE)
-    middle = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * 45 / 89))
-    assert factors[55] == pytest.approx(middle)
-    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
-
-
 def test_the_memory_slows_down_with_the_steps(tmp_path: Path, corpus: Path) -> None:
-    """From step n on, its rate alone has a further factor √(n / step)."""
-    settings = Settings(steps=100, warmup_steps=10)
-    factors = [rate_factor(step, settings, 20) / rate_factor(step, settings) for step in range(100)]
-    assert factors == pytest.approx([1.0] * 20 + [math.sqrt(20 / step) for step in range(20, 100)])
     losses = {}
     for n in (0, 2):
         run = config(tmp_path / str(n), corpus, steps=6, warmup_steps=0, memory_slows_after=n)
@@ -231,9 +215,3 @@ def test_cuda_trains_like_the_cpu(interface: str, tmp_path: Path, corpus: Path) 
     rows = [train(config(tmp_path / d, corpus, interface, steps=60, device=d)) for d in ("cpu", "cuda")]
     assert rows[1]["val_loss"] == pytest.approx(rows[0]["val_loss"], abs=0.1)
     assert rows[1]["defect"] is None or rows[1]["defect"] <= 1e-6
-
-
-@pytest.mark.parametrize("steps", [2, 3, 180])
-def test_the_last_step_is_small_in_short_runs_too(steps: int, tmp_path: Path) -> None:
-    settings = resolve(TrainConfig(out=tmp_path, settings=Settings(steps=steps))).settings
-    assert rate_factor(steps - 1, settings) == pytest.approx(FINAL_RATE)
