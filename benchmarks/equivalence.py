@@ -25,11 +25,7 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
-from manifold_tying.parametrizations._equivalent_linear import (
-    equivalence_linear,
-    linear_operations,
-    prefers_input_centric,
-)
+from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
 
 TITLE = "A linear layer with W = R W0 P, forward and backward"
 SIZES = (
@@ -74,10 +70,7 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        orders = part.orders
-        return equivalence_linear(
-            x, part.ordered_base, stored, part.rotations, orders, input_centric=self.input_centric
-        )
+        return poet_linear(x, part.ordered_base, stored, part.spec, part.perms, input_centric=self.input_centric)
 
 
 class Problem:
@@ -137,11 +130,11 @@ class Problem:
 
     def _operations(self, layer: Any) -> int:
         if isinstance(layer, OneFormulation):
-            sizes, choice = layer.layer.parametrizations.weight[0].sizes, layer.input_centric
+            spec, choice = layer.layer.parametrizations.weight[0].spec, layer.input_centric
         else:
-            sizes, low = layer.parametrizations.weight[0].sizes, self.dtype == torch.bfloat16
-            choice = prefers_input_centric(self.N, sizes.R, sizes.P, low_precision=low)
-        return linear_operations(self.N, sizes.R, sizes.P, input_centric=choice)
+            spec, low = layer.parametrizations.weight[0].spec, self.dtype == torch.bfloat16
+            choice = prefers_input_centric(self.N, spec, low_precision=low)
+        return linear_flops(self.N, spec, input_centric=choice)
 
 
 def rows(options: Options) -> Iterator[Row]:

@@ -11,8 +11,6 @@ from manifold_tying.parametrizations._equivalence import Equivalence as Equivale
 from manifold_tying.parametrizations._equivalence import equivalences as equivalences
 from manifold_tying.parametrizations._equivalence_layer import equivalence as equivalence
 from manifold_tying.parametrizations._equivalence_model import equivalence_ as equivalence_
-from manifold_tying.parametrizations._equivalence_options import Init as Init
-from manifold_tying.parametrizations._equivalence_options import Scheme as Scheme
 from manifold_tying.parametrizations._merge import merge as merge
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
@@ -26,3 +24,5 @@ from manifold_tying.parametrizations._register import orthogonal as orthogonal
 from manifold_tying.parametrizations._register import parametrized as parametrized
 from manifold_tying.parametrizations._register import spd as spd
 from manifold_tying.parametrizations._register import stiefel as stiefel
+from manifold_tying.poet.spec import Init as Init
+from manifold_tying.poet.spec import Scheme as Scheme

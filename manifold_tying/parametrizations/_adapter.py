@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying._json import NotJSON, parsed
-from manifold_tying.parametrizations._equivalence import Equivalence, equivalences
+from manifold_tying.parametrizations._equivalence import equivalences
 from manifold_tying.parametrizations._equivalence_layer import register_equivalence
-from manifold_tying.parametrizations._equivalence_options import Sizes, check_seed, check_terms
-from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
 from manifold_tying.parametrizations._plain_weights import keep_plain_weights
-from manifold_tying.parametrizations._primitive import Primitive
+from manifold_tying.poet.rotation import warn_if_not_orthogonal
+from manifold_tying.poet.spec import BlockSpec, RotationSpec, check_seed, check_terms
 
 M = TypeVar("M", bound=nn.Module)
 _FORMAT = "manifold-tying equivalence adapter 1"
@@ -44,7 +43,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the whole model"
         )
-    check_norm(found)
+    warn_if_not_orthogonal([(name, part.spec, stored) for name, part, stored in found])
     tensors: dict[str, Tensor] = {}
     described = {}
     for name, part, stored in found:
@@ -53,7 +52,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             f"{name}.{key}": value.detach().cpu().contiguous() for key, value in zip(_PARTS, values, strict=True)
         }
         described[name] = {
-            "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
+            "rows": _numbers(part.spec.R), "columns": _numbers(part.spec.P), "terms": part.spec.terms, "seed": int(part.seed),
             "shape": list(part.layout.shape), **dict(zip(_DIGESTS, _digests(part.base), strict=True)),
         }  # fmt: skip
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
@@ -98,7 +97,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(
             f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
         )
-    check_norm([change.make() for change in changes])
+    warn_if_not_orthogonal([change.make() for change in changes])
     keep_plain_weights(_unwrapped(model))
     return model
 
@@ -112,8 +111,7 @@ class _Change:
     name: str
     layout: Layout | None
     """None where the equivalence is there already."""
-    sizes: Sizes
-    terms: int | None
+    spec: RotationSpec
     seed: int
     values: tuple[Tensor, ...]
 
@@ -124,8 +122,8 @@ class _Change:
         if owner is None:
             raise ValueError(f"the adapter is for {path!r}, which this model does not have")
         try:
-            sizes = Sizes(Primitive(*described["rows"]), Primitive(*described["columns"]))
             check_terms(described["terms"])
+            spec = RotationSpec(BlockSpec(*described["rows"]), BlockSpec(*described["columns"]), described["terms"])
             check_seed(described["seed"])
         except ValueError as error:
             raise ValueError(f"the adapter's description of {path} is damaged: {error}; take another copy") from error
@@ -134,7 +132,7 @@ class _Change:
             layout, base = Layout.of(owner, name), getattr(owner, name)
         else:
             layout, base = None, there.base
-            if (there.sizes, there.terms, int(there.merges)) != (sizes, described["terms"], 0):
+            if (there.spec, int(there.merges)) != (spec, 0):
                 raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
         known = {described["base"], described.get("base_float16", described["base"])}
         if list(base.shape) != described["shape"] or known.isdisjoint(_digests(base)):
@@ -144,17 +142,17 @@ class _Change:
             )
         skew, *orders = (tensors[f"{path}.{key}"] for key in _PARTS)
         matrix = Layout(base.shape, flatten=isinstance(owner, CONVOLUTIONS)).matrix_shape
-        whole = (sizes.R.n, sizes.P.n) == matrix[-2:] and skew.shape == (*matrix[:-2], sizes.parameters)
+        whole = (spec.R.n, spec.P.n) == matrix[-2:] and skew.shape == (*matrix[:-2], spec.num_params)
         orders_fit = whole and all(
             order.dtype == torch.int64
-            and order.shape == (side.covered,)
-            and len(order.unique()) == side.covered
+            and order.shape == (side.num_rotated,)
+            and len(order.unique()) == side.num_rotated
             and _within(order, side.n)
-            for order, side in zip(orders, (sizes.R, sizes.P), strict=True)
+            for order, side in zip(orders, (spec.R, spec.P), strict=True)
         )
         if not (whole and orders_fit and skew.is_floating_point() and skew.isfinite().all()):
             raise ValueError(f"the adapter's numbers for {path} are damaged; take another copy of the file")
-        return cls(path, owner, name, layout, sizes, described["terms"], described["seed"], (skew, *orders))
+        return cls(path, owner, name, layout, spec, described["seed"], (skew, *orders))
 
     @property
     def weight(self) -> int:
@@ -162,19 +160,19 @@ class _Change:
         return id(self.owner if self.layout is None else self.owner._parameters[self.name])
 
     @torch.no_grad()
-    def make(self) -> tuple[str, Equivalence, Tensor]:
+    def make(self) -> tuple[str, RotationSpec, Tensor]:
         if self.layout is not None:
-            register_equivalence(self.owner, self.name, self.layout, self.sizes, self.terms, self.seed)
+            register_equivalence(self.owner, self.name, self.layout, self.spec, self.seed)
         (part, stored) = next((part, stored) for own, part, stored in equivalences(self.owner) if own == self.name)
         skew, *orders = self.values
         stored.copy_(skew)
         part.rearrange(part.base, *orders)
         part.seed.fill_(self.seed)
-        return self.path, part, stored.detach()
+        return self.path, self.spec, stored.detach()
 
 
-def _numbers(side: Primitive) -> list[int]:
-    return [side.n, side.block, side.covered]
+def _numbers(side: BlockSpec) -> list[int]:
+    return [side.n, side.block, side.num_rotated]
 
 
 def _within(order: Tensor, n: int) -> bool:

@@ -6,17 +6,9 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.parametrizations._equivalence import Equivalence
-from manifold_tying.parametrizations._equivalence_options import (
-    Init,
-    Scheme,
-    Sides,
-    Sizes,
-    check_options,
-    initial_matrix,
-)
 from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._primitive import drawn_seed
 from manifold_tying.parametrizations._register import register
+from manifold_tying.poet.spec import Init, RotationSpec, Scheme, Sides, check_options, initial_matrix, random_seed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -73,28 +65,26 @@ def equivalence(
     layout = Layout.of(module, name)
     weight = getattr(module, name)
     rows, columns = layout.matrix_shape[-2:]
-    sizes = Sizes.of(rows, columns, scheme, block_size, fraction, out_share, sides)
-    if not sizes.parameters:
+    spec = RotationSpec.of(rows, columns, scheme, block_size, fraction, out_share, sides, terms)
+    if not spec.num_params:
         raise ValueError(
-            f"a matrix of {rows} x {columns} with blocks of {sizes.R.block} and {sizes.P.block} has nothing to rotate; "
+            f"a matrix of {rows} x {columns} with blocks of {spec.R.block} and {spec.P.block} has nothing to rotate; "
             "choose a larger block_size, fraction or share, or other sides"
         )
     if seed is None:
-        seed = drawn_seed()
+        seed = random_seed()
     start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
     device, dtype = weight.device, weight.dtype
-    register_equivalence(module, name, layout, sizes, terms, seed)
+    register_equivalence(module, name, layout, spec, seed)
     if start is not None:
         setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
     return module
 
 
-def register_equivalence(
-    module: nn.Module, name: str, layout: Layout, sizes: Sizes, terms: int | None, seed: int
-) -> Equivalence:
+def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
     """Put the constraint on ``module.name``, whose weight becomes W0, and give nn.Linear the forward that goes with it."""
     weight = getattr(module, name)
-    part = Equivalence(layout, weight.dtype, sizes, terms, seed, weight)
+    part = Equivalence(layout, weight.dtype, spec, seed, weight)
     register(module, name, part)
     if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         # The class that parametrize made for this one module: copies share it, and materialize drops it.

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying.parametrizations._equivalence_layer import equivalence
-from manifold_tying.parametrizations._equivalence_options import Sizes, check_options
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._plain_weights import keep_plain_weights
-from manifold_tying.parametrizations._primitive import drawn_seed, mixed_seed
+from manifold_tying.poet.spec import RotationSpec, check_options, hash_seed, random_seed
 
 TOKEN_LAYERS = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
 """Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
@@ -89,9 +88,9 @@ def equivalence_(
     ]
     left = [name for name in linears if name not in taken]
     if seed is None:
-        seed = drawn_seed()
+        seed = random_seed()
     for name in taken:
-        equivalence(linears[name], seed=mixed_seed(seed, name), **options)
+        equivalence(linears[name], seed=hash_seed(seed, name), **options)
     keep_plain_weights(model)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
@@ -139,4 +138,4 @@ def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share", "sides")}
-    return Sizes.of(rows, columns, **sizes).parameters > 0
+    return RotationSpec.of(rows, columns, **sizes).num_params > 0
