@@ -108,7 +108,7 @@ class Problem:
                 # The norm of a skew matrix of b² normal entries is about 2√b.
                 stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
         if compiled:
-            torch.compiler.reset()  # each layer has a class of its own, and Dynamo gives up after eight
+            torch.compiler.reset()  # each size takes a graph of its own, and Dynamo gives up after eight
             return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
         return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
 

@@ -63,7 +63,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _differentiated(plain, ctx, gradients)
 
     def call(*args: Any) -> Tensor:
-        if is_transformed():
+        if is_transformed() or not torch.is_grad_enabled():
             return plain(*args)
         if torch.compiler.is_compiling():
             return cast(Tensor, checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False))

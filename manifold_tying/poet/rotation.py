@@ -92,7 +92,10 @@ def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
-    """Add left_jᵀ right_j to each block (k, b, b), left and right (T, n): the gradient of G_j from that of x_j G_j and x_j."""
+    """Add left_jᵀ right_j to each sum (k, b, b), left and right (T, n).
+
+    That is the gradient of G_j, where left is that of z_j G_jᵀ and right z_j, or left is z_j and right that of z_j G_j.
+    """
     for total, left_j, right_j in zip(sums, _columns(left, sums), _columns(right, sums), strict=True):
         if left.dtype == total.dtype:
             total.baddbmm_(left_j.mT, right_j)
@@ -183,7 +186,7 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
         warnings.warn(
             f"{name}: the skew matrices have grown to a norm of {size:.2g}, so R and P are orthogonal to {worst:.1g} only and "
             "the singular values drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
-            stacklevel=3,
+            stacklevel=4,  # the caller of save_adapter, or merge
         )
 
 

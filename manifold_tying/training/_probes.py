@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 from manifold_tying.poet.rotation import Side, rotated_columns, rotated_rows
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._processes import gathered

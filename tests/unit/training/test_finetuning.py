@@ -16,7 +16,7 @@ from torch import nn
 import manifold_tying as mt
 from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 from manifold_tying.tying import TransposeTying
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -16,14 +16,14 @@ from manifold_tying.poet.spec import Permutations, RotationSpec
 
 
 class Equivalence(Constraint):
-    """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I.
+    """W = R W0 P. The stored tensor is the skew vector, R's parameters and then P's, zero where R = P = I.
 
-    In the state dict, besides: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
-    (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from), ``form`` (what a state
-    dict has to agree in: block size and dimensions that rotate of R and P, terms or 0).
+    The state dict also has ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order`` (the rows
+    and columns that rotate), ``seed`` and ``merges`` (which determine the next permutations), and ``form`` (block size and
+    number of rotating dimensions of R and P, terms or 0), which must agree with the layer's.
 
-    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate; so
-    activations are gathered on their way in and out and not in between.
+    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate. So
+    activations are permuted on their way in and out, and not in between.
     """
 
     ordered_base: Tensor
@@ -92,7 +92,7 @@ class Equivalence(Constraint):
             if strict:
                 missing_keys.append(key)
             if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
-                base = self.base  # which stays, in those orders
+                base = self.base  # stays as it is, and rotates in the loaded order
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if base is not None and assign:
             self.ordered_base = self._arranged(base.detach())
@@ -101,7 +101,7 @@ class Equivalence(Constraint):
 
     def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded, "" where it can."""
-        # The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word.
+        # All shapes may agree where the blocks do not, and then the weight would silently be another one.
         if form is not None and linalg.has_values(form) and form.tolist() != self._form:
             return (
                 f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
@@ -124,7 +124,7 @@ class Equivalence(Constraint):
         return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, by whichever of the two formulations takes less; x (..., n) in the layer's dtype, or under autocast."""
+        """x Wᵀ + bias by the cheaper formulation; x (..., n) in the layer's dtype, or under autocast."""
         dtype = linalg.product_dtype(x)
         autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.like.dtype):
@@ -151,40 +151,23 @@ class Equivalence(Constraint):
         return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
-    def fold(self, stored: Tensor) -> None:
-        """W0 <- R W0 P, the stored vector <- 0 in place, the orders <- the next ones."""
+    def merge_(self, stored: Tensor) -> None:
+        """W0 <- R W0 P, the stored vector <- 0 in place, the permutations <- the next ones."""
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         stored.zero_()
         self.merges += 1
-        self.rearrange(W, *self._draw(int(self.seed), int(self.merges)))
+        self.set_permutations(W, *self._draw(int(self.seed), int(self.merges)))
 
     @torch.no_grad()
-    def rearrange(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
-        """Take base as W0, and rotate other dimensions."""
+    def set_permutations(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
+        """Take base, in the layer's order, as W0, and rotate other dimensions."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
         self.ordered_base.copy_(self._arranged(base))
 
     @staticmethod
-    def fold_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
-        """:meth:`fold` each of (full name, equivalence, stored vector), warning of the worst where one had left the manifold.
-
-        The one way to merge, for :func:`merge` and for the optimizer's schedule, which finds it without importing it.
-        """
-        # Vectors that are sharded are gathered; W0 is everywhere, and each process folds them into its own alike.
-        vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
-        if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
-            raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
-        warn_if_not_orthogonal([(path, part.spec, vector) for path, part, vector in vectors])
-        for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
-            part.fold(vector)
-            linalg.local(stored.detach()).zero_()
-            stored.grad = None
-
-    @staticmethod
     def watch_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
-        """Warn of the worst, where one is about to leave the manifold."""
-        warn_if_not_orthogonal([(path, part.spec, stored) for path, part, stored in found])
+        check_drift(found)
 
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         return self.spec.R.sample_permutation(seed, count, "out"), self.spec.P.sample_permutation(seed, count, "in")
@@ -202,3 +185,25 @@ def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
         parts = parametrized(owner)[name]
         found += [(path, part, parts.original) for part in parts if isinstance(part, Equivalence)]
     return found
+
+
+Found = Sequence[tuple[str, Equivalence, Tensor]]
+"""(full name, constraint, stored vector), as :func:`equivalences` finds them."""
+
+
+def merge_all(found: Found) -> None:
+    """Merge each, or none where a vector is not finite; warn about the worst where one is not orthogonal to 1e-3."""
+    # Sharded vectors are gathered. Every rank has all of W0 and merges it in the same way.
+    vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
+    if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
+        raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
+    check_drift(vectors)
+    for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
+        part.merge_(vector)
+        linalg.local(stored.detach()).zero_()
+        stored.grad = None
+
+
+def check_drift(found: Found) -> None:
+    """Warn about the one whose R and P are furthest from orthogonal, if by more than 1e-3."""
+    warn_if_not_orthogonal([(path, part.spec, stored) for path, part, stored in found])
