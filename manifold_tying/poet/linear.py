@@ -51,14 +51,14 @@ def poet_linear(
     in the skew parameters' dtype, cast to x's, used, and formed again in the backward; it keeps x. Equal to rounding.
     """
     x = x.to(linalg.product_dtype(x))
-    flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
-    if torch.compiler.is_compiling():
-        f = _plain_input_centric if input_centric else _recomputed_weight_centric
+    is_compiling = torch.compiler.is_compiling()
+    if input_centric:
+        flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
+        y = (_plain_input_centric if is_compiling else _input_centric)(flat, W0, skew_params, spec, perms)
+        y = y.view(*x.shape[:-1], len(W0))
     else:
-        f = _input_centric if input_centric else _weight_centric
-    y = f(flat, W0, skew_params, spec, perms)
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y.view(*x.shape[:-1], len(W0))
+        y = (_recomputed_weight_centric if is_compiling else _weight_centric)(x, W0, skew_params, spec, perms)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def poet_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
@@ -118,7 +118,8 @@ class _WeightCentric(Function):
             del W
         if needs_skew:
             of_R, of_P = _zeros(R), _zeros(P)
-            grad_W = arrange((grad.mT @ x).to(M.dtype), perms)
+            grad_W = grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+            grad_W = arrange(grad_W.to(M.dtype), perms)
             with linalg.full_precision(W0.device):
                 add_block_outer_(of_R, grad_W.mT, M.mT)
                 del M
