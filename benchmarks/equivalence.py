@@ -25,11 +25,7 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
-from manifold_tying.parametrizations._equivalent_linear import (
-    equivalence_linear,
-    linear_operations,
-    prefers_input_centric,
-)
+from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
 
 TITLE = "A linear layer with W = R W0 P, forward and backward"
 SIZES = (
@@ -74,10 +70,7 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        orders = part.orders
-        return equivalence_linear(
-            x, part.ordered_base, stored, part.rotations, orders, input_centric=self.input_centric
-        )
+        return poet_linear(x, part.ordered_base, stored, part.spec, part.perms, input_centric=self.input_centric)
 
 
 class Problem:
@@ -115,7 +108,7 @@ class Problem:
                 # The norm of a skew matrix of b² normal entries is about 2√b.
                 stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
         if compiled:
-            torch.compiler.reset()  # each layer has a class of its own, and Dynamo gives up after eight
+            torch.compiler.reset()  # each size takes a graph of its own, and Dynamo gives up after eight
             return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
         return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
 
@@ -137,11 +130,11 @@ class Problem:
 
     def _operations(self, layer: Any) -> int:
         if isinstance(layer, OneFormulation):
-            sizes, choice = layer.layer.parametrizations.weight[0].sizes, layer.input_centric
+            spec, choice = layer.layer.parametrizations.weight[0].spec, layer.input_centric
         else:
-            sizes, low = layer.parametrizations.weight[0].sizes, self.dtype == torch.bfloat16
-            choice = prefers_input_centric(self.N, sizes.R, sizes.P, low_precision=low)
-        return linear_operations(self.N, sizes.R, sizes.P, input_centric=choice)
+            spec, low = layer.parametrizations.weight[0].spec, self.dtype == torch.bfloat16
+            choice = prefers_input_centric(self.N, spec, low_precision=low)
+        return linear_flops(self.N, spec, input_centric=choice)
 
 
 def rows(options: Options) -> Iterator[Row]:

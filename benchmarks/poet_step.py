@@ -25,7 +25,7 @@ from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT, refuse_large
 from benchmarks.training_step import ShapedSettings, Training
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 from manifold_tying.training import TrainConfig
 from manifold_tying.training._build import build_model, build_optimizer
 from manifold_tying.training._recipe import resolve

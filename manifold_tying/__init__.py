@@ -19,15 +19,15 @@ if _TYPE_CHECKING:
     from manifold_tying import optim as optim
     from manifold_tying.manifolds import SPD as SPD
     from manifold_tying.manifolds import Stiefel as Stiefel
-    from manifold_tying.parametrizations import equivalence as equivalence
-    from manifold_tying.parametrizations import equivalence_ as equivalence_
-    from manifold_tying.parametrizations import load_adapter as load_adapter
     from manifold_tying.parametrizations import materialize as materialize
-    from manifold_tying.parametrizations import merge as merge
     from manifold_tying.parametrizations import orthogonal as orthogonal
-    from manifold_tying.parametrizations import save_adapter as save_adapter
     from manifold_tying.parametrizations import spd as spd
     from manifold_tying.parametrizations import stiefel as stiefel
+    from manifold_tying.poet import equivalence as equivalence
+    from manifold_tying.poet import equivalence_ as equivalence_
+    from manifold_tying.poet import load_adapter as load_adapter
+    from manifold_tying.poet import merge as merge
+    from manifold_tying.poet import save_adapter as save_adapter
     from manifold_tying.recipe import pit_groups as pit_groups
     from manifold_tying.recipe import pit_schedule as pit_schedule
     from manifold_tying.tying import PIT as PIT
@@ -46,8 +46,8 @@ __version__ = "0.1.0"
 _PACKAGES = ("diagnostics", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
-    **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "materialize", "merge"), "parametrizations"),
-    **dict.fromkeys(("orthogonal", "save_adapter", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("materialize", "orthogonal", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
     **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "tying"),

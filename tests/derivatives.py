@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import manifold_tying as mt
 from manifold_tying import linalg
-from manifold_tying.parametrizations import _equivalence
+from manifold_tying.poet import parametrization
 
 V, D = 23, 6
 DOUBLE = torch.float64
@@ -82,7 +82,7 @@ class Formulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_equivalence, "prefers_input_centric", lambda *args, **options: self.input_centric)
+            patch.setattr(parametrization, "prefers_input_centric", lambda *args, **options: self.input_centric)
             return self.layer(x)
 
 

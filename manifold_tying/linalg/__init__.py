@@ -19,16 +19,14 @@ from manifold_tying.linalg._basics import symmetric as symmetric
 from manifold_tying.linalg._basics import working_dtype as working_dtype
 from manifold_tying.linalg._cayley import cayley as cayley
 from manifold_tying.linalg._cayley import cayley_at as cayley_at
-from manifold_tying.linalg._cayley import cayley_gradient as cayley_gradient
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
-from manifold_tying.linalg._cayley import cayley_neumann_gradient as cayley_neumann_gradient
-from manifold_tying.linalg._cayley import cayley_neumann_rounded as cayley_neumann_rounded
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._closed_form import closed_form as closed_form
 from manifold_tying.linalg._closed_form import has_values as has_values
 from manifold_tying.linalg._closed_form import is_traced as is_traced
 from manifold_tying.linalg._closed_form import is_transformed as is_transformed
+from manifold_tying.linalg._closed_form import recomputed as recomputed
 from manifold_tying.linalg._closed_form import refused as refused
 from manifold_tying.linalg._closed_form import save as save
 from manifold_tying.linalg._closed_form import saved as saved

@@ -31,12 +31,15 @@ def cayley(A: Tensor) -> Tensor:
         return _solve(eye - W, eye + W).to(A.dtype)
 
 
-def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
+def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | None = None) -> Tensor:
     """R = (I + A) Σ_{i=0..terms} Aⁱ, the Cayley map with its inverse replaced by a truncated Neumann series.
 
     R = C (I - A^(terms+1)) with C the Cayley map, so ‖RᵀR - I‖ is about ‖A‖^(2 terms + 2) for an even number of terms and
     2‖A‖^(terms + 1) for an odd one: prefer even. Costs ``terms`` products, and as many again in the backward of two terms,
     whose gradient is closed form and skew, as A is. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
+
+    ``matmul_dtype``: dtype of the products of two terms, forward and backward; A's own where None, and for other terms. Only A²
+    and A³ are in low precision then; their error is ‖A‖ times that of rounding 2A.
     """
     dtype = working_dtype(A.dtype)
     check_square(A)
@@ -44,7 +47,7 @@ def cayley_neumann(A: Tensor, terms: int = 2) -> Tensor:
     with full_precision(A.device):
         W = A.to(dtype)
         if terms == 2:
-            return _cayley_neumann_2(W).to(A.dtype)
+            return _cayley_neumann_2(W, matmul_dtype or dtype).to(A.dtype)
         eye = identity_like(W)
         S = eye + W
         for _ in range(terms - 1):
@@ -56,81 +59,42 @@ class _CayleyNeumann2(torch.autograd.Function):
     """R = I + 2A + 2A² + A³ for skew A."""
 
     @staticmethod
-    def forward(ctx: Any, A: Tensor) -> Tensor:
-        save(ctx, (A,))
-        A2 = A @ A
-        return _cubic(A, A2, A @ A2)
+    def forward(ctx: Any, A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
+        save(ctx, (A, matmul_dtype))
+        return _cubic(A, matmul_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> Tensor:
-        (A,), _ = saved(ctx)
-        return cayley_neumann_gradient(A, grad_R, 2)
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
+        # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
+        (A, matmul_dtype), _ = saved(ctx)
+        with full_precision(A.device):
+            low = A.to(matmul_dtype)
+            transposed = grad_R.mT.contiguous()
+            twice_K = grad_R - transposed
+            P = (low @ twice_K.to(matmul_dtype)).to(A.dtype)
+            inner = torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2)
+            twice_Z = (low @ inner.to(matmul_dtype)).to(A.dtype)
+            return twice_K.add_(twice_Z, alpha=0.5).sub_(twice_Z.mT, alpha=0.5), None
 
 
-def _plain_cayley_neumann_2(A: Tensor) -> Tensor:
+def _plain_cayley_neumann_2(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     K = (A - A.mT) / 2
-    A = K + (A - K).detach()  # the closed form's gradient is the one along skew matrices, too
-    A2 = A @ A
-    return _cubic(A, A2, A @ A2)
+    return _cubic(K + (A - K).detach(), matmul_dtype)  # the closed form's gradient is the one along skew matrices, too
 
 
 _cayley_neumann_2 = closed_form(_CayleyNeumann2, _plain_cayley_neumann_2)
 
 
-def cayley_neumann_rounded(A: Tensor, dtype: torch.dtype) -> Tensor:
-    """``cayley_neumann(A).to(dtype)`` for a dtype narrower than A's, with products in it.
-
-    They make the terms A² and A³ alone, whose rounding is smaller than that of 2A, which R comes to in the end, by ‖A‖.
-    """
-    with torch.autocast(A.device.type, enabled=False):
-        low = A.to(dtype)
-        A2 = low @ low
-        return _cubic(A, A2, low @ A2).to(dtype)
-
-
-def _cubic(A: Tensor, A2: Tensor, A3: Tensor) -> Tensor:
-    """I + 2A + 2A² + A³ in A's dtype."""
+def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
+    """I + 2A + 2A² + A³ in A's dtype, with products in another."""
+    low = A.to(matmul_dtype)
+    A2 = low @ low
     half = A + A2
     half.diagonal(dim1=-2, dim2=-1).add_(0.5)
     # Not in place: compiled by torch 2.11, a forward that returns a tensor which it changed in place, in any Function, passes
     # on a gradient of zeros, without a word.
-    return torch.add(A3, half, alpha=2)
-
-
-def cayley_neumann_gradient(A: Tensor, grad_R: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Ā from R̄ for R = cayley_neumann(A, terms), A skew: the gradient along skew matrices is its skew part.
-
-    With ``dtype`` and two terms the products are in it: they make what is smaller than the rest by ‖A‖.
-    """
-    with full_precision(A.device):
-        if terms == 2:
-            # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
-            # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
-            low = A if dtype is None else A.to(dtype)
-            transposed = grad_R.mT.contiguous()
-            twice_K = grad_R - transposed
-            P = (low @ twice_K.to(low.dtype)).to(A.dtype)
-            inner = torch.add(P, P.mT, alpha=0.5).sub_(grad_R, alpha=2).sub_(transposed, alpha=2)
-            twice_Z = (low @ inner.to(low.dtype)).to(A.dtype)
-            return twice_K.add_(twice_Z, alpha=0.5).sub_(twice_Z.mT, alpha=0.5)
-        # R = S_k + A S_k with S_1 = I + A, S_j = I + A S_(j-1).
-        eye = identity_like(A)
-        sums = [eye + A]
-        for _ in range(terms - 1):
-            sums.append(eye + A @ sums[-1])
-        grad_A, grad_S = grad_R @ sums[-1].mT, grad_R + A.mT @ grad_R
-        for S in reversed(sums[:-1]):
-            grad_A, grad_S = grad_A + grad_S @ S.mT, A.mT @ grad_S
-        return grad_A + grad_S
-
-
-def cayley_gradient(A: Tensor, grad_C: Tensor) -> Tensor:
-    """Ā from C̄ for C = cayley(A), A skew, at least float32: (I - A)⁻ᵀ C̄ (I + C)ᵀ, as dC = (I - A)⁻¹ dA (I + C)."""
-    with full_precision(A.device):
-        W = A.to(_solve_dtype(A))
-        eye = identity_like(W)
-        C = _solve(eye - W, eye + W)
-        return _solve((eye - W).mT, grad_C.to(W.dtype) @ (eye + C).mT).to(A.dtype)
+    return torch.add(low @ A2, half, alpha=2)
 
 
 def _solve_dtype(A: Tensor) -> torch.dtype:

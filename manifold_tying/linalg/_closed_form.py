@@ -7,12 +7,13 @@ formula, made of operations that torch differentiates, so that every derivative 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from manifold_tying.linalg._basics import full_precision
 
@@ -41,6 +42,32 @@ def closed_form(
 
     def call(*args: Any) -> Any:
         return plain(*args) if is_transformed() else function.apply(*args)
+
+    return call
+
+
+def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``plain`` that keeps nothing but its arguments, and runs again in the backward, in full precision.
+
+    Compiled code takes torch's checkpoint, whose backward only runs again what a gradient needs.
+    """
+
+    class Recomputed(Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            save(ctx, args)
+            return plain(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+            return _differentiated(plain, ctx, gradients)
+
+    def call(*args: Any) -> Tensor:
+        if is_transformed() or not torch.is_grad_enabled():
+            return plain(*args)
+        if torch.compiler.is_compiling():
+            return cast(Tensor, checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False))
+        return cast(Tensor, Recomputed.apply(*args))
 
     return call
 

@@ -1,18 +1,17 @@
 """POET's one clock: merging, resetting moments, clipping after a merge."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from manifold_tying import linalg
 from manifold_tying.optim.optimizer import RiemannianOptimizer
+from manifold_tying.poet import check_drift, equivalences, merge_all
 
 _START_FROM_ZEROS = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
-WATCHES = 4  # times between merges that the norm of the skew matrices is looked at: it costs a few products of a vector
+WATCHES = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
 
 
 class MergeSchedule:
@@ -66,7 +65,7 @@ class MergeSchedule:
         self.relax_until = relax_until
         self.steps = 0
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        found = list(_equivalences(model))
+        found = equivalences(model)
         if not found:
             raise ValueError("the model has no equivalence to merge; call equivalence or equivalence_ on it first")
         if not any(stored.requires_grad for _, _, stored in found):
@@ -80,13 +79,15 @@ class MergeSchedule:
         merges = self.steps % self.every == 0
         if merges or self.steps % -(-self.every // WATCHES) == 0:
             linalg.reshard(self.model)
-            found = list(_equivalences(self.model))
+            found = equivalences(self.model)
             if not found:
                 raise ValueError("the model has no equivalence any more; stop stepping the schedule after materialize")
-            kind = type(found[0][1])
-            (kind.fold_all if merges else kind.watch_all)(found)
-            for _, _, stored in found if merges else ():
-                self._forget(stored)
+            if merges:
+                merge_all(found)
+                for _, _, stored in found:
+                    self._forget(stored)
+            else:
+                check_drift(found)
         return merges
 
     def clip(self, norm: float) -> float:
@@ -98,9 +99,7 @@ class MergeSchedule:
 
     def _forget(self, stored: Tensor) -> None:
         """Put the optimizer's state of a parameter back to what it was at the start."""
-        if isinstance(
-            self.optimizer, _START_FROM_ZEROS
-        ):  # in place: a captured or compiled step holds on to the tensors
+        if isinstance(self.optimizer, _START_FROM_ZEROS):  # in place: a captured or compiled step holds these tensors
             for value in self.optimizer.state.get(stored, {}).values():
                 value.zero_()
         else:
@@ -113,14 +112,3 @@ class MergeSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the clock."""
         self.steps = int(state["steps"])
-
-
-def _equivalences(model: nn.Module) -> Iterator[tuple[str, Any, Tensor]]:
-    """(full name, parametrization, stored vector) of whatever can be folded; found as param_groups finds manifolds."""
-    for path, module in model.named_modules():
-        if isinstance(module, parametrize.ParametrizationList) and hasattr(module[0], "fold_all"):
-            yield (
-                path.replace("parametrizations.", ""),
-                module[0],
-                dict(module.named_parameters(recurse=False))["original"],
-            )

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from manifold_tying.optim.merge import MergeSchedule
-from manifold_tying.parametrizations import keep_plain_weights
+from manifold_tying.poet import keep_plain_weights
 
 
 class MergeCallback(TrainerCallback):

@@ -1,24 +1,18 @@
 """Constraints on the weights of any layer, registered through torch.nn.utils.parametrize."""
 
-from manifold_tying.parametrizations._adapter import load_adapter as load_adapter
-from manifold_tying.parametrizations._adapter import save_adapter as save_adapter
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import mark_point as mark_point
-from manifold_tying.parametrizations._equivalence import Equivalence as Equivalence
-from manifold_tying.parametrizations._equivalence import equivalences as equivalences
-from manifold_tying.parametrizations._equivalence_layer import equivalence as equivalence
-from manifold_tying.parametrizations._equivalence_model import equivalence_ as equivalence_
-from manifold_tying.parametrizations._equivalence_options import Init as Init
-from manifold_tying.parametrizations._equivalence_options import Scheme as Scheme
-from manifold_tying.parametrizations._merge import merge as merge
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
-from manifold_tying.parametrizations._plain_weights import keep_plain_weights as keep_plain_weights
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import materialize as materialize
@@ -26,3 +20,34 @@ from manifold_tying.parametrizations._register import orthogonal as orthogonal
 from manifold_tying.parametrizations._register import parametrized as parametrized
 from manifold_tying.parametrizations._register import spd as spd
 from manifold_tying.parametrizations._register import stiefel as stiefel
+
+if _TYPE_CHECKING:
+    from manifold_tying.poet import Equivalence as Equivalence
+    from manifold_tying.poet import Init as Init
+    from manifold_tying.poet import Scheme as Scheme
+    from manifold_tying.poet import equivalence as equivalence
+    from manifold_tying.poet import equivalence_ as equivalence_
+    from manifold_tying.poet import equivalences as equivalences
+    from manifold_tying.poet import keep_plain_weights as keep_plain_weights
+    from manifold_tying.poet import load_adapter as load_adapter
+    from manifold_tying.poet import merge as merge
+    from manifold_tying.poet import save_adapter as save_adapter
+
+_OF_POET = (
+    *("Equivalence", "Init", "Scheme", "equivalence", "equivalence_", "equivalences"),
+    *("keep_plain_weights", "load_adapter", "merge", "save_adapter"),
+)
+__all__ = [*(name for name in globals() if not name.startswith("_")), *_OF_POET]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _OF_POET:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported when first asked for, since POET's equivalence is itself one of these constraints.
+    found = getattr(_importlib.import_module("manifold_tying.poet"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,16 +14,14 @@ from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
 from manifold_tying.parametrizations import (
     CayleyFactor,
     CholeskySPD,
-    Equivalence,
     OnStiefel,
     OrthonormalFactor,
     constraints,
-    equivalence,
     materialize,
-    merge,
     parametrized,
     spd,
 )
+from manifold_tying.poet import Equivalence, equivalence, merge
 from manifold_tying.testing._assertions import (
     assert_interface_consistent,
     assert_orthonormal,

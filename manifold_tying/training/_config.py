@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from manifold_tying.manifolds import Retraction, check_retraction
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.parametrizations import CholeskyFactor, Diagonal, Init
-from manifold_tying.parametrizations._equivalence_options import check_options
+from manifold_tying.parametrizations import CholeskyFactor, Diagonal
+from manifold_tying.poet.spec import Init, check_options
 from manifold_tying.training._hugging_face_shape import read_shape
 from manifold_tying.training._machine import check_device
 from manifold_tying.tying.huggingface._convert import Start

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._spectrum import entropy_of
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.parametrizations import equivalences
-from manifold_tying.parametrizations._blocks import Side, rotated_columns, rotated_rows
+from manifold_tying.poet import equivalences
+from manifold_tying.poet.rotation import Side, rotated_columns, rotated_rows
 from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training._processes import gathered
 
@@ -101,7 +101,7 @@ class Probes:
     def _look_at_errors(self) -> None:
         for place, name in enumerate(self._equivalences):
             for side, (blocks, _), n in zip(range(2), self._sides(name), self._shape(name), strict=True):
-                squares = [(G.shape[-1] * diagnostics.orthogonality_error(G) ** 2).sum() for G in blocks if G.numel()]
+                squares = [(G.shape[-1] * diagnostics.orthogonality_error(G) ** 2).sum() for G in blocks]
                 error = (sum(squares, torch.zeros(())) / n).sqrt()
                 self._errors[place, side] = max(self._errors[place, side].item(), error.item())
 
@@ -155,8 +155,8 @@ class _Turned:
 
 def _turned(side: Side) -> Tensor:
     """The dimensions that rotate: all but a last block of one, which is the identity."""
-    (_, ragged), order = side
-    return order[:-1] if ragged.shape[-1] == 1 else order
+    blocks, order = side
+    return order[: sum(G.shape[-3] * G.shape[-1] for G in blocks)]
 
 
 def _spectrum(weight: Tensor) -> dict[str, Any]:

@@ -14,19 +14,22 @@ ALLOWED = {
     "_transformers": set(),
     "linalg": set(),
     "manifolds": {"linalg", "_geoopt"},
-    "parametrizations": {"linalg", "manifolds", "_geoopt", "_json"},
+    "parametrizations": {"linalg", "manifolds", "_geoopt"},
+    "poet": {"linalg", "parametrizations", "_json"},
     "tying": {"linalg", "manifolds", "parametrizations", "_json", "_transformers"},
     "models": {"linalg", "manifolds", "parametrizations", "tying"},
-    "optim": {"linalg", "manifolds", "parametrizations", "_extra", "_geoopt"},
+    "optim": {"linalg", "manifolds", "parametrizations", "poet", "_extra", "_geoopt"},
     "recipe": {"optim", "tying"},
     "diagnostics": {"linalg", "tying", "_json"},
-    "testing": {"linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
+    "testing": {"linalg", "manifolds", "parametrizations", "poet", "tying", "optim", "_extra"},
     "training": {
-        *("linalg", "manifolds", "parametrizations", "tying", "models", "optim", "recipe", "diagnostics"),
+        *("linalg", "manifolds", "parametrizations", "poet", "tying", "models", "optim", "recipe", "diagnostics"),
         *("_json", "_extra", "_transformers"),
     },
     "cli": {"training", "_extra"},
 }
+# The names of a layer above, imported when they are first asked for.
+LAZY = {"manifold_tying/parametrizations/__init__.py": {"poet"}}
 
 
 def files(layer: str) -> list[Path]:
@@ -54,7 +57,8 @@ def imported_layers(source: str) -> set[str]:
 def test_imports_go_one_way(layer: str) -> None:
     for file in files(layer):
         used = imported_layers(file.read_text(encoding="utf-8")) - {layer}
-        assert used <= ALLOWED[layer], f"{file} imports {used - ALLOWED[layer]}"
+        allowed = ALLOWED[layer] | LAZY.get(file.relative_to(ROOT).as_posix(), set())
+        assert used <= allowed, f"{file} imports {used - allowed}"
 
 
 def test_the_check_sees_imports() -> None:

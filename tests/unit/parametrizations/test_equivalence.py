@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.parametrizations import Equivalence, _input_centric
-from manifold_tying.parametrizations._equivalence_options import Sizes
-from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._primitive import Primitive
+from manifold_tying.parametrizations import Equivalence
+from manifold_tying.poet import linear
+from manifold_tying.poet.linear import poet_linear, prefers_input_centric
+from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
 
@@ -111,8 +112,8 @@ def dense_sides(module: nn.Module, vector: Tensor, name: str = "weight") -> tupl
 
     size_R = pairs(part.out_order, b_R)
     assert len(vector) == size_R + pairs(part.in_order, b_P)
-    R = dense_factor(vector[:size_R], part.out_order, m, b_R, part.terms)
-    P = dense_factor(vector[size_R:], part.in_order, n, b_P, part.terms)
+    R = dense_factor(vector[:size_R], part.out_order, m, b_R, part.spec.terms)
+    P = dense_factor(vector[size_R:], part.in_order, n, b_P, part.spec.terms)
     return R, P
 
 
@@ -163,15 +164,13 @@ def test_the_weight_and_its_gradient_are_those_of_the_dense_product(layer: str, 
 def test_the_linear_layer_and_its_gradients(
     scheme: str, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_input_centric, "_FEWEST_ROWS", 4)  # ten tokens are processed in blocks of 4, 4 and 2
-    monkeypatch.setattr(_input_centric, "_BLOCK_ENTRIES", 0)
+    monkeypatch.setattr(linear, "_MIN_CHUNK_TOKENS", 4)  # ten tokens are processed in blocks of 4, 4 and 2
+    monkeypatch.setattr(linear, "_CHUNK_ENTRIES", 0)
     module: Any = equivalence(nn.Linear(9, 7, bias=bias), **SCHEMES[scheme]).double()
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    y = equivalence_linear(
-        x, part.ordered_base, vector, part.rotations, part.orders, module.bias, input_centric=input_centric
-    )
+    y = poet_linear(x, part.ordered_base, vector, part.spec, part.perms, module.bias, input_centric=input_centric)
     C = torch.randn_like(y)
     (y * C).sum().backward()
     x2, v2 = x.detach().clone().requires_grad_(), vector.detach().clone().requires_grad_()
@@ -209,8 +208,10 @@ def test_parameter_counts_of_the_papers_table_2(family: str, scheme: Any) -> Non
         layers = [layer for layer in body.modules() if isinstance(layer, nn.Linear)]
         for size, expected in ((size, counts[i]) for (name, size), counts in TABLE_2.items() if name == scheme):
             b, fraction = (int(size), None) if scheme == "block" else (256, size)
-            found = (Sizes.of(layer.out_features, layer.in_features, scheme, b, fraction, None) for layer in layers)
-            assert round(sum(sizes.parameters for sizes in found) / 1e6, 2) == expected
+            found = (
+                RotationSpec.of(layer.out_features, layer.in_features, scheme, b, fraction, None) for layer in layers
+            )
+            assert round(sum(spec.num_params for spec in found) / 1e6, 2) == expected
 
 
 @pytest.mark.parametrize("scheme", ["block", "full"])
@@ -218,7 +219,7 @@ def test_a_share_divides_the_same_budget(scheme: Any) -> None:
     module = equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8, out_share=0.25)
     whole = stored(equivalence(nn.Linear(64, 64), scheme=scheme, block_size=8)).numel()
     assert stored(module).numel() == pytest.approx(whole, rel=0.15)
-    assert constraint(module).sizes.R.size == pytest.approx(0.25 * whole, abs=0.15 * whole)
+    assert constraint(module).spec.R.num_params == pytest.approx(0.25 * whole, abs=0.15 * whole)
 
 
 # ---- the spectrum
@@ -327,7 +328,7 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
 
     assert orders(1, 2) == orders(1, 2)
     assert len({orders(seed, merges) for seed in (1, 2, None, None) for merges in range(3)}) == 12
-    assert Primitive(9, 3, 3).draw_order(7, 0, "out").tolist() == [2, 5, 4]  # fixed for all processes and runs
+    assert BlockSpec(9, 3, 3).sample_permutation(7, 0, "out").tolist() == [2, 5, 4]  # fixed for all processes and runs
 
 
 # Of the first block of R and of the last one of P.
@@ -497,6 +498,47 @@ def test_a_large_bias_leaves_the_gradients_in_low_precision(tokens: int) -> None
     assert (gradient - expected).norm() < 0.02 * expected.norm()
 
 
+PRODUCTS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def low_precision_products() -> Iterator[None]:
+    before = PRODUCTS.fp32_precision
+    PRODUCTS.fp32_precision = "bf16"
+    yield
+    PRODUCTS.fp32_precision = before
+
+
+@pytest.mark.usefixtures("low_precision_products")
+@pytest.mark.parametrize("terms", [2, 3, None])
+def test_W_and_the_maps_to_blocks_stay_in_full_precision(terms: int | None) -> None:
+    found: dict[tuple[str, bool], set[str]] = {}
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if (name := func.overloadpacket.__name__.rstrip("_")) in ("mm", "bmm", "baddbmm", "linalg_lu_solve"):
+                of_tokens = any(isinstance(arg, Tensor) and 5 in arg.shape for arg in args)
+                found.setdefault((name, of_tokens), set()).add(PRODUCTS.fp32_precision)
+            return func(*args, **(kwargs or {}))
+
+    layer = equivalence(nn.Linear(144, 144, bias=False), block_size=72, terms=terms)
+    turn(layer)
+    x = torch.randn(5, 144, requires_grad=True)
+    part, vector = constraint(layer), stored(layer)
+    for input_centric in (True, False):
+        found.clear()
+        with Record():
+            W0, spec, perms = part.ordered_base, part.spec, part.perms
+            poet_linear(x, W0, vector, spec, perms, input_centric=input_centric).sum().backward()
+        others = {precision for (_, of_tokens), used in found.items() if not of_tokens for precision in used}
+        assert others == {"ieee"}
+        assert found["mm", True] == {"bf16"}  # those with x are as nn.Linear's
+    found.clear()
+    with Record():
+        layer.weight.sum().backward()
+    assert {precision for used in found.values() for precision in used} == {"ieee"}
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     layer = equivalence(nn.Linear(8, 8), block_size=4)
     for x, got in (
@@ -555,9 +597,9 @@ def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
     cases: Any = itertools.product(((8, 4), (2048, 32)), ("block", "full"), (False, True))
     for (tokens, b), scheme, low in cases:
         module = equivalence(nn.Linear(64, 64, bias=False), scheme=scheme, block_size=b)
-        assert constraint(module).sizes.R.block == b
-        sizes = constraint(module).sizes
-        input_centric = prefers_input_centric(tokens, sizes.R, sizes.P, low_precision=low)
+        spec = constraint(module).spec
+        assert spec.R.block == b
+        input_centric = prefers_input_centric(tokens, spec, low_precision=low)
         assert input_centric == (tokens == 8)
         activations = tokens * 64 * (2 if input_centric else 1)
         assert kept(module, tokens, low) <= activations + 3 * (2 * 64 * b)

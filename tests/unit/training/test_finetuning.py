@@ -16,7 +16,7 @@ from torch import nn
 import manifold_tying as mt
 from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 from manifold_tying.tying import TransposeTying
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def test_one_side_rotates_in_the_blocks_asked_for(pretrained: Any) -> None:
     for sides in ("in", "out", "both"):
         one = mt.equivalence(copy.deepcopy(layer), block_size=8, sides=sides)
         ((_, part, stored),) = equivalences(one)
-        found[sides] = (stored.numel(), part.sizes.R.covered, part.sizes.P.covered)
+        found[sides] = (stored.numel(), part.spec.R.num_rotated, part.spec.P.num_rotated)
     assert found == {"in": (n * 7 // 2, 0, n), "out": (m * 7 // 2, m, 0), "both": ((m + n) * 7 // 2, m, n)}
     with pytest.raises(ValueError, match="unknown sides 'left'; choose one of both, in, out"):
         mt.equivalence(copy.deepcopy(layer), sides=cast(Any, "left"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import manifold_tying as mt
 from manifold_tying.optim import MergeCallback
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 
 
 def rotating(**options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from training_runs import SHAPE, config, lines, text
 
 from manifold_tying import diagnostics
-from manifold_tying.parametrizations import equivalences
+from manifold_tying.poet import equivalences
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, checkpoints, train
 from manifold_tying.training._build import build_merges, build_model, build_optimizer
 from manifold_tying.training._probes import Probes

@@ -7,27 +7,23 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import linalg
-from manifold_tying.parametrizations._blocks import Side
 from manifold_tying.parametrizations._constraint import Constraint
-from manifold_tying.parametrizations._equivalence_options import Sizes
-from manifold_tying.parametrizations._equivalent_linear import equivalence_linear, prefers_input_centric
-from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._orders import Orders
 from manifold_tying.parametrizations._register import constraints, parametrized
-from manifold_tying.parametrizations._rotations import Rotations
-from manifold_tying.parametrizations._weight_centric import equivalent_weight, reordered, transformed
+from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
+from manifold_tying.poet.rotation import Side, both_blocks, warn_if_not_orthogonal
+from manifold_tying.poet.spec import Permutations, RotationSpec
 
 
 class Equivalence(Constraint):
-    """W = R W0 P. The stored tensor is the skew vector, R's numbers and then P's, zero where R = P = I.
+    """W = R W0 P. The stored tensor is the skew vector, R's parameters and then P's, zero where R = P = I.
 
-    In the state dict, besides: ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order``
-    (the rows and columns that rotate), ``seed`` and ``merges`` (what the next orders are drawn from), ``form`` (what a state
-    dict has to agree in: block size and dimensions that rotate of R and P, terms or 0).
+    The state dict also has ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order`` (the rows
+    and columns that rotate), ``seed`` and ``merges`` (which determine the next permutations), and ``form`` (block size and
+    number of rotating dimensions of R and P, terms or 0), which must agree with the layer's.
 
-    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate; so
-    activations are gathered on their way in and out and not in between.
+    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate. So
+    activations are permuted on their way in and out, and not in between.
     """
 
     ordered_base: Tensor
@@ -37,12 +33,10 @@ class Equivalence(Constraint):
     merges: Tensor
     form: Tensor
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, sizes: Sizes, terms: int | None, seed: int, like: Tensor):
+    def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
         super().__init__(dtype)
         self.layout = layout
-        self.sizes = sizes
-        self.terms = terms
-        self.rotations = Rotations(sizes.R, sizes.P, terms)
+        self.spec = spec
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
         out_order, in_order = self._draw(seed, 0)
@@ -57,24 +51,22 @@ class Equivalence(Constraint):
 
     @property
     def _form(self) -> list[int]:
-        R, P = self.sizes.R, self.sizes.P
-        return [R.block, R.covered, P.block, P.covered, self.terms or 0]
+        R, P = self.spec.R, self.spec.P
+        return [R.block, R.num_rotated, P.block, P.num_rotated, self.spec.terms or 0]
 
     @property
-    def orders(self) -> Orders:
-        """In which W's rows and columns rotate."""
-        return Orders.of(self.out_order, self.sizes.R.n, self.in_order, self.sizes.P.n)
+    def perms(self) -> Permutations:
+        """The order in which W's rows and columns rotate."""
+        return Permutations.of(self.out_order, self.in_order, self.spec)
 
     @property
     def base(self) -> Tensor:
         """W0 as the layer has it, a copy."""
-        orders = self.orders
-        return reordered(self.ordered_base, orders.rows_back, orders.columns_back).view(self.layout.shape)
+        return arrange_back(self.ordered_base, self.perms).view(self.layout.shape)
 
-    def _reorder(self, base: Tensor) -> Tensor:
+    def _arranged(self, base: Tensor) -> Tensor:
         """W0 of the layer's shape as a matrix in the order in which it rotates."""
-        rows, columns, *_ = self.orders
-        return reordered(base.reshape(self.layout.matrix_shape), rows, columns)
+        return arrange(base.reshape(self.layout.matrix_shape), self.perms)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -100,16 +92,16 @@ class Equivalence(Constraint):
             if strict:
                 missing_keys.append(key)
             if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
-                base = self.base  # which stays, in those orders
+                base = self.base  # stays as it is, and rotates in the loaded order
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if base is not None and assign:
-            self.ordered_base = self._reorder(base.detach())
+            self.ordered_base = self._arranged(base.detach())
         elif base is not None:
-            self.ordered_base.copy_(self._reorder(base.detach().to(self.ordered_base.device)))
+            self.ordered_base.copy_(self._arranged(base.detach().to(self.ordered_base.device)))
 
     def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded, "" where it can."""
-        # The sizes of all tensors may agree where the blocks do not: that would be another weight, without a word.
+        # All shapes may agree where the blocks do not, and then the weight would silently be another one.
         if form is not None and linalg.has_values(form) and form.tolist() != self._form:
             return (
                 f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
@@ -124,32 +116,29 @@ class Equivalence(Constraint):
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """The blocks and orders of R and P; not differentiated."""
         with torch.no_grad():
-            R, P = self.rotations.blocks(self.rotations.skews(stored))
+            R, P = both_blocks(self.spec, stored)
         return (R, self.out_order), (P, self.in_order)
 
     def forward(self, stored: Tensor) -> Tensor:
-        W = equivalent_weight(self.ordered_base, stored, self.rotations, self.orders)
+        W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         return W.view(self.layout.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias, by whichever of the two formulations takes less; x (..., n) in the layer's dtype, or under autocast."""
+        """x Wᵀ + bias by the cheaper formulation; x (..., n) in the layer's dtype, or under autocast."""
         dtype = linalg.product_dtype(x)
         autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
-        if x.ndim < 1 or x.shape[-1] != self.sizes.P.n or not (autocast or dtype == self.like.dtype):
+        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.like.dtype):
             raise ValueError(
-                f"expected inputs (..., {self.sizes.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
+                f"expected inputs (..., {self.spec.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         tokens = x.numel() // x.shape[-1]
         input_centric = prefers_input_centric(
             tokens,
-            self.sizes.R,
-            self.sizes.P,
+            self.spec,
             training=torch.is_grad_enabled() and stored.requires_grad,
             low_precision=dtype.itemsize < stored.dtype.itemsize,
         )
-        return equivalence_linear(
-            x, self.ordered_base, stored, self.rotations, self.orders, bias, input_centric=input_centric
-        )
+        return poet_linear(x, self.ordered_base, stored, self.spec, self.perms, bias, input_centric=input_centric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The weight becomes the base, R and P the identity."""
@@ -157,53 +146,36 @@ class Equivalence(Constraint):
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
         if linalg.has_values(weight):
             linalg.check_finite(weight)
-        self.ordered_base.copy_(self._reorder(weight))
+        self.ordered_base.copy_(self._arranged(weight))
         dtype = linalg.working_dtype(self.ordered_base.dtype)
-        return torch.zeros(*self.layout.matrix_shape[:-2], self.sizes.parameters, dtype=dtype, device=weight.device)
+        return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
-    def fold(self, stored: Tensor) -> None:
-        """W0 <- R W0 P, the stored vector <- 0 in place, the orders <- the next ones."""
-        blocks = self.rotations.blocks(self.rotations.skews(stored))
-        W = transformed(self.ordered_base, *blocks, self.orders)
+    def merge_(self, stored: Tensor) -> None:
+        """W0 <- R W0 P, the stored vector <- 0 in place, the permutations <- the next ones."""
+        W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         stored.zero_()
         self.merges += 1
-        self.rearrange(W, *self._draw(int(self.seed), int(self.merges)))
+        self.set_permutations(W, *self._draw(int(self.seed), int(self.merges)))
 
     @torch.no_grad()
-    def rearrange(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
-        """Take base as W0, and rotate other dimensions."""
+    def set_permutations(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
+        """Take base, in the layer's order, as W0, and rotate other dimensions."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
-        self.ordered_base.copy_(self._reorder(base))
-
-    @staticmethod
-    def fold_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
-        """:meth:`fold` each of (full name, equivalence, stored vector), warning of the worst where one had left the manifold.
-
-        The one way to merge, for :func:`merge` and for the optimizer's schedule, which finds it without importing it.
-        """
-        # Vectors that are sharded are gathered; W0 is everywhere, and each process folds them into its own alike.
-        vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
-        if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
-            raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
-        check_norm(vectors)
-        for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
-            part.fold(vector)
-            linalg.local(stored.detach()).zero_()
-            stored.grad = None
+        self.ordered_base.copy_(self._arranged(base))
 
     @staticmethod
     def watch_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
-        """Warn of the worst, where one is about to leave the manifold."""
-        check_norm(found)
+        check_drift(found)
 
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
-        return self.sizes.R.draw_order(seed, count, "out"), self.sizes.P.draw_order(seed, count, "in")
+        return self.spec.R.sample_permutation(seed, count, "out"), self.spec.P.sample_permutation(seed, count, "in")
 
     def extra_repr(self) -> str:
-        R, P = self.sizes.R, self.sizes.P
-        return f"rows={R.covered}/{R.n} by {R.block}, columns={P.covered}/{P.n} by {P.block}, terms={self.terms}"
+        R, P = self.spec.R, self.spec.P
+        rows, columns = f"{R.num_rotated}/{R.n} by {R.block}", f"{P.num_rotated}/{P.n} by {P.block}"
+        return f"rows={rows}, columns={columns}, terms={self.spec.terms}"
 
 
 def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
@@ -213,3 +185,25 @@ def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
         parts = parametrized(owner)[name]
         found += [(path, part, parts.original) for part in parts if isinstance(part, Equivalence)]
     return found
+
+
+Found = Sequence[tuple[str, Equivalence, Tensor]]
+"""(full name, constraint, stored vector), as :func:`equivalences` finds them."""
+
+
+def merge_all(found: Found) -> None:
+    """Merge each, or none where a vector is not finite; warn about the worst where one is not orthogonal to 1e-3."""
+    # Sharded vectors are gathered. Every rank has all of W0 and merges it in the same way.
+    vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
+    if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
+        raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
+    check_drift(vectors)
+    for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
+        part.merge_(vector)
+        linalg.local(stored.detach()).zero_()
+        stored.grad = None
+
+
+def check_drift(found: Found) -> None:
+    """Warn about the one whose R and P are furthest from orthogonal, if by more than 1e-3."""
+    warn_if_not_orthogonal([(path, part.spec, stored) for path, part, stored in found])

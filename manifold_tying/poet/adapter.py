@@ -1,4 +1,4 @@
-"""Skew vectors alone as a file: what finetuning by orthogonal equivalence learned, for the model that it started from."""
+"""Skew vectors as a file: what finetuning by orthogonal equivalence learned, for the model that it started from."""
 
 import hashlib
 import json
@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying._json import NotJSON, parsed
-from manifold_tying.parametrizations._equivalence import Equivalence, equivalences
-from manifold_tying.parametrizations._equivalence_layer import register_equivalence
-from manifold_tying.parametrizations._equivalence_options import Sizes, check_seed, check_terms
-from manifold_tying.parametrizations._guard import check_norm
 from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
-from manifold_tying.parametrizations._plain_weights import keep_plain_weights
-from manifold_tying.parametrizations._primitive import Primitive
+from manifold_tying.poet.apply import keep_plain_weights, register_equivalence
+from manifold_tying.poet.parametrization import Equivalence, check_drift, equivalences
+from manifold_tying.poet.spec import BlockSpec, RotationSpec, check_seed, check_terms
 
 M = TypeVar("M", bound=nn.Module)
 _FORMAT = "manifold-tying equivalence adapter 1"
@@ -44,17 +41,17 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         raise ValueError(
             f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the whole model"
         )
-    check_norm(found)
+    check_drift(found)
     tensors: dict[str, Tensor] = {}
     described = {}
     for name, part, stored in found:
-        values = (stored, part.out_order, part.in_order)
-        tensors |= {
-            f"{name}.{key}": value.detach().cpu().contiguous() for key, value in zip(_PARTS, values, strict=True)
-        }
+        for key, value in zip(_PARTS, (stored, part.out_order, part.in_order), strict=True):
+            tensors[f"{name}.{key}"] = value.detach().cpu().contiguous()
+        R, P = part.spec.R, part.spec.P
         described[name] = {
-            "rows": _numbers(part.sizes.R), "columns": _numbers(part.sizes.P), "terms": part.terms, "seed": int(part.seed),
-            "shape": list(part.layout.shape), **dict(zip(_DIGESTS, _digests(part.base), strict=True)),
+            "rows": [R.n, R.block, R.num_rotated], "columns": [P.n, P.block, P.num_rotated], "terms": part.spec.terms,
+            "seed": int(part.seed), "shape": list(part.layout.shape),
+            **dict(zip(_DIGESTS, _digests(part.base), strict=True)),
         }  # fmt: skip
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
     final = Path(path)
@@ -89,52 +86,52 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
     try:
         described: dict[str, Any] = parsed(metadata["equivalences"])
-        changes = [_Change.planned(_unwrapped(model), name, values, tensors) for name, values in described.items()]
+        entries = [Entry.parse(_unwrapped(model), name, values, tensors) for name, values in described.items()]
     except (KeyError, TypeError, AttributeError, NotJSON) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
-    if not changes or len(tensors) != len(_PARTS) * len(changes):
-        raise ValueError(f"{path} is damaged: it describes {len(changes)} weights and has {len(tensors)} tensors")
-    if len({change.weight for change in changes}) != len(changes):
+    if not entries or len(tensors) != len(_PARTS) * len(entries):
+        raise ValueError(f"{path} is damaged: it describes {len(entries)} weights and has {len(tensors)} tensors")
+    if len({entry.weight for entry in entries}) != len(entries):
         raise ValueError(
             f"{path} rotates one tensor of this model twice; load it on a model whose weights are not tied"
         )
-    check_norm([change.make() for change in changes])
+    check_drift([entry.apply_() for entry in entries])
     keep_plain_weights(_unwrapped(model))
     return model
 
 
 @dataclass(frozen=True)
-class _Change:
+class Entry:
     """One weight's part of an adapter, checked against the model."""
 
     path: str
     owner: nn.Module
     name: str
     layout: Layout | None
-    """None where the equivalence is there already."""
-    sizes: Sizes
-    terms: int | None
+    """None where the model has the equivalence already."""
+    spec: RotationSpec
     seed: int
     values: tuple[Tensor, ...]
 
     @classmethod
-    def planned(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "_Change":
+    def parse(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "Entry":
+        """ValueError where the description, the tensors and the model's weight do not fit together."""
         prefix, _, name = path.rpartition(".")
         owner = {_plain_name(own): module for own, module in model.named_modules()}.get(prefix)
         if owner is None:
             raise ValueError(f"the adapter is for {path!r}, which this model does not have")
         try:
-            sizes = Sizes(Primitive(*described["rows"]), Primitive(*described["columns"]))
             check_terms(described["terms"])
+            spec = RotationSpec(BlockSpec(*described["rows"]), BlockSpec(*described["columns"]), described["terms"])
             check_seed(described["seed"])
         except ValueError as error:
             raise ValueError(f"the adapter's description of {path} is damaged: {error}; take another copy") from error
-        there = {own: part for own, part, _ in equivalences(owner) if own == name}.get(name)
-        if there is None:
+        present = _equivalence_of(owner, name)
+        if present is None:
             layout, base = Layout.of(owner, name), getattr(owner, name)
         else:
-            layout, base = None, there.base
-            if (there.sizes, there.terms, int(there.merges)) != (sizes, described["terms"], 0):
+            layout, base = None, present[0].base
+            if (present[0].spec, int(present[0].merges)) != (spec, 0):
                 raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
         known = {described["base"], described.get("base_float16", described["base"])}
         if list(base.shape) != described["shape"] or known.isdisjoint(_digests(base)):
@@ -144,41 +141,45 @@ class _Change:
             )
         skew, *orders = (tensors[f"{path}.{key}"] for key in _PARTS)
         matrix = Layout(base.shape, flatten=isinstance(owner, CONVOLUTIONS)).matrix_shape
-        whole = (sizes.R.n, sizes.P.n) == matrix[-2:] and skew.shape == (*matrix[:-2], sizes.parameters)
-        orders_fit = whole and all(
-            order.dtype == torch.int64
-            and order.shape == (side.covered,)
-            and len(order.unique()) == side.covered
-            and _within(order, side.n)
-            for order, side in zip(orders, (sizes.R, sizes.P), strict=True)
-        )
-        if not (whole and orders_fit and skew.is_floating_point() and skew.isfinite().all()):
+        if not (
+            (spec.R.n, spec.P.n) == matrix[-2:]
+            and skew.shape == (*matrix[:-2], spec.num_params)
+            and skew.is_floating_point()
+            and skew.isfinite().all()
+            and all(_fits(order, side) for order, side in zip(orders, (spec.R, spec.P), strict=True))
+        ):
             raise ValueError(f"the adapter's numbers for {path} are damaged; take another copy of the file")
-        return cls(path, owner, name, layout, sizes, described["terms"], described["seed"], (skew, *orders))
+        return cls(path, owner, name, layout, spec, described["seed"], (skew, *orders))
 
     @property
     def weight(self) -> int:
-        """Which tensor of the model this changes."""
+        """Identifies the tensor of the model that this changes."""
         return id(self.owner if self.layout is None else self.owner._parameters[self.name])
 
     @torch.no_grad()
-    def make(self) -> tuple[str, Equivalence, Tensor]:
+    def apply_(self) -> tuple[str, Equivalence, Tensor]:
+        """Put the equivalence on the weight where it is missing, and set its values."""
         if self.layout is not None:
-            register_equivalence(self.owner, self.name, self.layout, self.sizes, self.terms, self.seed)
-        (part, stored) = next((part, stored) for own, part, stored in equivalences(self.owner) if own == self.name)
+            register_equivalence(self.owner, self.name, self.layout, self.spec, self.seed)
+        found = _equivalence_of(self.owner, self.name)
+        assert found is not None
+        part, stored = found
         skew, *orders = self.values
         stored.copy_(skew)
-        part.rearrange(part.base, *orders)
+        part.set_permutations(part.base, *orders)
         part.seed.fill_(self.seed)
         return self.path, part, stored.detach()
 
 
-def _numbers(side: Primitive) -> list[int]:
-    return [side.n, side.block, side.covered]
+def _equivalence_of(owner: nn.Module, name: str) -> tuple[Equivalence, Tensor] | None:
+    return next(((part, stored) for own, part, stored in equivalences(owner) if own == name), None)
 
 
-def _within(order: Tensor, n: int) -> bool:
-    return not len(order) or bool(0 <= order.min() and order.max() < n)
+def _fits(order: Tensor, side: BlockSpec) -> bool:
+    """Whether these are different dimensions of a side, as many as rotate."""
+    if order.dtype != torch.int64 or order.shape != (side.num_rotated,):
+        return False
+    return not len(order) or (bool(0 <= order.min() and order.max() < side.n) and len(order.unique()) == len(order))
 
 
 def _digests(base: Tensor) -> tuple[str, str]:

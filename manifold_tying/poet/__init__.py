@@ -1,0 +1,14 @@
+"""Orthogonal equivalence W = R W0 P (POET): W0 stays, the orthogonal R and P are learned and merged into it."""
+
+from manifold_tying.poet.adapter import load_adapter as load_adapter
+from manifold_tying.poet.adapter import save_adapter as save_adapter
+from manifold_tying.poet.apply import equivalence as equivalence
+from manifold_tying.poet.apply import equivalence_ as equivalence_
+from manifold_tying.poet.apply import keep_plain_weights as keep_plain_weights
+from manifold_tying.poet.apply import merge as merge
+from manifold_tying.poet.parametrization import Equivalence as Equivalence
+from manifold_tying.poet.parametrization import check_drift as check_drift
+from manifold_tying.poet.parametrization import equivalences as equivalences
+from manifold_tying.poet.parametrization import merge_all as merge_all
+from manifold_tying.poet.spec import Init as Init
+from manifold_tying.poet.spec import Scheme as Scheme

@@ -1,0 +1,296 @@
+"""Orthogonal equivalence on a layer and on a whole model, merging, and plain weights in a transformers state dict."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList
+
+from manifold_tying import linalg
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._register import constraints, is_ours, parametrized, register
+from manifold_tying.poet.layer_class import share_class
+from manifold_tying.poet.parametrization import Equivalence, equivalences, merge_all
+from manifold_tying.poet.spec import (
+    Init,
+    RotationSpec,
+    Scheme,
+    Sides,
+    check_options,
+    hash_seed,
+    initial_matrix,
+    random_seed,
+)
+
+M = TypeVar("M", bound=nn.Module)
+
+HEAD_NAMES = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
+"""Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
+LORA_NAMES = ("lora_A", "lora_B", "lora_a", "lora_b")
+"""Names of a LoRA's own matrices in peft and torchtune, left alone unless ``include`` names them."""
+
+
+def equivalence(
+    module: M,
+    name: str = "weight",
+    *,
+    scheme: Scheme = "block",
+    block_size: int = 256,
+    fraction: float | None = None,
+    terms: int | None = 2,
+    init: Init = "keep",
+    seed: int | None = None,
+    out_share: float | None = None,
+    sides: Sides = "both",
+) -> M:
+    """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
+
+    The singular values of W are those of W0, as closely as R and P are orthogonal (see ``terms``). R and P start as the
+    identity, so init="keep" changes no bit of the weight, and a linear layer's output only by the rounding of another order
+    of summation. The only parameter is a float32 vector of skew entries (float64 under float64). Any optimizer trains it, and
+    :func:`merge` multiplies it into W0 every few hundred steps; everything else is buffers. An ``nn.Linear`` never keeps a
+    matrix of W's size for the backward. Shapes are as in :func:`stiefel`, but wide matrices are not transposed: R always acts
+    on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer rounds it at every merge, a
+    float32 layer under autocast does not.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        scheme: "block", POET-BS: every dimension rotates, in blocks, the last one smaller where b does not divide; "full",
+            POET-FS: one block of random dimensions, the others stay until the next merge.
+        block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
+        fraction: scheme "full" only, in place of block_size: b = fraction m for R and fraction n for P.
+        terms: of the Neumann series for the Cayley map; None for the exact map. Two terms are orthogonal to ‖A‖⁶: enough where
+            merges and the learning rate keep ‖A‖ below 0.3. Take None for finetuning and wherever the rate is not tuned.
+        init: of W0: "keep"; "normalized", Gaussian with rows of norm 1 (POET's own for pretraining); "uniform-spectrum",
+            Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
+        seed: of the orders and of a random init; drawn from torch's generator when None.
+        out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
+            same block size (or fraction) on both sides. (POET, figure 5.) The number of parameters stays, so a side that
+            takes the other's share gets larger blocks.
+        sides: which sides rotate, in blocks of ``block_size``: "both", "in" (P alone, the inputs: orthogonal finetuning) or
+            "out" (R alone).
+
+    Raises:
+        ValueError: an option out of its range; blocks so small that nothing rotates; ``name`` as for :func:`stiefel`.
+
+    >>> layer = equivalence(nn.Linear(64, 32), block_size=16)
+    >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
+    True
+    """
+    check_options(scheme, block_size, fraction, terms, init, seed, out_share, sides)
+    layout = Layout.of(module, name)
+    weight = getattr(module, name)
+    rows, columns = layout.matrix_shape[-2:]
+    spec = RotationSpec.of(rows, columns, scheme, block_size, fraction, out_share, sides, terms)
+    if not spec.num_params:
+        raise ValueError(
+            f"a matrix of {rows} x {columns} with blocks of {spec.R.block} and {spec.P.block} has nothing to rotate; "
+            "choose a larger block_size, fraction or share, or other sides"
+        )
+    if seed is None:
+        seed = random_seed()
+    start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
+    device, dtype = weight.device, weight.dtype
+    register_equivalence(module, name, layout, spec, seed)
+    if start is not None:
+        setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
+    return module
+
+
+def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
+    """Put the constraint on ``module.name``, whose weight becomes W0, and give nn.Linear the forward that goes with it."""
+    weight = getattr(module, name)
+    part = Equivalence(layout, weight.dtype, spec, seed, weight)
+    register(module, name, part)
+    if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        share_class(module, _linear_forward)
+    return part
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """nn.Linear's forward under an equivalence, and nn.Linear's own where the weight has more or other parametrizations."""
+    lists = cast(Any, self).parametrizations
+    parts: Any = lists["weight"] if "weight" in lists else []
+    if len(parts) == 1 and isinstance(parts[0], Equivalence):
+        return parts[0].linear(input, parts.original, self.bias)
+    return nn.Linear.forward(self, input)
+
+
+def equivalence_(
+    model: nn.Module,
+    include: str | Sequence[str] = ("*",),
+    exclude: str | Sequence[str] | None = None,
+    *,
+    verbose: bool = True,
+    **options: Any,
+) -> tuple[list[str], list[str]]:
+    """:func:`equivalence` on the weight of every ``nn.Linear`` that the patterns choose, in place: all or none.
+
+    Each layer draws its blocks, and a random init, from the seed and its full name, so layers differ and all processes and
+    resumed runs agree. Left alone are weights that are constrained already or shared with another module (a tied head), layers
+    in which nothing would rotate (one output, with only R learned), and the two matrices of a LoRA, whose product is the
+    update; include="*.lora_A.*" takes those as well.
+
+    The state dict of a transformers model then holds the plain weights, too, so a stock model loads what ``save_pretrained``
+    and the Trainer write.
+
+    Args:
+        model: changed in place.
+        include: shell patterns of full names, as in ``model.named_modules()``.
+        exclude: patterns of names to leave; None for heads and token interfaces (:data:`HEAD_NAMES`) but those that a
+            pattern of ``include`` names ("lm_head", "*.lm_head"), () for none.
+        verbose: print what was taken and left.
+        options: of :func:`equivalence`.
+
+    Returns:
+        (taken, left): the full names of the linear layers with and without one.
+
+    Raises:
+        ValueError: the model has no ``nn.Linear``, a pattern matches none, an option is wrong, or a layer cannot be taken;
+            nothing is changed.
+
+    >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
+    (['0'], ['2'])
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not linears:
+        raise ValueError(f"the model has no nn.Linear; {_other_matrices(model)}")
+    options = _completed(options)
+    seed = options.pop("seed")
+    include = (include,) if isinstance(include, str) else tuple(include)
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
+    taken = [
+        name
+        for name in _chosen(linears, include, exclude)
+        if not parametrize.is_parametrized(linears[name], "weight")
+        and _owners(model, linears[name].weight) == 1
+        and _rotates(name, linears[name], options)
+    ]
+    left = [name for name in linears if name not in taken]
+    if seed is None:
+        seed = random_seed()
+    for name in taken:
+        equivalence(linears[name], seed=hash_seed(seed, name), **options)
+    keep_plain_weights(model)
+    if verbose:
+        print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
+        print(f"left as they are: {', '.join(left) or 'none'}")
+    return taken, left
+
+
+def _completed(options: dict[str, Any]) -> dict[str, Any]:
+    """All options of :func:`equivalence`; ValueError for wrong ones."""
+    parameters = inspect.signature(equivalence).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if unknown := sorted(set(options) - set(defaults)):
+        raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}")
+    options = {**defaults, **options}
+    check_options(**options)
+    return options
+
+
+def _chosen(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:
+    """The names that the patterns choose; ValueError for a pattern that matches none."""
+    names = list(names)
+    for pattern in (*include, *(exclude or ())):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"pattern {pattern!r} matches no linear layer; there are: {', '.join(map(repr, names))}")
+
+    def takes(name: str) -> bool:
+        patterns = [pattern for pattern in include if fnmatchcase(name, pattern)]
+        if exclude is None:
+            excluded = _has_part(name, HEAD_NAMES) and not any(_has_part(pattern, HEAD_NAMES) for pattern in patterns)
+        else:
+            excluded = any(fnmatchcase(name, pattern) for pattern in exclude)
+        is_lora = _has_part(name, LORA_NAMES) and not any(_has_part(pattern, LORA_NAMES) for pattern in patterns)
+        return bool(patterns) and not excluded and not is_lora
+
+    return [name for name in names if takes(name)]
+
+
+def _has_part(name: str, parts: Sequence[str]) -> bool:
+    """Whether one of the parts stands between dots of a name or pattern."""
+    return any(part.strip("*") in parts for part in name.split("."))
+
+
+def _other_matrices(model: nn.Module) -> str:
+    """Which other layers have a weight for :func:`equivalence`, for instance the Conv1D layers of GPT-2 in transformers."""
+    weights = [(type(module).__name__, module._parameters.get("weight")) for module in model.modules()]
+    kinds = sorted({kind for kind, weight in weights if weight is not None and weight.ndim >= 2})
+    if not kinds:
+        return "there is no weight matrix in it"
+    return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer that is meant"
+
+
+def _owners(model: nn.Module, weight: Tensor) -> int:
+    """How many of the model's modules hold this parameter."""
+    return sum(tensor is weight for module in model.modules() for tensor in module._parameters.values())
+
+
+def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
+    """Whether anything of this layer would rotate; ValueError for one that cannot be constrained."""
+    try:
+        rows, columns = Layout.of(module, "weight").shape
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share", "sides")}
+    return RotationSpec.of(rows, columns, **sizes).num_params > 0
+
+
+def merge(module: nn.Module) -> int:
+    """W0 <- R W0 P for every equivalence at or below ``module``; W stays, and R and P start again with other blocks.
+
+    Computed in float32 (float64 for float64). The parameters stay the same objects and are zeroed in place, and their gradients
+    dropped; an optimizer's moments of them still belong to the old blocks. Warns where R and P were not orthogonal to 1e-3.
+
+    Returns:
+        how many weights were merged.
+
+    >>> from manifold_tying import equivalence
+    >>> layer = equivalence(nn.Linear(8, 8))
+    >>> merge(layer)
+    1
+    """
+    linalg.reshard(module)
+    found = equivalences(module)
+    merge_all(found)
+    return len(found)
+
+
+def keep_plain_weights(model: nn.Module) -> None:
+    """Add every constrained weight to the state dict of a model with ``save_pretrained``, beside its stored tensor.
+
+    A stock transformers model loads that plain weight, and would initialize it at random otherwise. A model with the
+    constraints ignores it. ``equivalence_`` calls this; call it once yourself after constraining single layers.
+    """
+    if hasattr(model, "save_pretrained") and _add not in model._state_dict_hooks.values():
+        model.register_state_dict_post_hook(_add)
+        model.register_load_state_dict_pre_hook(_drop)
+
+
+@torch.no_grad()
+def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    for name, stored, parts in _constrained(model):
+        if f"{prefix}{stored}" in state:
+            weight = linalg.whole(parts.original.detach())
+            for part in parts:
+                weight = part(weight)
+            state[f"{prefix}{name}"] = weight.clone()  # safetensors refuses a tensor of two names
+
+
+def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, stored, _parts in _constrained(model):
+        if f"{prefix}{stored}" in state:
+            state.pop(f"{prefix}{name}", None)
+
+
+def _constrained(model: nn.Module) -> Iterator[tuple[str, str, ParametrizationList]]:
+    """(name of the weight, name of what is stored, constraint) of the layers that a stock model has, too."""
+    for name, owner, own in constraints(model):
+        if not is_ours(owner):
+            yield name, f"{name.removesuffix(own)}parametrizations.{own}.original", parametrized(owner)[own]

@@ -1,0 +1,53 @@
+"""One class for all linear layers under an equivalence, so that code compiled for one block of a model serves the others.
+
+torch gives each parametrized module a class of its own. Dynamo guards on classes, compiles every block again, and gives up at
+the eighth. A layer leaves the shared class when torch is about to change the class for that layer alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from manifold_tying.parametrizations._register import _own_class, parametrized
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def share_class(module: nn.Linear, forward: Callable[..., Tensor]) -> None:
+    """Give a layer whose weight alone is parametrized the class of all such layers, with that forward."""
+    kind: Any = type(module)
+    if set(parametrized(module)) != {"weight"}:
+        kind.forward = forward  # of this layer alone
+        return
+    (layer,) = kind.__bases__
+    if layer not in _classes:
+        _classes[layer] = _shared_class(layer, kind, forward)
+    setattr(module, "__class__", _classes[layer])  # noqa: B010 - mypy
+
+
+class _SharedClass(type):
+    def __delattr__(cls, name: str) -> None:
+        # torch's remove_parametrizations deletes the property of a layer that other layers still need. It may stay, see `get`.
+        if name != "weight" or name not in vars(cls):
+            super().__delattr__(name)
+
+
+def _shared_class(layer: Any, kind: Any, forward: Callable[..., Tensor]) -> Any:
+    """The class that torch made for one module, for several."""
+    weight = kind.weight
+
+    def get(self: Any) -> Any:
+        if "weight" not in self.parametrizations:
+            raise AttributeError("weight")  # nn.Module then looks among its parameters
+        return weight.fget(self)
+
+    def delete(self: Any, name: str) -> None:
+        # torch's register_parametrization takes a tensor off the layer, and then puts a property on its class.
+        if isinstance(type(self), _SharedClass):
+            _own_class(self)
+        layer.__delattr__(self, name)
+
+    own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    own |= {"weight": property(get, weight.fset), "__delattr__": delete, "forward": forward}
+    return _SharedClass(kind.__name__, kind.__bases__, own)

@@ -1,0 +1,299 @@
+"""The linear layer with W = R W0 P: its two formulations, and which of them is cheaper.
+
+W0 has its rows and columns in the order in which they rotate, block after block. There R and P are block-diagonal, and only x
+and the result (or W) are permuted.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from manifold_tying import linalg
+from manifold_tying.poet.rotation import (
+    Blocks,
+    add_block_outer_,
+    block_matmul,
+    block_matmul_into,
+    block_matmul_rows,
+    both_blocks,
+    orthogonal_blocks,
+    permute,
+    permute_into,
+    transposed,
+)
+from manifold_tying.poet.spec import Permutations, RotationSpec
+
+_CHUNK_ENTRIES = 2**21  # of a chunk of tokens: what fits a processor's cache
+_MIN_CHUNK_TOKENS = 1024  # each chunk's product reads all of W0, 180 MB of it in a layer of 11,008 x 4,096
+
+# Operations that take as long as one entry moved, and as one operation in float32 where the others are in bfloat16: fitted to
+# both formulations at 18 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
+_MOVE, _MOVE_LOW, _WIDE = 750, 2700, 12
+
+
+def poet_linear(
+    x: Tensor,
+    W0: Tensor,
+    skew_params: Tensor,
+    spec: RotationSpec,
+    perms: Permutations,
+    bias: Tensor | None = None,
+    *,
+    input_centric: bool,
+) -> Tensor:
+    """x Wᵀ + bias for W = R W0 P: x (..., n), W0 (m, n), bias (m,) to (..., m), in x's dtype (autocast's, where it is on).
+
+    Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ, which never forms W and keeps x and x Pᵀ W0ᵀ for the backward. Weight-centric: W is formed
+    in the skew parameters' dtype, cast to x's, used, and formed again in the backward; it keeps x. Equal to rounding.
+    """
+    x = x.to(linalg.product_dtype(x))
+    is_compiling = torch.compiler.is_compiling()
+    if input_centric:
+        flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
+        y = (_plain_input_centric if is_compiling else _input_centric)(flat, W0, skew_params, spec, perms)
+        y = y.view(*x.shape[:-1], len(W0))
+    else:
+        y = (_recomputed_weight_centric if is_compiling else _weight_centric)(x, W0, skew_params, spec, perms)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def poet_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    """W = R W0 P in the layer's order, W0 (..., m, n), in the skew parameters' dtype; keeps nothing of W's size."""
+    return _weight(W0, skew_params, spec, perms)
+
+
+def arrange(W: Tensor, perms: Permutations) -> Tensor:
+    """A matrix (..., m, n) from the layer's order to that in which it rotates."""
+    W = permute(W, perms.rows, perms.rows_inverse, -2)
+    return permute(W, perms.columns, perms.columns_inverse)
+
+
+def arrange_back(W: Tensor, perms: Permutations) -> Tensor:
+    """The inverse of :func:`arrange`."""
+    W = permute(W, perms.rows_inverse, perms.rows, -2)
+    return permute(W, perms.columns_inverse, perms.columns)
+
+
+# ---- weight-centric
+
+
+def _plain_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    with linalg.full_precision(W0.device):
+        R, P = both_blocks(spec, skew_params)
+        return arrange_back(block_matmul_rows(block_matmul(W0.to(skew_params.dtype), P), R), perms)
+
+
+def _plain_weight_centric(
+    x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
+) -> Tensor:
+    return F.linear(x, _plain_weight(W0, skew_params, spec, perms).to(x.dtype))
+
+
+class _WeightCentric(Function):
+    """Not torch's checkpoint, since autograd would take the gradient's products of W's size in TF32 where that is on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
+    ) -> Tensor:
+        linalg.save(ctx, (x, W0, skew_params, spec, perms))
+        return _plain_weight_centric(x, W0, skew_params, spec, perms)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, W0, skew_params, spec, perms), _ = linalg.saved(ctx)
+        needs_x, _, needs_skew, *_ = ctx.needs_input_grad
+        R, P, pull_back = _blocks_with_gradient(spec, skew_params)
+        grad_x = grad_skew = None
+        with linalg.full_precision(W0.device):
+            W0 = W0.to(skew_params.dtype)
+            M = block_matmul(W0, P)
+            W = arrange_back(block_matmul_rows(M, R), perms).to(grad.dtype) if needs_x else None
+        if W is not None:
+            grad_x = grad @ W
+            del W
+        if needs_skew:
+            of_R, of_P = _zeros(R), _zeros(P)
+            grad_W = grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
+            grad_W = arrange(grad_W.to(M.dtype), perms)
+            with linalg.full_precision(W0.device):
+                add_block_outer_(of_R, grad_W.mT, M.mT)
+                del M
+                add_block_outer_(of_P, W0, block_matmul_rows(grad_W, transposed(R)))
+            grad_skew = pull_back(of_R, of_P)
+        return grad_x, None, grad_skew, None, None
+
+
+# ---- input-centric
+
+
+def _plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    of_R, of_P = spec.split(skew_params)
+    v = F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype))
+    return _rotate_out(v, of_R, spec, perms)
+
+
+@linalg.recomputed
+def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    """x Pᵀ, in the order in which W0's columns lie."""
+    P = orthogonal_blocks(spec.P, of_P, spec.terms, _matmul_dtype(x))
+    return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
+
+
+@linalg.recomputed
+def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    """v Rᵀ, in the layer's order."""
+    R = orthogonal_blocks(spec.R, of_R, spec.terms, _matmul_dtype(v))
+    return permute(block_matmul(v, transposed(R)), perms.rows_inverse, perms.rows)
+
+
+class _InputCentric(Function):
+    """On a CPU a chunk of tokens at a time, whose intermediates stay in the cache."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
+    ) -> Tensor:
+        R, P = (transposed(side) for side in both_blocks(spec, skew_params, _matmul_dtype(x)))
+        W, rotated = W0.to(x.dtype), spec.R.num_rotated
+        m, n = W.shape
+        y, kept = x.new_empty(len(x), m), x.new_empty(len(x), rotated)
+        for t, scratch in _chunks(x, W):
+            u = x[t]
+            if len(perms.columns):
+                permute_into(scratch(0, n), u, perms.columns)
+                block_matmul_into(scratch(1, n), scratch(0, n), P)
+                u = scratch(1, n)
+            if not len(perms.rows):
+                torch.mm(u, W.mT, out=y[t])
+                continue
+            v = torch.mm(u, W.mT, out=kept[t] if rotated == m else scratch(0, m))
+            block_matmul_into(scratch(1, m), v, R)
+            permute_into(y[t], scratch(1, m), perms.rows_inverse)
+            if rotated < m:
+                kept[t] = v[:, :rotated]  # the gradient of R needs no more
+        linalg.save(ctx, (x, W0, skew_params, spec, perms), kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, W0, skew_params, spec, perms), (v,) = linalg.saved(ctx)
+        R, P, pull_back = _blocks_with_gradient(spec, skew_params, _matmul_dtype(x))
+        W, of_R, of_P, grad_x = W0.to(grad.dtype), _zeros(R), _zeros(P), torch.empty_like(x)
+        m, n = W.shape
+        for t, scratch in _chunks(x, W):
+            g = grad[t]
+            if len(perms.rows):
+                permute_into(scratch(0, m), g, perms.rows)
+                add_block_outer_(of_R, scratch(0, m), v[t])
+                block_matmul_into(scratch(1, m), scratch(0, m), R)
+                g = scratch(1, m)
+            if not len(perms.columns):
+                torch.mm(g, W, out=grad_x[t])
+                continue
+            g = torch.mm(g, W, out=scratch(0, n))
+            permute_into(scratch(1, n), x[t], perms.columns)
+            add_block_outer_(of_P, g, scratch(1, n))
+            block_matmul_into(scratch(1, n), g, P)
+            permute_into(grad_x[t], scratch(1, n), perms.columns_inverse)
+        return grad_x, None, pull_back(of_R, of_P) if ctx.needs_input_grad[2] else None, None, None
+
+
+def _chunks(x: Tensor, W: Tensor) -> Iterator[tuple[slice, Callable[[int, int], Tensor]]]:
+    """Chunks of tokens on a CPU, elsewhere one of all; with each, scratch(which, width): two matrices of as many rows.
+
+    The scratch memory is the same for all chunks: fresh memory costs a CPU more than what is written to it.
+    """
+    tokens, widest = len(x), max(W.shape)
+    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ENTRIES // widest) if x.device.type == "cpu" else tokens
+    memory = x.new_empty(2, min(size, tokens) * widest)
+    for start in range(0, tokens, max(1, size)):
+        rows = min(size, tokens - start)
+
+        def scratch(which: int, width: int, rows: int = rows) -> Tensor:
+            return memory[which, : rows * width].view(rows, width)
+
+        yield slice(start, start + rows), scratch
+
+
+def _blocks_with_gradient(
+    spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
+) -> tuple[Blocks, Blocks, Callable[[Blocks, Blocks], Tensor]]:
+    """R's and P's blocks, and what turns gradients of theirs into that of the skew parameters, in full precision."""
+    with torch.enable_grad():
+        leaf = skew_params.detach().requires_grad_()
+        R, P = both_blocks(spec, leaf, matmul_dtype)
+
+    def pull_back(of_R: Blocks, of_P: Blocks) -> Tensor:
+        with linalg.full_precision(leaf.device):
+            return torch.autograd.grad((*R, *P), leaf, (*of_R, *of_P))[0]
+
+    return [G.detach() for G in R], [G.detach() for G in P], pull_back
+
+
+def _zeros(blocks: Blocks) -> Blocks:
+    return [torch.zeros_like(G, memory_format=torch.contiguous_format) for G in blocks]
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype | None:
+    """Of the maps from skew matrices to blocks that multiply x; float16 does not have the range."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else None
+
+
+_weight = linalg.recomputed(_plain_weight)
+_recomputed_weight_centric = linalg.recomputed(_plain_weight_centric)
+_weight_centric = linalg.closed_form(_WeightCentric, _plain_weight_centric)
+_input_centric = linalg.closed_form(_InputCentric, _plain_input_centric)
+
+
+# ---- the cheaper of the two
+
+
+def linear_flops(tokens: int, spec: RotationSpec, *, input_centric: bool, training: bool = True) -> int:
+    """Operations of a linear layer's products, those of the Cayley maps aside; nn.Linear's are 6Tmn, and 2Tmn forward alone.
+
+    With T tokens, W (m, n) and blocks of b on both sides the forward and backward take 4Tmn + 6T(m + n)b operations
+    input-centric, 6Tmn + 14mnb weight-centric: four products of mnb form W twice, three are its gradient. Without a
+    backward 2Tmn + 2T(m + n)b and 2Tmn + 4mnb.
+    """
+    R, P = spec.R, spec.P
+    of_tokens = tokens * (R.num_rotated * R.block + P.num_rotated * P.block)
+    of_weight = P.n * R.num_rotated * R.block + R.n * P.num_rotated * P.block
+    dense = tokens * R.n * P.n
+    if not training:
+        return 2 * dense + 2 * (of_tokens if input_centric else of_weight)
+    return 4 * dense + 6 * of_tokens if input_centric else 6 * dense + 7 * of_weight
+
+
+def permuted_elements(tokens: int, spec: RotationSpec, *, input_centric: bool, training: bool = True) -> int:
+    """How many elements are gathered into another order, which takes time and no operations.
+
+    Input-centric T(2m + 3n), weight-centric 6mn in a forward and backward; without a backward T(m + n) and 2mn.
+    """
+    m, n = spec.R.n * (spec.R.num_rotated > 0), spec.P.n * (spec.P.num_rotated > 0)
+    if not input_centric:
+        return (3 if training else 1) * (m * spec.P.n + spec.R.n * n)
+    return tokens * (2 * m + 3 * n) if training else tokens * (m + n)
+
+
+def prefers_input_centric(
+    tokens: int, spec: RotationSpec, *, training: bool = True, low_precision: bool = False
+) -> bool:
+    """Whether rotating the activations takes less time than forming W, by operations and elements moved.
+
+    Args:
+        low_precision: whether the activations, and so all products but those that form W, are 16 bits wide.
+    """
+
+    def cost(input_centric: bool) -> int:
+        flops = linear_flops(tokens, spec, input_centric=input_centric, training=training)
+        if low_precision and not input_centric:
+            flops += (_WIDE - 1) * linear_flops(0, spec, input_centric=False, training=training)
+        moved = permuted_elements(tokens, spec, input_centric=input_centric, training=training)
+        return flops + (_MOVE_LOW if low_precision else _MOVE) * moved
+
+    return cost(True) <= cost(False)

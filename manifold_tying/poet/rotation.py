@@ -1,0 +1,218 @@
+"""From skew parameters to orthogonal blocks, products with them, and how far they are from orthogonal."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from manifold_tying import linalg
+from manifold_tying.poet.spec import BlockSpec, RotationSpec
+
+Blocks = list[Tensor]
+"""The blocks of one side, (..., k, b, b) for each run of equal ones: at most two runs, the second of one block."""
+
+Side = tuple[Blocks, Tensor]
+"""The blocks of R or of P, and the dimensions that they rotate, in order."""
+
+_LARGEST_DEFECT = 1e-3
+_POWER_STEPS = 8
+
+
+def orthogonal_blocks(
+    side: BlockSpec, skew_params: Tensor, terms: int | None, matmul_dtype: torch.dtype | None = None
+) -> Blocks:
+    """One side's blocks from (..., num_params), in its dtype; the identity, exactly, for zeros. (POET, equation 6.)
+
+    Differentiable to any order. ``matmul_dtype`` as for :func:`linalg.cayley_neumann`.
+    """
+    skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
+    if terms is None:
+        return [linalg.cayley(A) for A in skews]
+    return [linalg.cayley_neumann(A, terms, matmul_dtype=matmul_dtype) for A in skews]
+
+
+def both_blocks(
+    spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
+) -> tuple[Blocks, Blocks]:
+    """R's blocks and P's."""
+    of_R, of_P = spec.split(skew_params)
+    return (
+        orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype),
+        orthogonal_blocks(spec.P, of_P, spec.terms, matmul_dtype),
+    )
+
+
+def transposed(blocks: Blocks) -> Blocks:
+    """G_jᵀ for each block."""
+    return [G.mT for G in blocks]
+
+
+def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
+    """x_j G_j block by block, x (..., T, n) and blocks with the same leading dimensions; columns past them stay."""
+    if not blocks:
+        return x
+    if x.ndim == 2 and not linalg.is_traced():
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        block_matmul_into(y, x, blocks)
+        return y
+    parts = [
+        (x_j @ G.to(x.dtype)).transpose(-3, -2).flatten(-2) for G, x_j in zip(blocks, _columns(x, blocks), strict=True)
+    ]
+    return _joined([*parts, x[..., num_rotated(blocks) :]], -1)
+
+
+def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
+    """:func:`block_matmul` of x (T, n) written to y, without a gradient; saves the pass that lines up the blocks' results."""
+    for G, x_j, y_j in zip(blocks, _columns(x, blocks), _columns(y, blocks), strict=True):
+        if _copied_by_bmm(x, G):
+            for x_i, G_i, y_i in zip(x_j, G.to(x.dtype), y_j, strict=True):
+                torch.mm(x_i, G_i, out=y_i)
+        else:
+            torch.bmm(x_j, G.to(x.dtype), out=y_j)
+    end = num_rotated(blocks)
+    if end < x.shape[-1]:
+        y[:, end:] = x[:, end:]
+
+
+def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
+    """G_j x_j block by block, x (..., n, T); rows past the blocks stay."""
+    if not blocks:
+        return x
+    parts, start = [], 0
+    for G in blocks:
+        k, b = G.shape[-3], G.shape[-1]
+        x_j = x[..., start : start + k * b, :].unflatten(-2, (k, b))
+        parts.append((G.to(x.dtype) @ x_j).flatten(-3, -2))
+        start += k * b
+    return _joined([*parts, x[..., start:, :]], -2)
+
+
+def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
+    """Add left_jᵀ right_j to each sum (k, b, b), left and right (T, n).
+
+    That is the gradient of G_j, where left is that of z_j G_jᵀ and right z_j, or left is z_j and right that of z_j G_j.
+    """
+    for total, left_j, right_j in zip(sums, _columns(left, sums), _columns(right, sums), strict=True):
+        if left.dtype == total.dtype:
+            total.baddbmm_(left_j.mT, right_j)
+        elif _copied_by_bmm(left, total):
+            for total_i, left_i, right_i in zip(total, left_j, right_j, strict=True):
+                total_i.add_(left_i.mT @ right_i)
+        else:
+            total.add_(left_j.mT @ right_j)
+
+
+def num_rotated(blocks: Blocks) -> int:
+    """How many dimensions the blocks rotate."""
+    return sum(G.shape[-3] * G.shape[-1] for G in blocks)
+
+
+def _copied_by_bmm(x: Tensor, G: Tensor) -> bool:
+    """A CPU's batched product of 16-bit floats copies both sides. Products of smaller blocks cost less than their calls."""
+    return x.device.type == "cpu" and x.dtype.itemsize == 2 and G.shape[-1] >= 64
+
+
+def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
+    """For each run of blocks its columns of x (..., T, n), a view (..., k, T, b)."""
+    start = 0
+    for G in blocks:
+        k, b = G.shape[-3], G.shape[-1]
+        yield x[..., start : start + k * b].unflatten(-1, (k, b)).transpose(-3, -2)
+        start += k * b
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    parts = [part for part in parts if part.shape[dim]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class _Permute(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.dim = dim
+        return _gather(x, order, inverse, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        return permute(grad, inverse, order, ctx.dim), None, None, None
+
+
+def _gather(x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
+    if dim == -2:
+        return x.index_select(-2, order)
+    return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # on a CPU in half the time of index_select
+
+
+_permute = linalg.closed_form(_Permute, _gather, differentiable=True)
+
+
+def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
+    """x with its last dimension (or rows, dim=-2) in another order; x itself where that is empty. Gathers backward, too."""
+    return _permute(x, order, inverse, dim) if len(order) else x
+
+
+def permute_into(y: Tensor, x: Tensor, order: Tensor) -> None:
+    """The last dimension of x (T, n) in another order, written to y without a gradient."""
+    if x.dtype.itemsize == 2 and x.device.type == "cpu":  # which would gather 16-bit floats by way of float32
+        x, y = x.view(torch.int16), y.view(torch.int16)
+    torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=y)
+
+
+def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
+    """x P for x (T, n) and P's blocks and dimensions; not differentiated."""
+    return x.index_copy(-1, order, block_matmul(x.index_select(-1, order), blocks)) if len(order) else x
+
+
+def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
+    """R x for x (n, T)."""
+    return x.index_copy(-2, order, block_matmul_rows(x.index_select(-2, order), blocks)) if len(order) else x
+
+
+def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) -> None:
+    """Warn about the (name, spec, skew parameters) whose R and P are furthest from orthogonal, if by more than 1e-3."""
+    drifted = []
+    for path, spec, skew_params in found:
+        if spec.terms is not None and not skew_params.is_meta:
+            norm = skew_norm(spec, linalg.whole(skew_params)).double()
+            drifted.append((float(truncation_error(norm, spec.terms).nan_to_num(math.inf)), float(norm), path))
+    worst, size, name = max(drifted, default=(0.0, 0.0, ""))
+    if worst > _LARGEST_DEFECT:
+        warnings.warn(
+            f"{name}: the skew matrices have grown to a norm of {size:.2g}, so R and P are orthogonal to {worst:.1g} only and "
+            "the singular values drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
+            stacklevel=4,  # the caller of save_adapter, or merge
+        )
+
+
+def truncation_error(norm: Tensor, terms: int) -> Tensor:
+    """About ‖RᵀR - I‖ for that many terms: ‖A‖^(2 terms + 2) for an even number, 2‖A‖^(terms + 1) for an odd one."""
+    return norm ** (2 * terms + 2) if terms % 2 == 0 else 2 * norm ** (terms + 1)
+
+
+@torch.no_grad()
+def skew_norm(spec: RotationSpec, skew_params: Tensor) -> Tensor:
+    """The largest spectral norm among the skew blocks, by power iteration: a few percent low at most."""
+    of_R, of_P = spec.split(skew_params)
+    runs = [*spec.R.split(of_R), *spec.P.split(of_P)]
+    norms = [_spectral_norms(linalg.skew(v, b)).max() for v, b in runs]
+    return torch.stack([skew_params.new_zeros(()), *norms]).max()
+
+
+def _spectral_norms(A: Tensor) -> Tensor:
+    """Spectral norms of skew matrices (..., b, b)."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    v = torch.randn(A.shape[-1], 1, generator=generator, device="cpu").to(A)
+    norm = A.new_zeros(A.shape[:-2])
+    with linalg.full_precision(A.device):
+        for _ in range(_POWER_STEPS):
+            v = A @ (A @ v)
+            squared = torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)
+            norm = squared[..., 0, 0].sqrt()
+            v = v / squared.clamp_min(torch.finfo(A.dtype).tiny)
+    return norm

@@ -1,0 +1,224 @@
+"""Everything about an equivalence W = R W0 P that is decided before a tensor is rotated: sizes, seeds, permutations, starts.
+
+R = Ψᵀ Diag(G_1, ..., G_k, G_last, I) Ψ with a permutation Ψ and blocks G_j that are Cayley(-Neumann) maps of skew matrices;
+P likewise. (POET, sections 3.1 and 3.2, equations 4 and 5.)
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+
+Scheme = Literal["block", "full"]
+Sides = Literal["both", "in", "out"]
+Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
+_STANDARD_STD = 0.02
+_MOST_TERMS = 64  # each costs a product of blocks; the exact map is one solve
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One side: ``num_rotated`` of ``n`` dimensions rotate, in blocks of ``block`` and a smaller last one."""
+
+    n: int
+    block: int
+    num_rotated: int
+
+    def __post_init__(self) -> None:
+        linalg.check_whole("the dimensions of a side", self.n, 1)
+        linalg.check_whole("a block's size", self.block, 1)
+        linalg.check_whole("the dimensions that rotate", self.num_rotated, 0)
+        if max(self.block, self.num_rotated) > self.n:
+            raise ValueError(
+                f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.num_rotated}"
+            )
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(number, size) of the equal blocks and of the last, smaller one; a block of one dimension cannot rotate."""
+        k, remainder = divmod(self.num_rotated, self.block)
+        return [(count, b) for count, b in ((k, self.block), (1, remainder)) if count and b > 1]
+
+    @property
+    def num_params(self) -> int:
+        """Number of skew parameters, b(b-1)/2 for each block."""
+        return sum(k * _pairs(b) for k, b in self.runs)
+
+    def split(self, skew_params: Tensor) -> list[tuple[Tensor, int]]:
+        """A vector (..., num_params) as one (..., k, b(b-1)/2) for each run of equal blocks, and its b."""
+        parts, start = [], 0
+        for k, b in self.runs:
+            size = k * _pairs(b)
+            parts.append((skew_params[..., start : start + size].unflatten(-1, (k, _pairs(b))), b))
+            start += size
+        return parts
+
+    def sample_permutation(self, seed: int, count: int, side: str) -> Tensor:
+        """Which dimensions rotate, in which order: the first ``num_rotated`` entries of a random permutation, int64 on the CPU.
+
+        A function of its arguments alone, so that every process and every resumed run draws the same.
+        """
+        generator = torch.Generator("cpu").manual_seed(hash_seed(seed, side, count))
+        return torch.randperm(self.n, generator=generator, device="cpu")[: self.num_rotated].clone()
+
+
+@dataclass(frozen=True)
+class RotationSpec:
+    """The two sides of a matrix (m, n), R of m dimensions and P of n, and the terms of their Cayley maps."""
+
+    R: BlockSpec
+    P: BlockSpec
+    terms: int | None = 2
+    """Of the Neumann series; None for the exact map."""
+
+    @classmethod
+    def of(
+        cls,
+        m: int,
+        n: int,
+        scheme: Scheme,
+        block_size: int,
+        fraction: float | None,
+        out_share: float | None,
+        sides: Sides = "both",
+        terms: int | None = 2,
+    ) -> "RotationSpec":
+        """From the options of :func:`equivalence`."""
+        dims = (m, n)
+        blocks = [min(size, block_size if fraction is None else max(1, round(fraction * size))) for size in dims]
+        if out_share is not None:
+            total = sum(_params_of(scheme, size, b) for b, size in zip(blocks, dims, strict=True))
+            shares = (out_share * total, (1 - out_share) * total)
+            blocks = [min(size, _block_for(scheme, size, share)) for share, size in zip(shares, dims, strict=True)]
+        if sides != "both":
+            blocks[0 if sides == "in" else 1] = 1
+        R, P = (
+            BlockSpec(size, b, 0 if b < 2 else size if scheme == "block" else b)
+            for b, size in zip(blocks, dims, strict=True)
+        )
+        return cls(R, P, terms)
+
+    @property
+    def num_params(self) -> int:
+        """Number of skew parameters; 0 where nothing rotates."""
+        return self.R.num_params + self.P.num_params
+
+    def split(self, skew_params: Tensor) -> tuple[Tensor, Tensor]:
+        """R's skew parameters and P's from (..., num_params). Slices, since torch 2.13 cannot compile a checkpointed split."""
+        return skew_params[..., : self.R.num_params], skew_params[..., self.R.num_params :]
+
+
+class Permutations(NamedTuple):
+    """All rows and columns of W, those that rotate first, and the inverses; empty where none rotates. int64."""
+
+    rows: Tensor
+    columns: Tensor
+    rows_inverse: Tensor
+    columns_inverse: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, columns: Tensor, spec: RotationSpec) -> "Permutations":
+        """From the dimensions that rotate, block after block; the others follow in their own order."""
+        rows, columns = _completed(rows, spec.R.n), _completed(columns, spec.P.n)
+        return cls(rows, columns, _inverse(rows), _inverse(columns))
+
+
+def _completed(order: Tensor, n: int) -> Tensor:
+    if len(order) in (0, n):
+        return order
+    others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
+    return torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+
+
+def random_seed() -> int:
+    """From torch's default generator of the CPU, whatever the default device is."""
+    drawn = torch.randint(2**62, (), device="cpu")
+    return int(drawn) if linalg.has_values(drawn) else 0
+
+
+def hash_seed(*parts: int | str) -> int:
+    """A seed of 63 bits from numbers and names, the same in every process (``hash`` is not)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _pairs(b: int) -> int:
+    return b * (b - 1) // 2
+
+
+def _params_of(scheme: Scheme, size: int, b: int) -> float:
+    """Skew parameters of one side, where b divides size. (POET, table 1.)"""
+    return (size if scheme == "block" else b) * (b - 1) / 2
+
+
+def _block_for(scheme: Scheme, size: int, params: float) -> int:
+    """The block size with about so many skew parameters."""
+    b = 1 + 2 * params / size if scheme == "block" else (1 + math.sqrt(1 + 8 * params)) / 2
+    return max(1, round(b))
+
+
+def initial_matrix(shape: Sequence[int], init: Init, seed: int) -> Tensor:
+    """W0 (..., m, n) in float32 on the CPU, from the seed alone; see :func:`equivalence`. (POET, section 3.1.)"""
+    generator = torch.Generator("cpu").manual_seed(hash_seed(seed, "init"))
+    W0 = torch.randn(*shape, generator=generator, device="cpu")
+    if init == "normalized":
+        return W0 / W0.norm(dim=-1, keepdim=True)
+    if init == "uniform-spectrum":
+        tall = W0 if W0.shape[-2] >= W0.shape[-1] else W0.mT
+        factor = linalg.polar(tall.contiguous())[0]
+        return factor if tall is W0 else factor.mT.contiguous()
+    std = math.sqrt(2 / (shape[-2] + shape[-1])) if init == "xavier" else _STANDARD_STD
+    return W0 * std
+
+
+def check_options(
+    scheme: Scheme,
+    block_size: int,
+    fraction: float | None,
+    terms: int | None,
+    init: Init,
+    seed: int | None,
+    out_share: float | None,
+    sides: Sides = "both",
+) -> None:
+    """ValueError unless the options of :func:`equivalence` are what it takes."""
+    for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
+        if value not in get_args(choices):
+            raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
+    linalg.check_whole("block_size", block_size, 2)
+    if fraction is not None and scheme != "full":
+        raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
+    if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
+        raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
+    check_terms(terms)
+    if seed is not None:
+        check_seed(seed)
+    if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
+        raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
+    if out_share is not None and sides != "both":
+        raise ValueError(f"out_share splits the parameters of both sides; leave it out with sides={sides!r}")
+
+
+def check_terms(terms: Any) -> None:
+    """ValueError unless it is None or a number of terms from 1 to 64."""
+    if terms is not None:
+        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+        if terms > _MOST_TERMS:
+            raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
+
+
+def check_seed(seed: Any) -> None:
+    """ValueError unless it is a whole number that fits into int64."""
+    linalg.check_whole("seed", seed, 0)
+    if seed >= 2**63:
+        raise ValueError(f"expected a seed below 2**63, got {seed}")
