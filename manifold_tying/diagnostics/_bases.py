@@ -43,7 +43,7 @@ def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
             f"expected {name} of full column rank, got singular values from {h[-1]:.1e} to {h[0]:.1e}: its polar factor is "
             "not determined. Look for zero, constant or duplicate columns"
         )
-    return linalg.symmetric((Vh.mT * h) @ Vh), linalg.symmetric((Vh.mT / h) @ Vh)
+    return linalg.sym((Vh.mT * h) @ Vh), linalg.sym((Vh.mT / h) @ Vh)
 
 
 def basis_product(A: Tensor, inverse_A: Tensor, B: Tensor, inverse_B: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def vector_probe(R: Tensor, v: Tensor | None = None, generator: torch.Generator 
     in the paper, and torch's own generator stays as it is. Dividing by ‖Rv‖ matters where R is only nearly orthogonal.
     """
     linalg.check_square(R)
-    linalg.working_dtype(R.dtype)
+    linalg.compute_dtype(R.dtype)
     m = R.shape[-1]
     if v is None:
         generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -53,18 +53,18 @@ def trace_probe(R: Tensor) -> TraceProbe:
     last form is computed: it does not cancel, and holds for any square R.
     """
     linalg.check_square(R)
-    linalg.working_dtype(R.dtype)
+    linalg.compute_dtype(R.dtype)
     m = R.shape[-1]
-    S = linalg.symmetric(R.detach().double())
+    S = linalg.sym(R.detach().double())
     mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)
-    deviation = torch.linalg.matrix_norm(S - mean[..., None, None] * linalg.identity_like(S))
+    deviation = torch.linalg.matrix_norm(S - mean[..., None, None] * linalg.eye_like(S))
     return TraceProbe(mean, deviation * (2 / (m * (m + 2))) ** 0.5)
 
 
 def orthogonality_error(R: Tensor) -> Tensor:
     """e_orth = ‖RRᵀ - I‖_F / ‖I‖_F of R (..., m, m): (...), float64. (POET, section 5; for square R the `defect`.)"""
     linalg.check_square(R)
-    linalg.working_dtype(R.dtype)
+    linalg.compute_dtype(R.dtype)
     return linalg.defect(R.detach())
 
 

@@ -23,7 +23,7 @@ class SpectralSummary(NamedTuple):
 
 def singular_values(W: Tensor) -> Tensor:
     """The min(m, n) singular values of W (..., m, n), descending, float64. R W P has the same. (POET, equation 2.)"""
-    linalg.working_dtype(W.dtype)
+    linalg.compute_dtype(W.dtype)
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected a matrix (..., m, n) with m, n >= 1, got {tuple(W.shape)}; flatten kernels")
     linalg.check_finite(W)
@@ -51,7 +51,7 @@ def spectral_summary(W: Tensor) -> SpectralSummary:
 def eigenvalues(T: Tensor) -> Tensor:
     """The eigenvalues of a symmetric T (..., d, d), ascending, float64: of PIT's transform, all positive."""
     linalg.check_square(T)
-    linalg.working_dtype(T.dtype)
+    linalg.compute_dtype(T.dtype)
     linalg.check_finite(T)
     return torch.linalg.eigvalsh(T.detach().double())
 
@@ -81,7 +81,7 @@ def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
     equal directions give infinity. n²/2 distances, a block of rows at a time: memory grows with n, not n². Distances
     come from inner products, those of blocks with nearly equal rows from differences, since these carry the sum.
     """
-    linalg.working_dtype(W.dtype)
+    linalg.compute_dtype(W.dtype)
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected rows (..., n, d) with n, d >= 1, got {tuple(W.shape)}")
     if not 0 < s < math.inf:

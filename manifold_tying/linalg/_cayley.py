@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import (
+from manifold_tying.linalg._autograd import custom_gradient, in_transform, save, saved
+from manifold_tying.linalg._precision import (
+    check_int,
     check_square,
-    check_whole,
+    compute_dtype,
+    eye_like,
     full_precision,
     gram,
-    identity_like,
-    working_dtype,
 )
-from manifold_tying.linalg._closed_form import closed_form, is_transformed, save, saved
 
 # Matrices of up to this many entries are mapped in float64: there overhead, not arithmetic, takes the time.
 _SMALL = 64 * 64
@@ -27,7 +27,7 @@ def cayley(A: Tensor) -> Tensor:
     check_square(A)
     with full_precision(A.device):
         W = A.to(_solve_dtype(A))
-        eye = identity_like(W)
+        eye = eye_like(W)
         return _solve(eye - W, eye + W).to(A.dtype)
 
 
@@ -41,14 +41,14 @@ def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | Non
     ``matmul_dtype``: dtype of the products of two terms, forward and backward; A's own where None, and for other terms. Only A²
     and A³ are in low precision then; their error is ‖A‖ times that of rounding 2A.
     """
-    dtype = working_dtype(A.dtype)
+    dtype = compute_dtype(A.dtype)
     check_square(A)
-    check_whole("terms", terms, 1)
+    check_int("terms", terms, 1)
     with full_precision(A.device):
         W = A.to(dtype)
         if terms == 2:
             return _cayley_neumann_2(W, matmul_dtype or dtype).to(A.dtype)
-        eye = identity_like(W)
+        eye = eye_like(W)
         S = eye + W
         for _ in range(terms - 1):
             S = eye + W @ S
@@ -83,7 +83,7 @@ def _plain_cayley_neumann_2(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     return _cubic(K + (A - K).detach(), matmul_dtype)  # the closed form's gradient is the one along skew matrices, too
 
 
-_cayley_neumann_2 = closed_form(_CayleyNeumann2, _plain_cayley_neumann_2)
+_cayley_neumann_2 = custom_gradient(_CayleyNeumann2, _plain_cayley_neumann_2)
 
 
 def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
@@ -99,14 +99,14 @@ def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
 
 def _solve_dtype(A: Tensor) -> torch.dtype:
     """The dtype to solve with I - A in."""
-    dtype, b = working_dtype(A.dtype), A.shape[-1]
+    dtype, b = compute_dtype(A.dtype), A.shape[-1]
     return torch.float64 if b % 2 or b * b <= _SMALL else dtype
 
 
 def _solve(K: Tensor, B: Tensor) -> Tensor:
     """K⁻¹ B for K = I - A, which no skew A makes singular; to have that checked, a host would wait for its GPU."""
     # Forward mode over forward mode, torch's derivative of a solve is wrong, and that of an inverse right.
-    return torch.linalg.inv_ex(K)[0] @ B if is_transformed() else torch.linalg.solve_ex(K, B)[0]
+    return torch.linalg.inv_ex(K)[0] @ B if in_transform() else torch.linalg.solve_ex(K, B)[0]
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
@@ -135,7 +135,7 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
         S = base.mT @ Y
         Z = Y - base @ S
         K, T = (S - S.mT) / 2, gram(Z)
-        eye = identity_like(S)
+        eye = eye_like(S)
         # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
         a, b = K / 2, eye / 2
         of_base, of_Z = eye + 2 * a, 2 * b
@@ -164,12 +164,12 @@ class _SquareCayley(torch.autograd.Function):
 
 def _of_square(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """X = B (I - A)⁻¹(I + A) and M = (I - A)⁻¹."""
-    eye = identity_like(Y)
+    eye = eye_like(Y)
     M = _inverse(eye - _skew_of_lower(Y))
     return base @ (2 * M - eye), M  # (I - A)⁻¹(I + A) = 2M - I
 
 
-_square_cayley = closed_form(_SquareCayley, lambda base, Y: _of_square(base.detach(), Y)[0])
+_square_cayley = custom_gradient(_SquareCayley, lambda base, Y: _of_square(base.detach(), Y)[0])
 
 
 class _TallCayley(torch.autograd.Function):
@@ -194,17 +194,17 @@ def _of_tall(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """X, Z and M of :func:`cayley_at`."""
     S = base.mT @ Y
     Z = Y - base @ S
-    M = _inverse(identity_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
+    M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
     return _polished(torch.add(Z, base, alpha=2) @ M - base), Z, M
 
 
-_tall_cayley = closed_form(_TallCayley, lambda base, Y: _of_tall(base.detach(), Y)[0])
+_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _of_tall(base.detach(), Y)[0])
 
 
 def _polished(X: Tensor) -> Tensor:
     """X (XᵀX)^(-1/2) by five terms of its series; ‖XᵀX - I‖₂ of 0.1 becomes 1e-6."""
     G = gram(X)
-    E = G - identity_like(G)
+    E = G - eye_like(G)
     E2 = E @ E
     return X + X @ (0.375 * E2 - 0.5 * E + E2 @ (35 / 128 * E2 - 0.3125 * E))
 
@@ -242,7 +242,7 @@ def skew(vector: Tensor, b: int) -> Tensor:
     rows, columns = torch.triu_indices(b, b, offset=1, device=vector.device)
     upper = vector.new_zeros(*vector.shape[:-1], b * b)
     order = rows * b + columns
-    if is_transformed():  # vmap has no rule for index_copy_
+    if in_transform():  # vmap has no rule for index_copy_
         upper = upper.scatter(-1, order.expand(vector.shape), vector)
     else:
         upper.index_copy_(-1, order, vector)  # a third of the time of upper[..., rows, columns] = vector

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import check_finite, full_precision, identity_like, symmetric, working_dtype
+from manifold_tying.linalg._precision import check_finite, compute_dtype, eye_like, full_precision, sym
 
 # Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]
@@ -36,7 +36,7 @@ def inverse_sqrt(G: Tensor) -> Tensor:
     first ones for a polynomial that takes G there, and a float64 eigendecomposition where that does not suffice, in float32
     from conditions of some 100 on.
     """
-    W = G.to(working_dtype(G.dtype))
+    W = G.to(compute_dtype(G.dtype))
     if W.numel() == 0:
         return G.clone()
     with full_precision(G.device):
@@ -46,11 +46,11 @@ def inverse_sqrt(G: Tensor) -> Tensor:
 
 def _by_products(G: Tensor, polynomials: int) -> Tensor | None:
     """G^(-1/2) by at most so many polynomials; None where they do not suffice."""
-    eye = identity_like(G)
+    eye = eye_like(G)
     c, powers, bound = _spread(G)
     rest = _series(powers, bound)
     if rest is not None:
-        return symmetric(eye + rest) * c.rsqrt()
+        return sym(eye + rest) * c.rsqrt()
     if not polynomials:
         return None
     Q, E, scale = _polynomial(c, powers, bound)
@@ -72,7 +72,7 @@ def times_inverse_sqrt(Z: Tensor) -> Tensor | None:
     c = torch.linalg.vector_norm(Z).item() ** 2 / Z.shape[-1]
     if not c > 0:
         return None
-    E = torch.addmm(identity_like(Z), Z.mT, Z, beta=-1, alpha=1 / c)  # ZᵀZ = c (I + E), and E has trace 0
+    E = torch.addmm(eye_like(Z), Z.mT, Z, beta=-1, alpha=1 / c)  # ZᵀZ = c (I + E), and E has trace 0
     bound = torch.linalg.vector_norm(E @ E).item() ** 0.5
     for radius, terms in _TERMS[torch.float32].items():
         if bound < radius:
@@ -83,20 +83,20 @@ def times_inverse_sqrt(Z: Tensor) -> Tensor | None:
     return None
 
 
-def inverse_sqrt_fixed(G: Tensor) -> Tensor:
+def inverse_sqrt_sync_free(G: Tensor) -> Tensor:
     """G^(-1/2) by twelve products, with no branch on the data: for compiled code and for GPUs.
 
     Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
     G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
     """
     Q, E, scale = _polynomial(*_spread(G))
-    return _composed(Q, _sum(_powers(E), _SERIES) - identity_like(G)) * scale
+    return _composed(Q, _sum(_powers(E), _SERIES) - eye_like(G)) * scale
 
 
 def _spread(G: Tensor) -> tuple[Tensor, Powers, Tensor]:
     """c, the powers of E and a bound on its spectral norm, where G = c (I + E) and E has trace 0; c and bound (..., 1, 1)."""
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
-    powers = _powers(G / c - identity_like(G))
+    powers = _powers(G / c - eye_like(G))
     return c, powers, _bound(powers)
 
 
@@ -116,29 +116,29 @@ def _series(powers: Powers, bound: Tensor) -> Tensor | None:
     largest = bound.amax().item()
     for radius, terms in _TERMS[bound.dtype].items():
         if largest < radius:
-            return _sum(powers, _SERIES[:terms]) - identity_like(powers[0])
+            return _sum(powers, _SERIES[:terms]) - eye_like(powers[0])
     return None
 
 
 def _polynomial(c: Tensor, powers: Powers, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q, E' and scale such that P = scale (I + Q) has P G P = I + E', for G = c (I + E), ‖E‖ <= bound."""
     E, E2, E3 = powers
-    shrink, eye = 1 / (1 + bound), identity_like(E)
+    shrink, eye = 1 / (1 + bound), eye_like(E)
     # The powers of the variable aE + bI are sums of those of E.
     a, b = shrink / _HALF, (shrink - _MIDDLE) / _HALF
     square = a**2 * E2 + 2 * a * b * E + b**2 * eye
     cube = a**3 * E3 + 3 * a**2 * b * E2 + 3 * a * b**2 * E + b**3 * eye
-    Q = symmetric(_sum((a * E + b * eye, square, cube), _COEFFICIENTS)) - eye
+    Q = sym(_sum((a * E + b * eye, square, cube), _COEFFICIENTS)) - eye
     # From differences to the identity, whose own rounding would be left over.
     E = shrink * E + (shrink - 1) * eye
     E = E + Q + E @ Q
-    return Q, symmetric(E + Q + Q @ E), (shrink / c).sqrt()
+    return Q, sym(E + Q + Q @ E), (shrink / c).sqrt()
 
 
 def _sum(powers: Powers, coefficients: Sequence[float]) -> Tensor:
     """Σ c_k Eᵏ of three coefficients or a multiple, in E³ with coefficients of degree 2 (Paterson and Stockmeyer 1973)."""
     E, E2, E3 = powers
-    eye = identity_like(E)
+    eye = eye_like(E)
     result: Tensor | None = None
     for k in range(len(coefficients) - 3, -1, -3):
         a, b, c = coefficients[k : k + 3]
@@ -150,7 +150,7 @@ def _sum(powers: Powers, coefficients: Sequence[float]) -> Tensor:
 
 def _composed(Q: Tensor, rest: Tensor) -> Tensor:
     """(I + Q)(I + rest) of matrices that commute but for rounding."""
-    return symmetric(identity_like(Q) + (Q + rest + Q @ rest))
+    return sym(eye_like(Q) + (Q + rest + Q @ rest))
 
 
 def _inverse_sqrt_eigh(G: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.linalg._basics import check_finite, check_tall, full_precision, gram, identity_like, working_dtype
-from manifold_tying.linalg._closed_form import closed_form, has_values, is_transformed, operations, save, saved
+from manifold_tying.linalg._autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
 from manifold_tying.linalg._polar import polar
+from manifold_tying.linalg._precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram
 
 Orthonormalization = Literal["polar", "qr", "cholesky-qr"]
 
@@ -23,8 +23,8 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     check_tall(Y)
     if method not in get_args(Orthonormalization):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(get_args(Orthonormalization))}")
-    W = Y.to(working_dtype(Y.dtype))
-    opaque = not has_values(W) or (torch.compiler.is_compiling() and not is_transformed())
+    W = Y.to(compute_dtype(Y.dtype))
+    opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
     return (_opaque if opaque else _orthonormalize)(W, method).to(Y.dtype)
 
 
@@ -57,10 +57,10 @@ def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor)
 _opaque.register_fake(lambda Y, method: Y.new_empty(Y.shape))
 _opaque_backward.register_fake(lambda Y, grad, method: Y.new_empty(Y.shape))
 register_flop_formula(torch.ops.manifold_tying.orthonormalize)(
-    lambda Y, method, **_: operations(Y, *((8, 4) if method == "polar" else (4, 0)))
+    lambda Y, method, **_: flop_count(Y, *((8, 4) if method == "polar" else (4, 0)))
 )
 register_flop_formula(torch.ops.manifold_tying.orthonormalize_backward)(
-    lambda Y, grad, method, **_: operations(Y, *((6, 12) if method == "polar" else (4, 0)))
+    lambda Y, grad, method, **_: flop_count(Y, *((6, 12) if method == "polar" else (4, 0)))
 )
 _opaque.register_autograd(
     lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.method), None),
@@ -75,7 +75,7 @@ def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     Q = _divide(Y, L.mT)
     G = gram(Q)
-    off = torch.linalg.matrix_norm(G - identity_like(G)).amax()
+    off = torch.linalg.matrix_norm(G - eye_like(G)).amax()
     if off <= 6 * torch.finfo(Y.dtype).eps * Y.shape[-1] ** 0.5:
         return Q, L.mT
     if not off < 0.1:
@@ -88,7 +88,7 @@ def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
     """Y R⁻¹ for triangular R; by its inverse for a tall Y, where a product takes a third of a solve's time."""
     if Y.shape[-2] < 4 * Y.shape[-1]:
         return torch.linalg.solve_triangular(R, Y, upper=upper, left=False)
-    return Y @ torch.linalg.solve_triangular(R, identity_like(R).expand_as(R), upper=upper)
+    return Y @ torch.linalg.solve_triangular(R, eye_like(R).expand_as(R), upper=upper)
 
 
 class _QR(torch.autograd.Function):
@@ -120,4 +120,4 @@ def _householder_qr(Y: Tensor) -> tuple[Tensor, Tensor]:
     return Q * sign[..., None, :], R * sign[..., :, None]
 
 
-_qr = closed_form(_QR, lambda Y, by_cholesky: _householder_qr(Y)[0].contiguous())
+_qr = custom_gradient(_QR, lambda Y, by_cholesky: _householder_qr(Y)[0].contiguous())

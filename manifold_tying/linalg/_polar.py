@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.linalg._basics import check_tall, full_precision, gram, symmetric, working_dtype
-from manifold_tying.linalg._closed_form import closed_form, has_values, is_transformed, operations, save, saved
+from manifold_tying.linalg._autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.linalg._polar_factors import polar_eigh, polar_products
+from manifold_tying.linalg._precision import check_tall, compute_dtype, full_precision, gram, sym
 
 # Up to here an eigendecomposition is as fast as the products that replace it.
 _FEW_COLUMNS = 64
@@ -32,8 +32,8 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     (PIT, equation 7.)
     """
     check_tall(Y)
-    W = Y.to(working_dtype(Y.dtype))
-    opaque = not has_values(W) or (torch.compiler.is_compiling() and not is_transformed())
+    W = Y.to(compute_dtype(Y.dtype))
+    opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
     U, H = (_opaque if opaque else _factors)(W)
     return U.to(Y.dtype), H.to(Y.dtype)
 
@@ -83,7 +83,7 @@ class _Polar(torch.autograd.Function):
             return U.contiguous(), H
         U, V, h = polar_eigh(Y, G)
         save(ctx, (Y,), U, V, h)
-        return U.contiguous(), symmetric((V * h[..., None, :]) @ V.mT).to(Y.dtype)
+        return U.contiguous(), sym((V * h[..., None, :]) @ V.mT).to(Y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_U: Tensor | None, grad_H: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
     return DifferentiablePolar.apply(Y, _opaque if torch.compiler.is_compiling() else _Polar.apply)
 
 
-_polar = closed_form(_Polar, _plain)
+_polar = custom_gradient(_Polar, _plain)
 
 
 def _backward_by_products(
@@ -111,7 +111,7 @@ def _backward_by_products(
     if grad_H is None:
         X = _solve_skew(H, C)
     else:
-        S = symmetric(grad_H)
+        S = sym(grad_H)
         HS = H @ S
         X = S + _solve_skew(H, C + HS - HS.mT)
     if inverse is None:  # square: there is no U⊥
@@ -126,7 +126,7 @@ def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tens
     M = U.mT @ grad_U
     X = V.mT @ (M - M.mT).double() @ V
     if grad_H is not None:
-        X = X + 2 * h[..., :, None] * (V.mT @ symmetric(grad_H).double() @ V)
+        X = X + 2 * h[..., :, None] * (V.mT @ sym(grad_H).double() @ V)
     X = X / (h[..., :, None] + h[..., None, :])
     inverse = (V / h[..., None, :]) @ V.mT
     # Both terms that U multiplies go into one product.
@@ -150,8 +150,8 @@ def _opaque_backward(Y: Tensor, grad_U: Tensor, grad_H: Tensor) -> Tensor:
 
 _opaque.register_fake(lambda Y: (Y.new_empty(Y.shape), Y.new_empty(*Y.shape[:-2], Y.shape[-1], Y.shape[-1])))
 _opaque_backward.register_fake(lambda Y, grad_U, grad_H: Y.new_empty(Y.shape))
-register_flop_formula(torch.ops.manifold_tying.polar)(lambda Y, **_: operations(Y, 8, 4))
-register_flop_formula(torch.ops.manifold_tying.polar_backward)(lambda Y, *_, **__: operations(Y, 6, 12))
+register_flop_formula(torch.ops.manifold_tying.polar)(lambda Y, **_: flop_count(Y, 8, 4))
+register_flop_formula(torch.ops.manifold_tying.polar_backward)(lambda Y, *_, **__: flop_count(Y, 6, 12))
 _opaque.register_autograd(
     lambda ctx, grad_U, grad_H: _opaque_backward(*ctx.saved_tensors, grad_U, grad_H),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),

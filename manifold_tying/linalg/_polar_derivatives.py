@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from manifold_tying.linalg._basics import full_precision, identity_like, symmetric
+from manifold_tying.linalg._precision import eye_like, full_precision, sym
 
 
 class DifferentiablePolar(Function):
@@ -30,7 +30,7 @@ class DifferentiablePolar(Function):
         U, H = ctx.saved_tensors
         with full_precision(U.device):
             M = U.mT @ grad_U
-            X = Lyapunov.apply(H, M - M.mT + 2 * H @ symmetric(grad_H))
+            X = Lyapunov.apply(H, M - M.mT + 2 * H @ sym(grad_H))
             return U @ X + (grad_U - U @ M) @ _inverse(H), None
 
     @staticmethod
@@ -41,7 +41,7 @@ class DifferentiablePolar(Function):
         ):  # torch runs a jvp with it off: the derivatives of this one would be 0
             A = U.mT @ tangent
             Omega = Lyapunov.apply(H, A - A.mT)
-            return U @ Omega + (tangent - U @ A) @ _inverse(H), symmetric(A - Omega @ H)
+            return U @ Omega + (tangent - U @ A) @ _inverse(H), sym(A - Omega @ H)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], Y: Tensor, factors: Any) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ class Lyapunov(Function):
 
 
 def _inverse(H: Tensor) -> Tensor:
-    return Lyapunov.apply(H, 2 * identity_like(H).expand_as(H))
+    return Lyapunov.apply(H, 2 * eye_like(H).expand_as(H))
 
 
 def _primals(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import check_finite, gram, identity_like, symmetric
+from manifold_tying.linalg._precision import check_finite, eye_like, gram, sym
 
 # Smallest over largest eigenvalue of a Gram matrix, in either dtype. Its rounding is eps times the largest: in float32 one
 # polishing step still restores U, in float64 the error of U grows as the square of the condition, to 1e5 eps at 8e3.
@@ -43,7 +43,7 @@ def polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     """
     if Y.shape[-2] == Y.shape[-1]:
         U, _ = _nearest_orthogonal(Y, G)
-        return None if U is None else (U, symmetric(U.mT @ Y), None)
+        return None if U is None else (U, sym(U.mT @ Y), None)
     L, info = torch.linalg.cholesky_ex(G)
     W, rounds = (None, 0) if info.any() else _nearest_orthogonal(L.mT, G)
     if W is None:
@@ -52,13 +52,13 @@ def polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None]
     U = Y @ inverse
     if rounds > _ROUNDS_UNPOLISHED:
         U = _polished(U)
-    return U, symmetric(L @ W), inverse
+    return U, sym(L @ W), inverse
 
 
 def _polished(U: Tensor) -> Tensor:
     """U without the rounding that G's condition, the square of Y's, has left in it."""
     G = gram(U)
-    return U @ (1.5 * identity_like(G) - 0.5 * G)
+    return U @ (1.5 * eye_like(G) - 0.5 * G)
 
 
 def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
@@ -69,7 +69,7 @@ def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
     U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. Those sums are positive for every E that
     they are used for, so that where UᵀU comes out as the identity, UᵀS is positive definite.
     """
-    eye = identity_like(G)
+    eye = eye_like(G)
     root_p, type_info = G.shape[-1] ** 0.5, torch.finfo(G.dtype)
     enough = 2 * type_info.eps * root_p
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import full_precision, gram, identity_like, row_blocks, working_dtype
-from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_fixed, times_inverse_sqrt
+from manifold_tying.linalg._distributed import Reduce, no_reduce, orthonormalize_rows_
+from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_sync_free, times_inverse_sqrt
 from manifold_tying.linalg._polar import polar
-from manifold_tying.linalg._rows import Total, nothing_to_add, orthonormalize_rows_
+from manifold_tying.linalg._precision import compute_dtype, eye_like, full_precision, gram, row_chunks
 
 # Up to this size, on a CPU, float64 with few operations is faster than the many small products of float32.
 _FEW_COLUMNS = 32
 _FEW_ENTRIES = 2**14
 
 
-def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
+def reorthonormalize(Y: Tensor, reduce: Reduce = no_reduce) -> Tensor:
     """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
 
     That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. By :func:`polar` where a gradient is wanted, or
@@ -21,42 +21,42 @@ def reorthonormalize(Y: Tensor, total: Total = nothing_to_add) -> Tensor:
     """
     if torch.is_grad_enabled() and Y.requires_grad:
         return polar(Y)[0]
-    copy = Y.to(working_dtype(Y.dtype), copy=True, memory_format=torch.contiguous_format)
-    return reorthonormalize_(copy, total).to(Y.dtype)
+    copy = Y.to(compute_dtype(Y.dtype), copy=True, memory_format=torch.contiguous_format)
+    return reorthonormalize_(copy, reduce).to(Y.dtype)
 
 
 def reorthonormalize_(
-    Y: Tensor, total: Total = nothing_to_add, *, fixed: bool = False, keep: Tensor | None = None
+    Y: Tensor, reduce: Reduce = no_reduce, *, sync_free: bool = False, skip: Tensor | None = None
 ) -> Tensor:
     """:func:`reorthonormalize` in place, a block of rows at a time; Y float32 or float64.
 
     Args:
-        total: sums YᵀY over the processes that share Y's rows, see :func:`row_total`. Where float32 cannot resolve the sum,
+        reduce: sums YᵀY over the processes that share Y's rows, see :func:`row_reduce`. Where float32 cannot resolve the sum,
             ValueError for a rank-deficient one.
-        fixed: by :func:`inverse_sqrt_fixed`, without looking at a number on the host and without a fallback; so in compiled
-            code always.
-        keep: with ``fixed``, a scalar on Y's device that leaves Y as it is unless it is 0.
+        sync_free: by :func:`inverse_sqrt_sync_free`, without a number on the host and without a fallback; always in compiled
+            code.
+        skip: with ``sync_free``, a scalar on Y's device that leaves Y as it is unless it is 0.
     """
     small = Y.dtype == torch.float32 and Y.shape[-1] <= _FEW_COLUMNS and Y.numel() <= _FEW_ENTRIES
-    if small and Y.device.type == "cpu" and total is nothing_to_add and not fixed and not torch.compiler.is_compiling():
+    if small and Y.device.type == "cpu" and reduce is no_reduce and not sync_free and not torch.compiler.is_compiling():
         return _reorthonormalize_small_(Y)
     with full_precision(Y.device):
-        if Y.numel() == 0 and total is nothing_to_add:  # no matrices: others share none of these
+        if Y.numel() == 0 and reduce is no_reduce:  # no matrices: others share none of these
             return Y
-        G = total(gram(Y))
-        if fixed or torch.compiler.is_compiling():
-            P = inverse_sqrt_fixed(G)
-            return multiply_rows_(Y, P if keep is None else torch.where(keep == 0, P, identity_like(P)))
+        G = reduce(gram(Y))
+        if sync_free or torch.compiler.is_compiling():
+            P = inverse_sqrt_sync_free(G)
+            return multiply_rows_(Y, P if skip is None else torch.where(skip == 0, P, eye_like(P)))
         largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
         if not largest < 1e3:
-            return _reorthonormalize_far(Y, total)
+            return _reorthonormalize_far(Y, reduce)
         P = inverse_sqrt(G)
         amplification = largest * torch.linalg.matrix_norm(P, ord=float("inf")).amax() ** 2
         if not amplification < 1e4:
-            return _reorthonormalize_far(Y, total)
+            return _reorthonormalize_far(Y, reduce)
         multiply_rows_(Y, P)
         if amplification > 8:  # the rounding of G grows with its condition on the way to G^(-1/2)
-            multiply_rows_(Y, 1.5 * identity_like(G) - 0.5 * total(gram(Y)))
+            multiply_rows_(Y, 1.5 * eye_like(G) - 0.5 * reduce(gram(Y)))
         return Y
 
 
@@ -70,20 +70,20 @@ def _reorthonormalize_small_(Y: Tensor) -> Tensor:
     try:
         eigenvalues, V = torch.linalg.eigh(Z.mT @ Z)
     except torch.linalg.LinAlgError:  # NaN or Inf, which the other way names
-        return _reorthonormalize_far(Y, nothing_to_add)
+        return _reorthonormalize_far(Y, no_reduce)
     smallest, largest = torch.aminmax(eigenvalues)
     if not float(smallest) > 1e-7 * float(largest):
-        return _reorthonormalize_far(Y, nothing_to_add)
+        return _reorthonormalize_far(Y, no_reduce)
     return Y.copy_(Z @ ((V * eigenvalues.rsqrt()[..., None, :]) @ V.mT))
 
 
-def _reorthonormalize_far(Y: Tensor, total: Total) -> Tensor:
-    return Y.copy_(polar(Y)[0]) if total is nothing_to_add else orthonormalize_rows_(Y, total)
+def _reorthonormalize_far(Y: Tensor, reduce: Reduce) -> Tensor:
+    return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
 
 
 def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
     """Y <- Y P in place for Y (..., n, p) and P (..., p, p), holding one block of rows beside it."""
-    blocks = row_blocks(Y)
+    blocks = row_chunks(Y)
     buffer = Y.new_empty(*Y.shape[:-2], blocks[0].stop, Y.shape[-1])
     for rows in blocks:
         part = Y[..., rows, :]

@@ -47,30 +47,30 @@ class Stiefel(geoopt.Manifold):
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
         """The manifold with a retraction; see the class for the arguments."""
         check_retraction(retraction)
-        linalg.check_whole("terms", terms, 1)
+        linalg.check_int("terms", terms, 1)
         super().__init__()
         self.retraction = retraction
         self.terms = terms
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """Orthogonal projection to the tangent space: U - X sym(XᵀU)."""
-        return linalg.by_rows(tangent_part, x, u)
+        return linalg.row_local_map(tangent_part, x, u)
 
     egrad2rgrad = proju
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the manifold, the polar factor."""
-        if not linalg.has_values(x):
+        if not linalg.has_data(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
-        if not linalg.is_distributed(x):
+        if not linalg.is_dtensor(x):
             return linalg.polar(x)[0]
-        return linalg.by_rows(lambda total, rows: linalg.orthonormalize_rows_(rows.clone(), total), x)
+        return linalg.row_local_map(lambda reduce, rows: linalg.orthonormalize_rows_(rows.clone(), reduce), x)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """The point reached from x along tangent vector u by this manifold's retraction."""
         with linalg.full_precision(x.device):
             if self.retraction == "polar":
-                return linalg.by_rows(lambda total, x, u: linalg.reorthonormalize(x + u, total), x, u)
+                return linalg.row_local_map(lambda reduce, x, u: linalg.reorthonormalize(x + u, reduce), x, u)
             self.check_placement(x)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
@@ -83,8 +83,8 @@ class Stiefel(geoopt.Manifold):
 
     def check_placement(self, x: Tensor, label: str = "point") -> None:
         """ValueError for a point that is distributed over processes in a way which this retraction cannot move."""
-        if linalg.is_distributed(x):
-            linalg.check_rows(x, label)
+        if linalg.is_dtensor(x):
+            linalg.check_row_sharding(x, label)
             if self.retraction != "polar":
                 raise ValueError(
                     f"the {label} is distributed over processes, where only retraction 'polar' works, got {self.retraction!r}; "
@@ -100,7 +100,7 @@ class Stiefel(geoopt.Manifold):
         x, u = torch.broadcast_tensors(x, u)
         with linalg.full_precision(x.device):
             A = x.mT @ u
-            eye = linalg.identity_like(A).expand_as(A)
+            eye = linalg.eye_like(A).expand_as(A)
             block = torch.cat([torch.cat([A, -linalg.gram(u)], -1), torch.cat([eye, A], -1)], -2)
             first = torch.linalg.matrix_exp(block)[..., : A.shape[-1]]
             return linalg.reorthonormalize(torch.cat([x, u], -1) @ (first @ torch.linalg.matrix_exp(-A)))
@@ -111,8 +111,8 @@ class Stiefel(geoopt.Manifold):
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr UᵀV, shape (...)."""
-        total = linalg.row_total(x)
-        return total((linalg.local(u) * linalg.local(u if v is None else v)).sum((-1, -2), keepdim=keepdim))
+        reduce = linalg.row_reduce(x)
+        return reduce((linalg.to_local(u) * linalg.to_local(u if v is None else v)).sum((-1, -2), keepdim=keepdim))
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
@@ -125,7 +125,7 @@ class Stiefel(geoopt.Manifold):
     def random_(self, x: Tensor) -> Tensor:
         """Fill x (n, p) with a uniform random point; a DTensor with the rows that one process draws from the same seed."""
         with torch.no_grad():
-            return x.copy_(self.projx(linalg.normal_rows_(x)))
+            return x.copy_(self.projx(linalg.sharded_normal_(x)))
 
     def origin(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
@@ -144,33 +144,33 @@ class Stiefel(geoopt.Manifold):
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         with linalg.full_precision(x.device):
-            G = linalg.row_total(x)(linalg.gram(linalg.local(x)))
+            G = linalg.row_reduce(x)(linalg.gram(linalg.to_local(x)))
         if G.numel() == 0:  # no matrices on this process
             return True, None
-        error = (G - linalg.identity_like(G)).abs().max().item()
+        error = (G - linalg.eye_like(G)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
         with linalg.full_precision(x.device):
-            XtU = linalg.row_total(x)(linalg.local(x).mT @ linalg.local(u))
+            XtU = linalg.row_reduce(x)(linalg.to_local(x).mT @ linalg.to_local(u))
         if XtU.numel() == 0:
             return True, None
-        error = 2 * linalg.symmetric(XtU).abs().max().item()
+        error = 2 * linalg.sym(XtU).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀU + UᵀX| is {error:.1e}, allowed is {atol:.1e}")
 
     def extra_repr(self) -> str:
         return self.retraction
 
 
-def tangent_part(total: linalg.Total, x: Tensor, u: Tensor) -> Tensor:
+def tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor) -> Tensor:
     """U - X sym(XᵀU) for the rows at hand of X and U."""
     with linalg.full_precision(x.device):
-        return u - x @ linalg.symmetric(total(x.mT @ u))
+        return u - x @ linalg.sym(reduce(x.mT @ u))
 
 
-def scaled_tangent_part(total: linalg.Total, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
+def scaled_tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
     """The tangent vector nearest to W = U diag(s), where a change of column j counts 1/s_j, for the rows at hand.
 
     W - X C with C_ij = (A + Aᵀ)_ij s_j² / (s_i² + s_j²) and A = XᵀW. The usual projection would take one half of each pair of
@@ -178,7 +178,7 @@ def scaled_tangent_part(total: linalg.Total, x: Tensor, u: Tensor, scale: Tensor
     """
     with linalg.full_precision(x.device):
         w = u * scale
-        A = total(x.mT @ w)
+        A = reduce(x.mT @ w)
         squares = scale.square()
         share = squares / (squares[:, None] + squares).clamp_min(torch.finfo(scale.dtype).tiny)
         return w - x @ ((A + A.mT) * share)
@@ -190,13 +190,13 @@ def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
     W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p. The
     result is at least float32.
     """
-    x, u = torch.broadcast_tensors(*(a.to(linalg.working_dtype(a.dtype)) for a in (x, u)))
+    x, u = torch.broadcast_tensors(*(a.to(linalg.compute_dtype(a.dtype)) for a in (x, u)))
     B = u - x @ (x.mT @ u) / 2
     XtX, XtB, BtB = linalg.gram(x), x.mT @ B, linalg.gram(B)
     half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2
     RtX = torch.cat([XtX, -XtB.mT], -2)
     if terms is None:
-        coefficients = torch.linalg.solve(linalg.identity_like(half_M) - half_M, RtX)
+        coefficients = torch.linalg.solve(linalg.eye_like(half_M) - half_M, RtX)
     else:
         # (I + A) Σ Aⁱ x = x + 2(A + ... + A^terms) x + A^(terms+1) x with A = W/2 and Aʲx = L (M/2)^(j-1) Rᵀx / 2.
         power, coefficients = RtX / 2, RtX

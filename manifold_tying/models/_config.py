@@ -46,8 +46,8 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            linalg.check_whole(name, getattr(self, name), 1)
-        linalg.check_whole("head_dim", self.head_dim, 0, " (0: derived)")
+            linalg.check_int(name, getattr(self, name), 1)
+        linalg.check_int("head_dim", self.head_dim, 0, " (0: derived)")
         for name in ("rope_theta", "norm_eps", "initializer_std", "embedding_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")

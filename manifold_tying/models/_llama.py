@@ -104,7 +104,7 @@ class Llama(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
-                linalg.normal_rows_(module.weight).mul_(residual_std if name.endswith((".output", ".down")) else std)
+                linalg.sharded_normal_(module.weight).mul_(residual_std if name.endswith((".output", ".down")) else std)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, Attention) and module.gate is not None:

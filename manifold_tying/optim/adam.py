@@ -121,8 +121,8 @@ class RiemannianAdam(RiemannianOptimizer):
         adamw(
             parts,
             local_gradients(params),
-            [linalg.local(state["exp_avg"]) for state in states],
-            [linalg.local(state["exp_avg_sq"]) for state in states],
+            [linalg.to_local(state["exp_avg"]) for state in states],
+            [linalg.to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=None if group["fused"] else group["foreach"],
@@ -139,7 +139,7 @@ class RiemannianAdam(RiemannianOptimizer):
             found_inf = self._guard.found_inf
             sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
             # The projection keeps the float32 precision that the user set: it decides the direction, not the point.
-            with linalg.autocast_off(batch.params[0].device):
+            with linalg.disable_autocast(batch.params[0].device):
                 rules.polar_adam_(batch, sync_free=sync_free, found_inf=found_inf, **_kernel_options(group, fused=True))
             return
         direction = partial(self._direction, group, batch)
@@ -156,7 +156,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
         """Whether :func:`rules.polar_adam_` can move p. Only that can be masked on the device."""
-        kernel = p.device.type in ("cpu", "cuda") and linalg.local(p).is_contiguous()
+        kernel = p.device.type in ("cpu", "cuda") and linalg.to_local(p).is_contiguous()
         usual = rules.is_polar(self._manifolds[p]) and group["second_moment"] == "element" and p not in self._scales
         return usual and kernel
 
@@ -182,6 +182,6 @@ def _second_moment(p: Tensor, group: Group) -> Tensor:
         return p
     if group["second_moment"] == "row":
         return p[..., :1]
-    if linalg.row_total(p) is linalg.nothing_to_add:
+    if linalg.row_reduce(p) is linalg.no_reduce:
         return p[..., :1, :1]  # distributed as the matrices are
-    return linalg.local(p).new_empty(*linalg.local(p).shape[:-2], 1, 1)
+    return linalg.to_local(p).new_empty(*linalg.to_local(p).shape[:-2], 1, 1)

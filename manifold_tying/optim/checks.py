@@ -27,7 +27,7 @@ def check_range(group: Group, **minimum: float) -> None:
             raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
-    linalg.check_whole("retract_every", group["retract_every"], 1)
+    linalg.check_int("retract_every", group["retract_every"], 1)
 
 
 def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) -> None:
@@ -42,7 +42,7 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
     if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
-    elif linalg.is_distributed(p):
+    elif linalg.is_dtensor(p):
         raise ValueError(
             f"{label} is distributed over processes, which works on Stiefel itself only, got {type(manifold).__name__}"
         )
@@ -72,4 +72,4 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
         raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {manifold}")
     if group["weight_decay"] != 0:
         raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
-    return linalg.local_like(scale, p) if manifold is None else scale
+    return linalg.shard_like(scale, p) if manifold is None else scale

@@ -42,7 +42,7 @@ def param_groups(
         raise ValueError(
             f"expected a model (nn.Module), whose parameters are found by name, got {type(model).__name__}"
         )
-    linalg.reshard(model)
+    linalg.reshard_fsdp(model)
     overrides = dict(overrides or {})
     if wrong := [pattern for pattern, options in overrides.items() if not isinstance(options, Mapping)]:
         raise ValueError(

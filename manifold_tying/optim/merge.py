@@ -50,9 +50,9 @@ class MergeSchedule:
         relaxed: float = 0.1,
         relax_until: int = 2000,
     ) -> None:
-        linalg.check_whole("every", every, 1)
-        linalg.check_whole("relax_steps", relax_steps, 0)
-        linalg.check_whole("relax_until", relax_until, 0)
+        linalg.check_int("every", every, 1)
+        linalg.check_int("relax_steps", relax_steps, 0)
+        linalg.check_int("relax_until", relax_until, 0)
         if not 0 < relaxed < math.inf:
             raise ValueError(
                 f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}"
@@ -78,7 +78,7 @@ class MergeSchedule:
         self.steps += 1
         merges = self.steps % self.every == 0
         if merges or self.steps % -(-self.every // WATCHES) == 0:
-            linalg.reshard(self.model)
+            linalg.reshard_fsdp(self.model)
             found = equivalences(self.model)
             if not found:
                 raise ValueError("the model has no equivalence any more; stop stepping the schedule after materialize")

@@ -26,11 +26,11 @@ class NonFiniteGuard:
         self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
     def check(
-        self, names: list[str], gradients: list[Tensor], deferred: bool, total: linalg.Total = linalg.nothing_to_add
+        self, names: list[str], gradients: list[Tensor], deferred: bool, reduce: linalg.Reduce = linalg.no_reduce
     ) -> bool:
         """Whether to run the update; ValueError that names the parameters where it is to raise.
 
-        ``total`` sums over the processes that gradients lie on, so that all of them decide alike.
+        ``reduce`` sums over the processes that gradients lie on, so that all of them decide alike.
         """
         self._read()
         self.found_inf, self.large = None, False
@@ -41,7 +41,7 @@ class NonFiniteGuard:
             return True
         if deferred:
             gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no entries there is no largest
-            bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), total)
+            bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
             self._unread.append((bad.to("cpu", non_blocking=True), names, event))
@@ -51,13 +51,13 @@ class NonFiniteGuard:
         # The host looks at one number, which costs one fast pass over the gradients: the sum of their norms.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
         size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
-        if total is linalg.nothing_to_add:
+        if reduce is linalg.no_reduce:
             self.large = not float(size) < _LARGE
         else:
-            self.large = bool(_agreed(~(size < _LARGE), total))
+            self.large = bool(_agreed(~(size < _LARGE), reduce))
         if not self.large:
             return True
-        bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), total)
+        bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
         bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
         if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
@@ -88,12 +88,12 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
         0.5 * (largest / p.numel()) ** 0.5
     )  # entries up to it have squares that sum to a quarter of the largest number
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
-    return gradient * (limit / largest / linalg.process_total([p])(mine / largest)).clamp(max=1)
+    return gradient * (limit / largest / linalg.mesh_reduce([p])(mine / largest)).clamp(max=1)
 
 
-def _agreed(bad: Tensor, total: linalg.Total) -> Tensor:
+def _agreed(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
     """True where it is on any process."""
-    return bad if total is linalg.nothing_to_add else total(bad.float()) > 0
+    return bad if reduce is linalg.no_reduce else reduce(bad.float()) > 0
 
 
 def _message(when: str, names: list[str]) -> str:

@@ -145,15 +145,15 @@ class RiemannianOptimizer(Optimizer):
         if self._guard.nonfinite == "ignore":
             params = [p for p in params if p in self._manifolds]
         names = [self._names[p] for p in params]
-        return self._guard.check(names, local_gradients(params), sync_free, linalg.process_total(params))
+        return self._guard.check(names, local_gradients(params), sync_free, linalg.mesh_reduce(params))
 
     def _step_ordinary_scaled(self, group: Group, params: list[Tensor]) -> None:
         """With a scale, the update is made of zeros and then added: it may be small beside the parameter."""
-        parts = [torch.zeros_like(linalg.local(p)) if p in self._scales else linalg.local(p) for p in params]
+        parts = [torch.zeros_like(linalg.to_local(p)) if p in self._scales else linalg.to_local(p) for p in params]
         self._step_ordinary(group, params, parts)
         for p, part in zip(params, parts, strict=True):
             if p in self._scales:
-                linalg.local(p).addcmul_(self._scales[p], part)
+                linalg.to_local(p).addcmul_(self._scales[p], part)
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
         """The points of a group that have a gradient, those together that one call can move."""
@@ -166,7 +166,7 @@ class RiemannianOptimizer(Optimizer):
                 self._restore(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
-            where = (p.device_mesh, p.placements) if linalg.is_distributed(p) else p.device  # type: ignore[attr-defined]
+            where = (p.device_mesh, p.placements) if linalg.is_dtensor(p) else p.device  # type: ignore[attr-defined]
             scale = id(self._scales[p]) if p in self._scales else None
             alike[manifold_key(self._manifolds[p]), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
@@ -224,4 +224,4 @@ class RiemannianOptimizer(Optimizer):
 
 def local_gradients(params: list[Tensor]) -> list[Tensor]:
     """What this process has of each gradient."""
-    return [linalg.local(p.grad) for p in params if p.grad is not None]
+    return [linalg.to_local(p.grad) for p in params if p.grad is not None]

@@ -26,12 +26,12 @@ class Batch(NamedTuple):
     project: bool
 
     @property
-    def reduce(self) -> linalg.Total:
-        return linalg.row_total(self.params[0])
+    def reduce(self) -> linalg.Reduce:
+        return linalg.row_reduce(self.params[0])
 
     def local(self, key: str) -> list[Tensor]:
         """This process's part of one tensor of every point's state."""
-        return [linalg.local(state[key]) for state in self.states]
+        return [linalg.to_local(state[key]) for state in self.states]
 
 
 def is_polar(manifold: geoopt.Manifold) -> bool:
@@ -44,12 +44,12 @@ def manifold_key(manifold: geoopt.Manifold) -> Any:
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
-def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: linalg.Total) -> Tensor:
+def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: linalg.Reduce) -> Tensor:
     """G projected to the tangent space at X: on Stiefel G - X sym(XᵀG)."""
     return tangent_part(reduce, X, G) if is_polar(manifold) else manifold.egrad2rgrad(X, G)
 
 
-def retract(manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: linalg.Total, transported: Tensor) -> Tensor:
+def retract(manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: linalg.Reduce, transported: Tensor) -> Tensor:
     """X moved along -step; on a foreign manifold the moment ``transported`` follows, in place."""
     if is_polar(manifold):
         return linalg.reorthonormalize_(X - step, reduce)
@@ -70,7 +70,7 @@ def adam_direction(
     return (m / (1 - beta1**step)).div_((v / (1 - beta2**step)).sqrt_().add_(eps))
 
 
-def mean_square(R: Tensor, second_moment: str, entries: int, reduce: linalg.Total) -> Tensor:
+def mean_square(R: Tensor, second_moment: str, entries: int, reduce: linalg.Reduce) -> Tensor:
     """The squares of R, or their mean by row or by matrix; a whole matrix has that many ``entries``."""
     if second_moment == "matrix":
         return reduce(R.square().sum((-2, -1), keepdim=True)) / entries
@@ -113,7 +113,7 @@ def riemannian_step_(
 
     ``direction`` updates the stacked state in place. A foreign manifold transports the state's ``moment``.
     """
-    points, steps = [linalg.local(p) for p in batch.params], batch.local("step")
+    points, steps = [linalg.to_local(p) for p in batch.params], batch.local("step")
     X, G = _stack(points), _stack(batch.gradients)
     for count in steps:
         count += 1
@@ -131,7 +131,7 @@ def riemannian_step_(
     for i, p in enumerate(points):
         p.copy_(moved[i])
         for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state
-            linalg.local(batch.states[i][key]).copy_(state[key][i])
+            linalg.to_local(batch.states[i][key]).copy_(state[key][i])
 
 
 def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **options: Any) -> None:
@@ -141,11 +141,11 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     block of rows at a time, which stays in the processor's cache.
     """
     count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
-    points, gradients = [linalg.local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
+    points, gradients = [linalg.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
     X, G = (points[0], gradients[0]) if count == 1 else (torch.stack(points), torch.stack(gradients))
     A = reduce(X.mT @ G) if batch.project else None
     twice = None if A is None else A + A.mT
-    blocks = linalg.row_blocks(X)
+    blocks = linalg.row_chunks(X)
     for rows in blocks:
         x, R, *moments = (X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq"))
         if len(blocks) > 1:
@@ -155,7 +155,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
         xs, Rs = ([x], [R]) if count == 1 else (list(x), list(R))
         counts = steps if rows is blocks[-1] else [step.clone() for step in steps]  # the kernel counts: once is enough
         fused_adam_(xs, Rs, moments[:count], moments[count:], counts, found_inf, **options)
-    linalg.reorthonormalize_(X, reduce, fixed=sync_free, keep=found_inf)
+    linalg.reorthonormalize_(X, reduce, sync_free=sync_free, skip=found_inf)
     if count > 1:
         torch._foreach_copy_(points, list(X))
 

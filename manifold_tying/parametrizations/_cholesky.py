@@ -34,11 +34,11 @@ class _Clamp(torch.autograd.Function):
         result = grad.masked_fill(outward, 0)
         if torch.is_grad_enabled() and (((x < low) | (x > high)) & ~outward).any():
             # Such a gradient is no derivative of the clamp, and has none.
-            result = linalg.refused(result, (x, grad), "an entry of the diagonal is outside of its bounds")
+            result = linalg.no_second_derivative(result, (x, grad), "an entry of the diagonal is outside of its bounds")
         return result, None, None
 
 
-_clamp = linalg.closed_form(_Clamp, torch.clamp, differentiable=True)
+_clamp = linalg.custom_gradient(_Clamp, torch.clamp, differentiable=True)
 
 
 class CholeskyFactor(Constraint):
@@ -65,7 +65,7 @@ class CholeskyFactor(Constraint):
 
     def lower(self, stored: Tensor) -> Tensor:
         """L in the stored tensor's dtype; of a DTensor all of it, on every process."""
-        stored = linalg.whole(stored)
+        stored = linalg.full_tensor(stored)
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
         if self.bounds is not None:
@@ -74,7 +74,7 @@ class CholeskyFactor(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
-        if not linalg.has_values(weight):
+        if not linalg.has_data(weight):
             return torch.empty_like(weight)
         positive = weight.diagonal(dim1=-2, dim2=-1)
         square = weight.shape[-1] == weight.shape[-2]
@@ -103,5 +103,5 @@ class CholeskySPD(Constraint):
             return (L @ L.mT).to(self.like.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        T = nearest_spd(weight.to(linalg.working_dtype(weight.dtype)))
+        T = nearest_spd(weight.to(linalg.compute_dtype(weight.dtype)))
         return self.factor.right_inverse(torch.linalg.cholesky(T).contiguous())

@@ -49,7 +49,7 @@ class Layout:
             raise ValueError(f"{kind} has no parameter {name!r} of its own; its parameters: {names}")
         if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"{kind}.{name} has no shape yet; run the module on some input first")
-        if linalg.is_distributed(weight):
+        if linalg.is_dtensor(weight):
             raise ValueError(
                 f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
             )
@@ -58,10 +58,10 @@ class Layout:
                 f"{kind}.{name} is also another module's parameter (a tied table), which would see it as it is stored. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
-        linalg.working_dtype(weight.dtype)
+        linalg.compute_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
-        if linalg.has_values(weight) and not torch.isfinite(weight).all():
+        if linalg.has_data(weight) and not torch.isfinite(weight).all():
             raise ValueError(f"expected {kind}.{name} to be finite, got NaN or Inf in it")
         return cls(weight.shape, isinstance(module, CONVOLUTIONS))
 
@@ -80,7 +80,7 @@ class Layout:
                 stacklevel=3,
             )
         blocks = 1 if blocks is None else blocks
-        linalg.check_whole("blocks", blocks, 1)
+        linalg.check_int("blocks", blocks, 1)
         if rows % blocks:
             raise ValueError(
                 f"expected blocks to divide the {rows} rows of {kind}.{name} {tuple(layout.shape)}, got {blocks}"
@@ -102,7 +102,7 @@ class Layout:
         if weight.shape != self.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
         matrix = weight.reshape(self.matrix_shape)
-        return (matrix.mT if self._wide else matrix).to(linalg.working_dtype(weight.dtype)).contiguous()
+        return (matrix.mT if self._wide else matrix).to(linalg.compute_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
         """Tall matrices to the weight."""

@@ -99,13 +99,13 @@ def materialize(module: M) -> M:
 
     Warns where an equivalence's R and P were not orthogonal to 1e-3 any more.
     """
-    linalg.reshard(module)
+    linalg.reshard_fsdp(module)
     found = list(constraints(module))
     for path, owner, name in found:
         parts = parametrized(owner)[name]
         if not all(isinstance(part, Constraint) for part in parts):
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
-        if linalg.is_distributed(parts.original):
+        if linalg.is_dtensor(parts.original):
             raise ValueError(
                 f"{path} is distributed over processes; gather the model's state into one that is not, first"
             )
@@ -175,7 +175,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     weight = getattr(module, name)
     label = f"{type(module).__name__}.{name} of shape {tuple(weight.shape)}"
     given = weight.data
-    weight.data = given.to(linalg.working_dtype(given.dtype))
+    weight.data = given.to(linalg.compute_dtype(given.dtype))
     try:
         # unsafe: the stored tensor may have another shape (tall) and dtype (float32) than the weight.
         parametrize.register_parametrization(module, name, constraint, unsafe=True)

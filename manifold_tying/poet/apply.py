@@ -98,7 +98,7 @@ def equivalence(
     device, dtype = weight.device, weight.dtype
     register_equivalence(module, name, layout, spec, seed)
     if start is not None:
-        setattr(module, name, start.to(device, linalg.working_dtype(dtype)))
+        setattr(module, name, start.to(device, linalg.compute_dtype(dtype)))
     return module
 
 
@@ -256,7 +256,7 @@ def merge(module: nn.Module) -> int:
     >>> merge(layer)
     1
     """
-    linalg.reshard(module)
+    linalg.reshard_fsdp(module)
     found = equivalences(module)
     merge_all(found)
     return len(found)
@@ -277,7 +277,7 @@ def keep_plain_weights(model: nn.Module) -> None:
 def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     for name, stored, parts in _constrained(model):
         if f"{prefix}{stored}" in state:
-            weight = linalg.whole(parts.original.detach())
+            weight = linalg.full_tensor(parts.original.detach())
             for part in parts:
                 weight = part(weight)
             state[f"{prefix}{name}"] = weight.clone()  # safetensors refuses a tensor of two names

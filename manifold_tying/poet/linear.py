@@ -50,7 +50,7 @@ def poet_linear(
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ, which never forms W and keeps x and x Pᵀ W0ᵀ for the backward. Weight-centric: W is formed
     in the skew parameters' dtype, cast to x's, used, and formed again in the backward; it keeps x. Equal to rounding.
     """
-    x = x.to(linalg.product_dtype(x))
+    x = x.to(linalg.autocast_dtype(x))
     is_compiling = torch.compiler.is_compiling()
     if input_centric:
         flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
@@ -246,8 +246,8 @@ def _matmul_dtype(x: Tensor) -> torch.dtype | None:
 
 _weight = linalg.recomputed(_plain_weight)
 _recomputed_weight_centric = linalg.recomputed(_plain_weight_centric)
-_weight_centric = linalg.closed_form(_WeightCentric, _plain_weight_centric)
-_input_centric = linalg.closed_form(_InputCentric, _plain_input_centric)
+_weight_centric = linalg.custom_gradient(_WeightCentric, _plain_weight_centric)
+_input_centric = linalg.custom_gradient(_InputCentric, _plain_input_centric)
 
 
 # ---- the cheaper of the two

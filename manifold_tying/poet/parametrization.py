@@ -102,14 +102,14 @@ class Equivalence(Constraint):
     def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded, "" where it can."""
         # All shapes may agree where the blocks do not, and then the weight would silently be another one.
-        if form is not None and linalg.has_values(form) and form.tolist() != self._form:
+        if form is not None and linalg.has_data(form) and form.tolist() != self._form:
             return (
                 f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
                 f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
             )
         if base is not None and base.shape != self.layout.shape:
             return f"base: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}"
-        if base is not None and not linalg.has_values(base) and not assign and linalg.has_values(self.ordered_base):
+        if base is not None and not linalg.has_data(base) and not assign and linalg.has_data(self.ordered_base):
             return "base: a tensor on the meta device has no values to load; load with assign=True"
         return ""
 
@@ -125,7 +125,7 @@ class Equivalence(Constraint):
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) in the layer's dtype, or under autocast."""
-        dtype = linalg.product_dtype(x)
+        dtype = linalg.autocast_dtype(x)
         autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.like.dtype):
             raise ValueError(
@@ -144,10 +144,10 @@ class Equivalence(Constraint):
         """The weight becomes the base, R and P the identity."""
         if weight.shape != self.layout.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
-        if linalg.has_values(weight):
+        if linalg.has_data(weight):
             linalg.check_finite(weight)
         self.ordered_base.copy_(self._arranged(weight))
-        dtype = linalg.working_dtype(self.ordered_base.dtype)
+        dtype = linalg.compute_dtype(self.ordered_base.dtype)
         return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
@@ -194,13 +194,13 @@ Found = Sequence[tuple[str, Equivalence, Tensor]]
 def merge_all(found: Found) -> None:
     """Merge each, or none where a vector is not finite; warn about the worst where one is not orthogonal to 1e-3."""
     # Sharded vectors are gathered. Every rank has all of W0 and merges it in the same way.
-    vectors = [(path, part, linalg.whole(stored.detach())) for path, part, stored in found]
+    vectors = [(path, part, linalg.full_tensor(stored.detach())) for path, part, stored in found]
     if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
         raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
     check_drift(vectors)
     for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
         part.merge_(vector)
-        linalg.local(stored.detach()).zero_()
+        linalg.to_local(stored.detach()).zero_()
         stored.grad = None
 
 

@@ -55,7 +55,7 @@ def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
     """x_j G_j block by block, x (..., T, n) and blocks with the same leading dimensions; columns past them stay."""
     if not blocks:
         return x
-    if x.ndim == 2 and not linalg.is_traced():
+    if x.ndim == 2 and not linalg.is_tracing():
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         block_matmul_into(y, x, blocks)
         return y
@@ -149,7 +149,7 @@ def _gather(x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
     return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # on a CPU in half the time of index_select
 
 
-_permute = linalg.closed_form(_Permute, _gather, differentiable=True)
+_permute = linalg.custom_gradient(_Permute, _gather, differentiable=True)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
@@ -179,7 +179,7 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
     drifted = []
     for path, spec, skew_params in found:
         if spec.terms is not None and not skew_params.is_meta:
-            norm = skew_norm(spec, linalg.whole(skew_params)).double()
+            norm = skew_norm(spec, linalg.full_tensor(skew_params)).double()
             drifted.append((float(truncation_error(norm, spec.terms).nan_to_num(math.inf)), float(norm), path))
     worst, size, name = max(drifted, default=(0.0, 0.0, ""))
     if worst > _LARGEST_DEFECT:

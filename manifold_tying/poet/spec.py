@@ -31,9 +31,9 @@ class BlockSpec:
     num_rotated: int
 
     def __post_init__(self) -> None:
-        linalg.check_whole("the dimensions of a side", self.n, 1)
-        linalg.check_whole("a block's size", self.block, 1)
-        linalg.check_whole("the dimensions that rotate", self.num_rotated, 0)
+        linalg.check_int("the dimensions of a side", self.n, 1)
+        linalg.check_int("a block's size", self.block, 1)
+        linalg.check_int("the dimensions that rotate", self.num_rotated, 0)
         if max(self.block, self.num_rotated) > self.n:
             raise ValueError(
                 f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.num_rotated}"
@@ -143,7 +143,7 @@ def _inverse(order: Tensor) -> Tensor:
 def random_seed() -> int:
     """From torch's default generator of the CPU, whatever the default device is."""
     drawn = torch.randint(2**62, (), device="cpu")
-    return int(drawn) if linalg.has_values(drawn) else 0
+    return int(drawn) if linalg.has_data(drawn) else 0
 
 
 def hash_seed(*parts: int | str) -> int:
@@ -195,7 +195,7 @@ def check_options(
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
-    linalg.check_whole("block_size", block_size, 2)
+    linalg.check_int("block_size", block_size, 2)
     if fraction is not None and scheme != "full":
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
@@ -212,13 +212,13 @@ def check_options(
 def check_terms(terms: Any) -> None:
     """ValueError unless it is None or a number of terms from 1 to 64."""
     if terms is not None:
-        linalg.check_whole("terms", terms, 1, ", or None for the exact map")
+        linalg.check_int("terms", terms, 1, ", or None for the exact map")
         if terms > _MOST_TERMS:
             raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
 
 
 def check_seed(seed: Any) -> None:
     """ValueError unless it is a whole number that fits into int64."""
-    linalg.check_whole("seed", seed, 0)
+    linalg.check_int("seed", seed, 0)
     if seed >= 2**63:
         raise ValueError(f"expected a seed below 2**63, got {seed}")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.linalg import symmetric
+from manifold_tying.linalg import sym
 
 
 def rounding(dtype: torch.dtype, size: int, condition: float = 1.0) -> float:
@@ -47,7 +47,7 @@ def assert_spd(T: Tensor) -> None:
     size = wide.abs().amax().item() if wide.numel() else 0.0
     allowed = rounding(T.dtype, T.shape[-1])
     _require((wide - wide.mT).abs().max() / max(size, 1e-300), allowed, "the asymmetry ‖T - Tᵀ‖_max / ‖T‖_max")
-    lowest = torch.linalg.eigvalsh(symmetric(wide))[..., 0].min().item()
+    lowest = torch.linalg.eigvalsh(sym(wide))[..., 0].min().item()
     # an eigenvalue smaller than T's rounding can come out negative
     if not lowest > -allowed * size or size == 0:
         raise AssertionError(f"the smallest eigenvalue is {lowest:.3g}, expected a positive one")

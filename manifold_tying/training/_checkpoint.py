@@ -210,7 +210,7 @@ def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
     """Room for a state of the parameter p, distributed as p is where it has p's rows."""
-    if linalg.is_distributed(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
+    if linalg.is_dtensor(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
     return torch.empty(shape, dtype=dtype)

@@ -156,7 +156,7 @@ def _step(
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
         group["lr"] = peak * rate_factor(*lengths, group.get("slows_after"))
     mean, stops = gradients(run, run.batches.batch(step), torch.device(settings.device), terminated)
-    norm = linalg.whole(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
+    norm = linalg.full_tensor(torch.nn.utils.get_total_norm([p.grad for p in clipped if p.grad is not None]))
     loss, length, taken = read(run, mean, norm)
     if taken:
         most = schedule.clip(settings.clip) if schedule else settings.clip

@@ -123,7 +123,7 @@ def export_model(path: Path, out: Path) -> None:
 
 
 def _sharded(parts: dict[str, dict[str, Tensor]]) -> bool:
-    return any(linalg.is_distributed(tensor) for tensors in parts.values() for tensor in tensors.values())
+    return any(linalg.is_dtensor(tensor) for tensors in parts.values() for tensor in tensors.values())
 
 
 def _make_empty(folder: Path) -> None:

@@ -107,7 +107,7 @@ def read(run: Run, loss: Tensor, norm: Tensor) -> tuple[float, float, bool]:
     interface = [
         p.grad for p in run.model.interface.parameters() if p.grad is not None
     ]  # the memory is not in ``norm``
-    others = [linalg.whole(torch.nn.utils.get_total_norm(interface))] if interface else []
+    others = [linalg.full_tensor(torch.nn.utils.get_total_norm(interface))] if interface else []
     values = torch.stack([loss, norm, *others]).tolist()
     return values[0], values[1], all(map(math.isfinite, values))
 
@@ -117,7 +117,7 @@ def why(run: Run, step: int, loss: float, skipped: int) -> str:
     names = [
         name
         for name, p in run.model.named_parameters()
-        if p.grad is not None and not linalg.local(p.grad).isfinite().all()
+        if p.grad is not None and not linalg.to_local(p.grad).isfinite().all()
     ]
     bad = [name for found in run.processes.gather(names) for name in found]
     names = list(dict.fromkeys(bad))

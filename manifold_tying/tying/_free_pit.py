@@ -38,7 +38,7 @@ class FreePIT(PIT):
     def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = INITIAL_STD) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
-        dtype = linalg.working_dtype(torch.get_default_dtype())
+        dtype = linalg.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * std)
         self._kept: tuple[Any, Tensor] | None = None  # a fingerprint of W and (WᵀW)⁻¹
 
@@ -53,12 +53,12 @@ class FreePIT(PIT):
     @property
     def memory(self) -> Tensor:  # type: ignore[override]  # computed, so it cannot be assigned
         """Z, (V, d): the orthonormal polar factor of W."""
-        return linalg.polar(linalg.whole(self.table))[0]
+        return linalg.polar(linalg.full_tensor(self.table))[0]
 
     @property
     def transform(self) -> Tensor:
         """T, (d, d): the symmetric polar factor of W."""
-        return linalg.polar(linalg.whole(self.table))[1]
+        return linalg.polar(linalg.full_tensor(self.table))[1]
 
     @property
     def cholesky_factor(self) -> Tensor:  # type: ignore[override]
@@ -77,8 +77,8 @@ class FreePIT(PIT):
 
     def _divide(self, rows: Tensor) -> Tensor:
         """rows (WᵀW)⁻¹."""
-        inverse = None if linalg.is_transformed() else self._inverse_gram()
-        return _divide(rows, linalg.local(self.table), inverse, Vocabulary.of(self.table))
+        inverse = None if linalg.in_transform() else self._inverse_gram()
+        return _divide(rows, linalg.to_local(self.table), inverse, Vocabulary.of(self.table))
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden)
@@ -89,20 +89,20 @@ class FreePIT(PIT):
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            W = linalg.whole(self.table)
+            W = linalg.full_tensor(self.table)
             wide = W.double()
             return self._with_bridge(wide @ _inverse_gram(W), wide.mT, dtype or W.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        linalg.normal_rows_(self.table).mul_(self.std)
+        linalg.sharded_normal_(self.table).mul_(self.std)
 
     def _inverse_gram(self) -> Tensor:
         """(WᵀW)⁻¹ in float64, computed again only where W has changed."""
         W = self.table.detach()
         may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not linalg.has_values(linalg.local(W)) or not may_ask:
+        if torch.compiler.is_compiling() or not linalg.has_data(linalg.to_local(W)) or not may_ask:
             return _inverse_gram(W)
         mark = (_fingerprint(W), W.dtype, W.device)
         if self._kept is None or self._kept[0] != mark:
@@ -120,10 +120,10 @@ def _fingerprint(W: Tensor) -> float:
     Version counters would be cheaper, but whatever writes through ``.data`` leaves them as they are: EMA weights, some
     optimizers, fused kernels of other libraries.
     """
-    rows = linalg.local(W)
+    rows = linalg.to_local(W)
     v = torch.arange(1, rows.shape[1] + 1, dtype=W.dtype, device=W.device).sin()
     s = (rows @ v).double()
-    return float(linalg.row_total(W)(s @ s))
+    return float(linalg.row_reduce(W)(s @ s))
 
 
 @torch.no_grad()
@@ -132,9 +132,9 @@ def _inverse_gram(W: Tensor) -> Tensor:
 
     NaN where W is not finite, and on a device that the host does not wait for also where the rank is deficient.
     """
-    G = linalg.row_total(W)(linalg.gram_in_double(linalg.local(W)))
+    G = linalg.row_reduce(W)(linalg.gram_in_double(linalg.to_local(W)))
     L, info = torch.linalg.cholesky_ex(G)
-    if G.device.type == "cpu" and linalg.has_values(G) and not torch.compiler.is_compiling():
+    if G.device.type == "cpu" and linalg.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
         if torch.isfinite(G).all() and (info != 0 or pivots.min() < LEAST_PIVOT * pivots.max()):
             raise ValueError(
@@ -170,4 +170,4 @@ def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: Vocabula
     return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
 
 
-_divide = linalg.closed_form(_Divide, _plain)
+_divide = linalg.custom_gradient(_Divide, _plain)

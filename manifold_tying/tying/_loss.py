@@ -39,11 +39,11 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
         raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
-    dtype = linalg.product_dtype(hidden)
+    dtype = linalg.autocast_dtype(hidden)
     grad = torch.is_grad_enabled()  # off inside of an autograd.Function, so it is asked here
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows, vocabulary = linalg.local(table), Vocabulary.of(table)
+    rows, vocabulary = linalg.to_local(table), Vocabulary.of(table)
     return _chunked(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
 
 
@@ -98,7 +98,7 @@ def _loss_and_gradients(
             if dtype == wide:
                 grad_table.addmm_(p.mT, h[part])
             else:  # a block of rows at a time, which on a CPU stays in its cache
-                for block in linalg.row_blocks(grad_table):
+                for block in linalg.row_chunks(grad_table):
                     grad_table[block] += p[:, block].mT @ h[part]
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.add(grad_hidden)
@@ -119,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         args = (hidden, table, targets, vocabulary, ignore_index, dtype, wanted)
         linalg.save(ctx, args)
-        with linalg.autocast_off(hidden.device):
+        with linalg.disable_autocast(hidden.device):
             loss, *ctx.gradients = _loss_and_gradients(*args)
         return loss
 
@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            with linalg.autocast_off(grad.device):
+            with linalg.disable_autocast(grad.device):
                 gradients = _loss_and_gradients(*linalg.saved(ctx)[0])[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
         return hidden, table, None, None, None, None, None
@@ -143,10 +143,10 @@ def _with_all_logits(
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
 ) -> Tensor:
-    wide = linalg.working_dtype(dtype)
+    wide = linalg.compute_dtype(dtype)
     counted = targets != ignore_index
     index, here = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
-    with linalg.autocast_off(hidden.device):
+    with linalg.disable_autocast(hidden.device):
         x = F.linear(vocabulary.shared(hidden.to(dtype)), table.to(dtype)).to(wide)
         largest = vocabulary.largest(x.detach())
         total = vocabulary.summed((x - largest).exp().sum(1, keepdim=True))
@@ -154,4 +154,4 @@ def _with_all_logits(
         return (losses[:, 0] * counted).sum() / counted.sum().clamp_min(1)
 
 
-_chunked = linalg.closed_form(_LinearCrossEntropy, _with_all_logits)
+_chunked = linalg.custom_gradient(_LinearCrossEntropy, _with_all_logits)

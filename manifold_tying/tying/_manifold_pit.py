@@ -45,7 +45,7 @@ class ManifoldPIT(PIT):
         bounds: Bounds | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size)
-        dtype = linalg.working_dtype(torch.get_default_dtype())
+        dtype = linalg.compute_dtype(torch.get_default_dtype())
         factor = CholeskyFactor(diagonal, bounds, dtype)
         if factor.bounds is not None:
             check_bounds(1.0, 1.0, factor.bounds)
@@ -93,7 +93,7 @@ class ManifoldPIT(PIT):
         h T is larger than the logits by about √(V/d), beyond the range of float16 where they are well inside it: for products
         in float16 a power of two near that goes from h T to Z.
         """
-        if linalg.product_dtype(hidden) != torch.float16:
+        if linalg.autocast_dtype(hidden) != torch.float16:
             return self._readout(hidden), self.memory
         factor = 2.0 ** round(math.log2(self.vocab_size / self.hidden_size) / 2)
         return self._readout(hidden, factor), self.memory * factor
@@ -111,7 +111,7 @@ class ManifoldPIT(PIT):
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            memory = linalg.whole(self.memory)
+            memory = linalg.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()
             return self._with_bridge(divide_by_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
 
@@ -122,7 +122,7 @@ class ManifoldPIT(PIT):
         Z, L = stored["memory"].original, stored["cholesky_factor"].original
         cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)
         eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
-        linalg.assign_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
+        linalg.copy_rows_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.memory.dtype

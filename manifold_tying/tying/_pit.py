@@ -119,10 +119,10 @@ class PIT(TokenInterface):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
         form = _form(memory, options)
         U, H = decompose(weight)
-        T = linalg.identity_like(H)
+        T = linalg.eye_like(H)
         if transform != "identity" and not bridge:
-            T = H if transform == "head" else linalg.symmetric(torch.linalg.inv(H))
-        pit = form._from_factors(U, T, linalg.working_dtype(weight.dtype), memory=memory, **options)
+            T = H if transform == "head" else linalg.sym(torch.linalg.inv(H))
+        pit = form._from_factors(U, T, linalg.compute_dtype(weight.dtype), memory=memory, **options)
         if bridge:
             pit.bridge = nn.Parameter(H.to(pit._table().dtype))
         return pit.to(weight.dtype)
@@ -135,7 +135,7 @@ class PIT(TokenInterface):
     def to_free(self) -> "PIT":
         """The same pair E, W_out (and bridge) as one free table W = Z T, which any optimizer trains; a copy."""
         with torch.no_grad():
-            Z = linalg.whole(self.memory)
+            Z = linalg.full_tensor(self.memory)
             free = _form("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
@@ -164,13 +164,13 @@ class PIT(TokenInterface):
             table = self._table()
             if (
                 ids.device.type == "cpu"
-                and linalg.has_values(ids)
-                and not linalg.is_transformed()
+                and linalg.has_data(ids)
+                and not linalg.in_transform()
                 and not torch.compiler.is_compiling()
             ):
                 rows, index = ids.unique(return_inverse=True)
                 e = F.embedding(index, self._divide(lookup(rows, table)))
-            elif ids.numel() > self.vocab_size and not linalg.is_distributed(table):
+            elif ids.numel() > self.vocab_size and not linalg.is_dtensor(table):
                 e = F.embedding(ids, self._divide(table))
             else:
                 e = self._divide(lookup(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
@@ -203,7 +203,7 @@ class PIT(TokenInterface):
 
     def _with_bridge(self, E: Tensor, W_out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.bridge is not None:
-            bridge = linalg.whole(self.bridge).double()
+            bridge = linalg.full_tensor(self.bridge).double()
             E, W_out = E @ bridge, bridge @ W_out
         return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
 

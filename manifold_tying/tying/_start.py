@@ -20,7 +20,7 @@ def decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Polar factors of a table in float64; ValueError with the reason where PIT cannot start from it."""
     if weight.ndim != 2:
         raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
-    linalg.working_dtype(weight.dtype)
+    linalg.compute_dtype(weight.dtype)
     V, d = weight.shape
     if V < d:
         raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")

@@ -40,4 +40,4 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
 
 
-_divide = linalg.closed_form(_Divide, _solve, differentiable=True)
+_divide = linalg.custom_gradient(_Divide, _solve, differentiable=True)

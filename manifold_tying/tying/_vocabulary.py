@@ -23,14 +23,14 @@ class Vocabulary:
     @classmethod
     def of(cls, table: Tensor) -> "Vocabulary":
         """That of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
-        if not linalg.is_distributed(table):
+        if not linalg.is_dtensor(table):
             return cls(len(table))
-        first, dtensor = linalg.first_row(table), table
+        first, dtensor = linalg.row_offset(table), table
         placements, mesh = dtensor.placements, dtensor.device_mesh  # type: ignore[attr-defined]
         sharding = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
         if not sharding:
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
-        return cls(len(linalg.local(table)), first, mesh.get_group(sharding[0]), len(table))
+        return cls(len(linalg.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
 
     @property
     def processes(self) -> int:
@@ -82,7 +82,7 @@ class Vocabulary:
 
 def scores(hidden: Tensor, table: Tensor) -> Tensor:
     """hidden tableᵀ, (..., V), the table in hidden's dtype; for a DTensor sharded by rows a DTensor sharded by vocabulary."""
-    if not linalg.is_distributed(table):
+    if not linalg.is_dtensor(table):
         return F.linear(hidden, table.to(hidden.dtype))
     from torch.distributed.tensor import DTensor, Shard
 
@@ -91,7 +91,7 @@ def scores(hidden: Tensor, table: Tensor) -> Tensor:
     x = Vocabulary.of(table).shared(hidden)
     shape = torch.Size((*hidden.shape[:-1], len(table)))
     return DTensor.from_local(
-        F.linear(x, linalg.local(table).to(hidden.dtype)),
+        F.linear(x, linalg.to_local(table).to(hidden.dtype)),
         parts.device_mesh,
         columns,
         run_check=False,
@@ -127,9 +127,9 @@ def lookup(ids: Tensor, table: Tensor) -> Tensor:
 
     Its processes all look up the same ids.
     """
-    if not linalg.is_distributed(table):
+    if not linalg.is_dtensor(table):
         return F.embedding(ids, table)
-    return _Lookup.apply(ids, linalg.local(table), Vocabulary.of(table))
+    return _Lookup.apply(ids, linalg.to_local(table), Vocabulary.of(table))
 
 
 class _Lookup(torch.autograd.Function):

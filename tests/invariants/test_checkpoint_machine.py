@@ -53,7 +53,7 @@ class Trained:
         self.steps += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        return {k: linalg.whole(v.detach()).clone() for k, v in self.model.state_dict().items()}
+        return {k: linalg.full_tensor(v.detach()).clone() for k, v in self.model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")

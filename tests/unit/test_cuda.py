@@ -62,7 +62,7 @@ def test_functions(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 def test_reorthonormalization_in_place(shape: tuple[int, ...], fixed: bool) -> None:
     Y = torch.linalg.qr(torch.randn(shape, dtype=torch.float64))[0] + 0.02 * torch.randn(shape, dtype=torch.float64)
-    X = linalg.reorthonormalize_(Y.cuda(), fixed=fixed)
+    X = linalg.reorthonormalize_(Y.cuda(), sync_free=fixed)
     torch.testing.assert_close(X.cpu(), linalg.polar(Y)[0], rtol=0, atol=1e-12)
 
 

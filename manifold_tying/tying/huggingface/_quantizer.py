@@ -101,7 +101,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
         interface = PIT(V, d, **options)
         if bridge:
             interface.bridge = nn.Parameter(torch.empty(d, d, dtype=interface._table().dtype))
-    interface = interface.to(linalg.working_dtype(dtype))
+    interface = interface.to(linalg.compute_dtype(dtype))
     bias = getattr(head, "bias", None)
     new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
     if config.format == 1:

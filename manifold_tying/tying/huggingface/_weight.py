@@ -13,7 +13,7 @@ from manifold_tying.tying._pit import PIT
 def head_weight(interface: PIT, dtype: torch.dtype) -> Tensor:
     """W_outᵀ (V, d) in dtype, lazily; at once in compiled code, which drops what is unused, and for a sharded memory."""
     parameters = tuple(interface.parameters())
-    if torch.compiler.is_compiling() or any(map(linalg.is_distributed, parameters)):
+    if torch.compiler.is_compiling() or any(map(linalg.is_dtensor, parameters)):
         return _compute(interface, dtype)
     return _Deferred.apply(interface, dtype, *parameters)
 

@@ -13,7 +13,7 @@ from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, t
 from torch import Tensor, nn
 
 from manifold_tying import linalg
-from manifold_tying.linalg import _basics
+from manifold_tying.linalg import _precision
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
 
@@ -31,7 +31,7 @@ def with_condition(condition: float, *shape: int, scale: float = 1.0) -> Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 256 rows, the fewest there are."""
-    monkeypatch.setattr(_basics, "_BLOCK_ENTRIES", 1)
+    monkeypatch.setattr(_precision, "_BLOCK_ENTRIES", 1)
 
 
 # The Gram matrix
@@ -81,7 +81,7 @@ def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
             expected = torch.from_numpy(polar_np(Y.numpy()))
             for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
                 X = Y.to(dtype)
-                assert linalg.reorthonormalize_(X, fixed=True) is X
+                assert linalg.reorthonormalize_(X, sync_free=True) is X
                 assert linalg.defect(X) <= bound
                 torch.testing.assert_close(X.double(), expected, rtol=0, atol=2 * bound)
 
@@ -90,10 +90,10 @@ def test_beyond_it_falls_short_and_never_over() -> None:
     """UᵀX of the polar factor U has eigenvalues between 0 and 1: such a step shortens directions and reverses none."""
     for condition in (1.0, 30.0, 300.0, 1e4, 1e6):
         Y = with_condition(condition, 70, 48)
-        product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), fixed=True)
+        product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), sync_free=True)
         rounding = 1e-15 * condition
         assert (product - product.mT).abs().max() <= 1e-13 + rounding
-        h = torch.linalg.eigvalsh(linalg.symmetric(product))
+        h = torch.linalg.eigvalsh(linalg.sym(product))
         assert h.min() > 0 and h.max() <= 1 + 1e-14 + rounding
         assert h.min() < 0.9 if condition >= 1e4 else h.min() > 0.5  # and short it does fall
 
@@ -120,13 +120,13 @@ def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tu
 @pytest.mark.parametrize("n", [256, 257, 700])
 @pytest.mark.parametrize(("condition", "fixed"), [(1.1, False), (200.0, False), (8.0, True)])
 def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
-    assert len(linalg.row_blocks(torch.zeros(n, 20))) == -(-n // 256)
+    assert len(linalg.row_chunks(torch.zeros(n, 20))) == -(-n // 256)
     Y = with_condition(condition, n, 20)
     expected = polar_np(Y.numpy())
     for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
         X = Y.to(dtype, copy=True)
         where = X.data_ptr()
-        assert linalg.reorthonormalize_(X, fixed=fixed) is X and X.data_ptr() == where
+        assert linalg.reorthonormalize_(X, sync_free=fixed) is X and X.data_ptr() == where
         np.testing.assert_allclose(X.double().numpy(), expected, rtol=0, atol=bound)
         before = Y.to(dtype, copy=True)
         torch.testing.assert_close(linalg.reorthonormalize(before), X, rtol=0, atol=2 * bound)
@@ -220,7 +220,7 @@ def test_a_point_that_is_not_contiguous_moves_alike() -> None:
 
 
 def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_basics, "_BLOCK_ENTRIES", 2**14)
+    monkeypatch.setattr(_precision, "_BLOCK_ENTRIES", 2**14)
     V, d = 50_000, 16
     table = V * d * 4
     peaks = {}

@@ -2,7 +2,7 @@
 
 A product YᵀZ of such matrices is the sum of what each process has of it, so that everything which goes through p x p
 products needs one all-reduce of p x p numbers and never another process's rows. The formulas are written once, over the rows
-at hand and a ``total`` that sums over the processes; where one process has all rows, ``total`` does nothing.
+at hand and a ``reduce`` that sums over the processes; where one process has all rows, ``reduce`` does nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,20 +11,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._basics import identity_like, row_blocks
+from manifold_tying.linalg._precision import eye_like, row_chunks
 
-Total = Callable[[Tensor], Tensor]
+Reduce = Callable[[Tensor], Tensor]
 """Sums, in place where it can, over the processes that share the rows of a matrix; returns the sum."""
 
 _ENTRIES_DRAWN = 2**22
 
 
-def nothing_to_add(A: Tensor) -> Tensor:
-    """The ``total`` of a matrix that one process has all rows of."""
+def no_reduce(A: Tensor) -> Tensor:
+    """The ``reduce`` of a matrix that one process has all rows of."""
     return A
 
 
-def is_distributed(X: Any) -> bool:
+def is_dtensor(X: Any) -> bool:
     """Whether X is a DTensor.
 
     Asked by an attribute: to import DTensor takes half a second, and who has none does not need it.
@@ -32,21 +32,21 @@ def is_distributed(X: Any) -> bool:
     return hasattr(X, "device_mesh")
 
 
-def local(X: Any) -> Tensor:
+def to_local(X: Any) -> Tensor:
     """This process's part of a DTensor, in the same memory; any other tensor itself."""
-    return X.to_local() if is_distributed(X) else X
+    return X.to_local() if is_dtensor(X) else X
 
 
-def local_like(whole: Tensor, X: Any) -> Tensor:
+def shard_like(full_tensor: Tensor, X: Any) -> Tensor:
     """This process's part of ``whole``, which every process holds, where X is distributed; ``whole`` itself elsewhere."""
-    if not is_distributed(X):
-        return whole
+    if not is_dtensor(X):
+        return full_tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, X.device_mesh, X.placements, src_data_rank=None).to_local()
+    return distribute_tensor(full_tensor, X.device_mesh, X.placements, src_data_rank=None).to_local()
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard_fsdp(model: torch.nn.Module) -> None:
     """Let FSDP2 put the sharded parameters back, where a forward without a backward has left the gathered copies in place.
 
     What is written to those is lost, and an optimizer does not know them.
@@ -56,25 +56,25 @@ def reshard(model: torch.nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def whole(X: Any) -> Tensor:
+def full_tensor(X: Any) -> Tensor:
     """All of a DTensor on every process, which all of its processes have to ask for; any other tensor itself."""
-    return X.full_tensor() if is_distributed(X) else X
+    return X.full_tensor() if is_dtensor(X) else X
 
 
-def assign_(X: Tensor, value: Tensor) -> None:
+def copy_rows_(X: Tensor, value: Tensor) -> None:
     """X <- value (n, p), a plain tensor that every process has; a DTensor sharded by rows takes its own."""
-    if not is_distributed(X):
+    if not is_dtensor(X):
         X.copy_(value)
         return
-    mine, first = local(X), first_row(X)
+    mine, first = to_local(X), row_offset(X)
     mine.copy_(value[first : first + len(mine)])
 
 
-def row_total(X: Tensor) -> Total:
-    """What sums p x p matrices over the processes that share the rows of X (..., n, p); see :func:`check_rows`."""
-    if not is_distributed(X):
-        return nothing_to_add
-    check_rows(X)
+def row_reduce(X: Tensor) -> Reduce:
+    """What sums p x p matrices over the processes that share the rows of X (..., n, p); see :func:`check_row_sharding`."""
+    if not is_dtensor(X):
+        return no_reduce
+    check_row_sharding(X)
     dtensor: Any = X
     groups = [
         dtensor.device_mesh.get_group(i)
@@ -82,29 +82,29 @@ def row_total(X: Tensor) -> Total:
         if getattr(placement, "dim", None) == X.ndim - 2
     ]
 
-    def total(A: Tensor) -> Tensor:
+    def reduce(A: Tensor) -> Tensor:
         A = A.contiguous()
         for group in groups:
             torch.distributed.all_reduce(A, group=group)
         return A
 
-    return total if groups else nothing_to_add
+    return reduce if groups else no_reduce
 
 
-def process_total(tensors: Iterable[Any]) -> Total:
+def mesh_reduce(tensors: Iterable[Any]) -> Reduce:
     """What sums a tensor over all processes that any of these DTensors lies on; nothing to add where there is none."""
-    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_distributed(X))
+    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
 
-    def total(A: Tensor) -> Tensor:
+    def reduce(A: Tensor) -> Tensor:
         for mesh in meshes:
             for group in mesh.get_all_groups():
                 torch.distributed.all_reduce(A, group=group)
         return A
 
-    return total if meshes else nothing_to_add
+    return reduce if meshes else no_reduce
 
 
-def check_rows(X: Tensor, what: str = "matrix") -> None:
+def check_row_sharding(X: Tensor, what: str = "matrix") -> None:
     """ValueError for a DTensor (..., n, p) that is not replicated or sharded by rows or by leading dimensions."""
     for placement in getattr(X, "placements", ()):
         dim = getattr(placement, "dim", None)
@@ -116,13 +116,13 @@ def check_rows(X: Tensor, what: str = "matrix") -> None:
             )
 
 
-def by_rows(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tensor:
-    """f(total, X, *others) on the rows at hand, for f with values of X's shape: a DTensor like X where X is one.
+def row_local_map(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tensor:
+    """f(reduce, X, *others) on this process's rows, for f with values of X's shape: a DTensor like X where X is one.
 
     Nothing of a DTensor's is differentiated. ValueError where the others are not distributed as X is.
     """
-    if not is_distributed(X):
-        return f(nothing_to_add, X, *others)
+    if not is_dtensor(X):
+        return f(no_reduce, X, *others)
     x: Any = X
     for other in others:
         if getattr(other, "placements", None) != x.placements or getattr(other, "device_mesh", None) != x.device_mesh:
@@ -131,12 +131,12 @@ def by_rows(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tensor:
                 f"{getattr(other, 'placements', 'a plain tensor')}; redistribute them, or take .full_tensor() of all"
             )
     with torch.no_grad():
-        return distributed_like(X, f(row_total(X), local(X), *(local(other) for other in others)))
+        return from_local_like(X, f(row_reduce(X), to_local(X), *(to_local(other) for other in others)))
 
 
-def distributed_like(X: Tensor, part: Tensor) -> Tensor:
+def from_local_like(X: Tensor, part: Tensor) -> Tensor:
     """A tensor of X's shape from this process's part of it, distributed as X is; the part itself where X is not."""
-    if not is_distributed(X):
+    if not is_dtensor(X):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -144,14 +144,14 @@ def distributed_like(X: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=X.shape, stride=X.stride())
 
 
-def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
+def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
     """Y <- its polar factor Y (YᵀY)^(-1/2), for the rows Y (..., n, p) at hand of a matrix of condition up to about 1e6.
 
     In float64 through the eigenvalues of YᵀY: one all-reduce, and one more past a condition of 1e3. ValueError, the same on
     every process, where Y is rank-deficient or not finite: U is then not determined by p x p numbers.
     """
     for _ in range(2):
-        G = total(gram_in_double(Y))
+        G = reduce(gram_in_double(Y))
         eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
         smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
         if not (smallest > 1e-13 * largest).all():
@@ -160,7 +160,7 @@ def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
                 f"singular values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
             )
         P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
-        for rows in row_blocks(Y):
+        for rows in row_chunks(Y):
             Y[..., rows, :] = (Y[..., rows, :].double() @ P).to(Y.dtype)
         if (smallest > 1e-6 * largest).all():
             break
@@ -170,22 +170,22 @@ def orthonormalize_rows_(Y: Tensor, total: Total) -> Tensor:
 def gram_in_double(Y: Tensor) -> Tensor:
     """YᵀY in float64, (..., n, p) to (..., p, p), a block of rows at a time."""
     G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
-    for rows in row_blocks(Y):
+    for rows in row_chunks(Y):
         part = Y[..., rows, :].double()
         G += part.mT @ part
     return G
 
 
 @torch.no_grad()
-def normal_rows_(X: Tensor) -> Tensor:
+def sharded_normal_(X: Tensor) -> Tensor:
     """Fill X (n, p) with standard normal numbers from torch's default generator of the CPU; returns X.
 
     A DTensor sharded by rows gets on every process the rows that one process would draw, bit for bit, provided that the
     processes have the same seed: each draws all numbers, a block of rows at a time, and keeps its own.
     """
-    if not is_distributed(X):
+    if not is_dtensor(X):
         return X.copy_(torch.randn(X.shape, dtype=X.dtype, device=X.device if X.is_meta else "cpu"))
-    mine, first = local(X), first_row(X)
+    mine, first = to_local(X), row_offset(X)
     n, p = X.shape
     # One draw of all numbers is that of parts of a multiple of 16, as long as the last one has at least 16.
     block = max(16, _ENTRIES_DRAWN // p // 16 * 16)
@@ -200,10 +200,10 @@ def normal_rows_(X: Tensor) -> Tensor:
     return X
 
 
-def first_row(X: Tensor) -> int:
+def row_offset(X: Tensor) -> int:
     """Which row of the DTensor X (n, p) the first one at hand is, where one dimension of the mesh shards the rows."""
     x: Any = X
-    check_rows(X)
+    check_row_sharding(X)
     sharding = [i for i, placement in enumerate(x.placements) if placement.is_shard(0)]
     if X.ndim != 2 or len(sharding) > 1 or not all(p.is_replicate() or p.is_shard(0) for p in x.placements):
         raise ValueError(f"expected a matrix with rows sharded once, got {tuple(X.shape)} with {x.placements}")
@@ -218,7 +218,7 @@ def defect(X: Tensor) -> Tensor:
 
     X may be a DTensor sharded by rows: one all-reduce of p x p, the same number on every process, without a gradient.
     """
-    if is_distributed(X):
+    if is_dtensor(X):
         X = X.detach()
-    G = row_total(X)(gram_in_double(local(X)))
-    return torch.linalg.matrix_norm(G - identity_like(G)) / X.shape[-1] ** 0.5
+    G = row_reduce(X)(gram_in_double(to_local(X)))
+    return torch.linalg.matrix_norm(G - eye_like(G)) / X.shape[-1] ** 0.5

@@ -11,7 +11,7 @@ _BLOCK_ENTRIES = 2**20
 _TERMS_ADDED = 4096  # to one float32 number in a row
 
 
-def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
+def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast off inside, where it is on."""
     return torch.autocast(device.type, enabled=False) if is_autocast_on(device) else nullcontext()
 
@@ -24,7 +24,7 @@ def is_autocast_on(device: torch.device) -> bool:
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Float32 products in float32: autocast and TF32 (or its bfloat16 relative on CPUs) off inside."""
-    with autocast_off(device):
+    with disable_autocast(device):
         # Compiled code takes the setting that was in force when it was traced; it cannot be switched inside a graph.
         if torch.compiler.is_compiling():
             yield
@@ -44,14 +44,14 @@ def full_precision(device: torch.device) -> Iterator[None]:
             products.fp32_precision = before
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for every other floating dtype; ValueError for the rest."""
     if not dtype.is_floating_point:
         raise ValueError(f"expected a real floating dtype, got {dtype}; convert the tensor with .float()")
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
     """In which nn.Linear would take the products of x: autocast's, where it is on, but for float64."""
     lowers = is_autocast_on(x.device) and x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if lowers else x.dtype
@@ -59,7 +59,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def check_tall(Y: Tensor, what: str = "matrix") -> None:
     """ValueError unless Y is floating with shape (..., n, p), n >= p >= 1."""
-    working_dtype(Y.dtype)
+    compute_dtype(Y.dtype)
     if Y.ndim < 2 or Y.shape[-1] < 1 or Y.shape[-2] < Y.shape[-1]:
         raise ValueError(
             f"expected a {what} of shape (..., n, p) with n >= p >= 1, got {tuple(Y.shape)}; transpose it?"
@@ -78,7 +78,7 @@ def check_finite(Y: Tensor) -> None:
         raise ValueError("expected a finite matrix, got NaN or Inf in it")
 
 
-def check_whole(name: str, value: object, least: int, otherwise: str = "") -> None:
+def check_int(name: str, value: object, least: int, otherwise: str = "") -> None:
     """ValueError unless value is a whole number >= least; a bool is none."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"expected {name} to be a whole number >= {least}{otherwise}, got {value!r}")
@@ -110,17 +110,17 @@ def gram(Y: Tensor) -> Tensor:
     return G
 
 
-def symmetric(A: Tensor) -> Tensor:
+def sym(A: Tensor) -> Tensor:
     """(A + Aᵀ)/2."""
     return (A + A.mT) / 2
 
 
-def identity_like(A: Tensor) -> Tensor:
+def eye_like(A: Tensor) -> Tensor:
     """The identity with the last dimension, dtype and device of A, shape (p, p)."""
     return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
 
 
-def row_blocks(Y: Tensor) -> list[slice]:
+def row_chunks(Y: Tensor) -> list[slice]:
     """Blocks of rows that fit a processor's cache, for one large matrix on a CPU; else a single block, all rows."""
     if Y.ndim > 2 or Y.device.type != "cpu" or torch.compiler.is_compiling():
         return [slice(0, Y.shape[-2])]

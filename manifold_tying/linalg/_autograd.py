@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from manifold_tying.linalg._basics import full_precision
+from manifold_tying.linalg._precision import full_precision
 
 
-def closed_form(
+def custom_gradient(
     function: type[Function], plain: Callable[..., Any], *, differentiable: bool = False
 ) -> Callable[..., Any]:
     """What to call in place of ``function.apply``: it, or ``plain`` where torch has to see every operation.
@@ -34,14 +34,14 @@ def closed_form(
         if torch.compiler.is_compiling():  # a compiled graph has no second derivatives
             with torch.no_grad():
                 return backward(ctx, *gradients)
-        if not differentiable and (torch.is_grad_enabled() or is_transformed()):
+        if not differentiable and (torch.is_grad_enabled() or in_transform()):
             return _differentiated(plain, ctx, gradients)
         return backward(ctx, *gradients)
 
     setattr(function, "backward", staticmethod(guarded))  # noqa: B010 - mypy: a method is not assigned
 
     def call(*args: Any) -> Any:
-        return plain(*args) if is_transformed() else function.apply(*args)
+        return plain(*args) if in_transform() else function.apply(*args)
 
     return call
 
@@ -63,7 +63,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _differentiated(plain, ctx, gradients)
 
     def call(*args: Any) -> Tensor:
-        if is_transformed() or not torch.is_grad_enabled():
+        if in_transform() or not torch.is_grad_enabled():
             return plain(*args)
         if torch.compiler.is_compiling():
             return cast(Tensor, checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False))
@@ -72,7 +72,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def refused(result: Tensor, sources: Sequence[Tensor], why: str) -> Tensor:
+def no_second_derivative(result: Tensor, sources: Sequence[Tensor], why: str) -> Tensor:
     """The result of a backward, made of ``sources``: RuntimeError where it is differentiated in turn."""
     return _Refused.apply(result.detach(), why, *sources)
 
@@ -101,22 +101,22 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
     return args, tensors
 
 
-def is_transformed() -> bool:
+def in_transform() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """Whether anything follows the operations here, so that none may write to given memory or depend on values."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or is_transformed()
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform()
 
 
-def has_values(x: Tensor) -> bool:
+def has_data(x: Tensor) -> bool:
     """False for a tensor that has a shape only: on the meta device or under FakeTensorMode."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
-def operations(shape: Sequence[int], tall: int, square: int) -> int:
+def flop_count(shape: Sequence[int], tall: int, square: int) -> int:
     """For FLOP counters: tall np² + square p³ for each matrix (n, p) of (..., n, p)."""
     *batch, n, p = shape
     return math.prod(batch) * p * p * (tall * n + square * p)
