@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+from difflib import get_close_matches
 
 from manifold_tying._extra import needs_extra
 
@@ -29,6 +30,8 @@ usage: manifold-tying COMMAND [-h] ...
   inspect    Show a saved model's token interface.
 
 manifold-tying COMMAND --help lists a command's options.
+Models (--preset): nano and mini for a CPU; pit-0.3b, pit-0.6b, pit-1.2b; poet-60m, poet-130m, poet-350m, poet-1.3b;
+galore-60m, galore-130m, galore-350m, galore-1.3b.
 """
 
 
@@ -41,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif name in COMMANDS:
             _run(name, rest)
         else:
-            raise ValueError(f"expected a command ({', '.join(COMMANDS)}), got {name!r}")
+            near = "".join(f"; did you mean {known}?" for known in get_close_matches(name, COMMANDS, 1))
+            raise ValueError(f"expected a command ({', '.join(COMMANDS)}), got {name!r}{near}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from manifold_tying import TransposeTying
+from manifold_tying.cli import HELP
 from manifold_tying.models import PRESETS, Llama, LlamaConfig, preset
 
 # PIT, Table 3: L, d, n_h, n_kv, d_ff, then the printed total and the share of the embedding in it.
@@ -99,6 +101,10 @@ def test_presets_survive_json() -> None:
         config = preset(name)
         again = LlamaConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
         assert again == config != dataclasses.replace(again, num_layers=config.num_layers + 1)
+
+
+def test_the_help_of_the_command_lists_the_names() -> None:
+    assert set(re.findall(r"[a-z]+-[\d.]+[bm]|nano|mini", HELP)) == set(PRESETS)
 
 
 def test_unknown_preset_lists_the_names() -> None:
