@@ -189,6 +189,17 @@ def test_the_tutorial_on_a_gpt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "pit-in-your-gpt.svg").exists()
 
 
+def test_the_tutorial_on_poet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(tmp_path / "cache"))
+    page = program("docs/tutorials/poet.md").replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
+    page = page.replace("300, 2048, 64", "24, 512, 64").replace("every=100", "every=8").replace("range(16)", "range(2)")
+    names = run_page("docs/tutorials/poet.md", page)
+    assert names["moved"] < 1e-5 and type(names["poet"].blocks[0].mlp.up) is torch.nn.Linear
+    assert not torch.allclose(names["plain_before"], names["plain_after"], rtol=1e-3)
+    assert (tmp_path / "poet.svg").exists()
+
+
 def test_the_tutorial_on_ablations_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +207,9 @@ def test_the_tutorial_on_ablations_runs(
     save_run(tmp_path / "runs/notes/pit-free-0", "pit-free")
     run_page("docs/tutorials/ablation.md", program("docs/tutorials/ablation.md"))
     assert capsys.readouterr().out.startswith("pit-free-0 ")
+    save_run(tmp_path / "runs/pit", "pit-free")
+    run_page("docs/resume.md", program("docs/resume.md"))
+    assert capsys.readouterr().out.startswith("runs/pit/checkpoints/step-00000180 ")
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
