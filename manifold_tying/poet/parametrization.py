@@ -46,8 +46,8 @@ class Equivalence(Constraint):
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
         self.register_buffer("ordered_base", base, persistent=False)
 
-    def following(self) -> list[Tensor]:
-        return [self.like, self.ordered_base]
+    def layer_dtype_tensors(self) -> list[Tensor]:
+        return [self.dtype_marker, self.ordered_base]
 
     @property
     def _form(self) -> list[int]:
@@ -121,15 +121,15 @@ class Equivalence(Constraint):
 
     def forward(self, stored: Tensor) -> Tensor:
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
-        return W.view(self.layout.shape).to(self.like.dtype)
+        return W.view(self.layout.shape).to(self.dtype_marker.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) in the layer's dtype, or under autocast."""
         dtype = linalg.autocast_dtype(x)
         autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
-        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.like.dtype):
+        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype_marker.dtype):
             raise ValueError(
-                f"expected inputs (..., {self.spec.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
+                f"expected inputs (..., {self.spec.P.n}) in {self.dtype_marker.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         tokens = x.numel() // x.shape[-1]
         input_centric = prefers_input_centric(

@@ -69,7 +69,7 @@ class FreePIT(PIT):
     def head_weight(self) -> Tensor:
         if self.bridge is None:
             return self.table
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             return self.table @ self.bridge.mT
 
     def _table(self) -> Tensor:

@@ -76,7 +76,7 @@ class ManifoldPIT(PIT):
 
     @property
     def head_weight(self) -> Tensor:
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             right = self.transform if self.bridge is None else self.transform @ self.bridge.mT
             return self.memory @ right
 

@@ -56,7 +56,7 @@ class PIT(TokenInterface):
     memory: Tensor
     cholesky_factor: Tensor
     bridge: nn.Parameter | None
-    _like: Tensor
+    _dtype_marker: Tensor
 
     # The sizes have defaults because copy and pickle call it without arguments.
     def __new__(cls, vocab_size: int = 0, hidden_size: int = 0, *, memory: Memory = "free", **options: Any) -> Self:
@@ -84,7 +84,7 @@ class PIT(TokenInterface):
                 f"d={hidden_size}; use a larger vocabulary or a narrower model"
             )
         # Follows the model's dtype through .to(...), where the parameters stay wide: the dtype that embeddings come out in.
-        self.register_buffer("_like", torch.empty(0), persistent=False)
+        self.register_buffer("_dtype_marker", torch.empty(0), persistent=False)
         self.register_parameter("bridge", None)
 
     @classmethod
@@ -139,12 +139,12 @@ class PIT(TokenInterface):
             free = _form("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
-            return free.to(self._like.dtype)
+            return free.to(self._dtype_marker.dtype)
 
     @property
     def transform(self) -> Tensor:
         """T = L Lᵀ, (d, d)."""
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             L = self.cholesky_factor
             return L @ L.mT
 
@@ -176,7 +176,7 @@ class PIT(TokenInterface):
                 e = self._divide(lookup(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
             if self.bridge is not None:
                 e = e @ self.bridge
-        return e.to(self._like.dtype)
+        return e.to(self._dtype_marker.dtype)
 
     def _table(self) -> Tensor:
         """The stored matrix (V, d) whose rows tokens look up."""
@@ -222,12 +222,12 @@ class PIT(TokenInterface):
         return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Device moves and .double() as usual; .half() and .bfloat16() reach ``_like`` alone."""
+        """Device moves and .double() as usual; .half() and .bfloat16() reach ``_dtype_marker`` alone."""
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrowed and tensor is not self._like else moved
+            return tensor.to(moved.device) if narrowed and tensor is not self._dtype_marker else moved
 
         return super()._apply(wide, recurse)
 
