@@ -626,7 +626,7 @@ def test_a_model_keeps_its_heads_and_its_layers_differ(capsys: pytest.CaptureFix
     model = Model()
     assert equivalence_(model, seed=1, block_size=4) == (BODY, ["lm_head"])
     shown = capsys.readouterr().out
-    assert "4 linear layers: blocks.0.query, " in shown and "left as they are: lm_head" in shown
+    assert "4 linear layers: blocks.0.query, " in shown and "left unchanged: lm_head" in shown
     first, second = model.blocks[0], model.blocks[1]
     assert isinstance(first, nn.ModuleDict) and isinstance(second, nn.ModuleDict)
     assert constraint(first["query"]).in_order.tolist() != constraint(second["query"]).in_order.tolist()
