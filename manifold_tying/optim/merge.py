@@ -10,8 +10,8 @@ from manifold_tying import linalg
 from manifold_tying.optim.optimizer import RiemannianOptimizer
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
-_START_FROM_ZEROS = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
-WATCHES = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
+_ZERO_INITIAL_STATE = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
+DRIFT_CHECKS = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
 
 
 class MergeSchedule:
@@ -78,7 +78,7 @@ class MergeSchedule:
         """Count one optimizer step and merge if it is due. Returns whether it merged."""
         self.steps += 1
         merges = self.steps % self.every == 0
-        if merges or self.steps % -(-self.every // WATCHES) == 0:
+        if merges or self.steps % -(-self.every // DRIFT_CHECKS) == 0:
             linalg.reshard_fsdp(self.model)
             found = equivalences(self.model)
             if not found:
@@ -86,7 +86,7 @@ class MergeSchedule:
             if merges:
                 merge_all(found)
                 for _, _, stored in found:
-                    self._forget(stored)
+                    self._reset_state(stored)
             else:
                 check_drift(found)
         return merges
@@ -98,10 +98,10 @@ class MergeSchedule:
             return norm
         return norm * (self.relaxed + (1 - self.relaxed) * since / self.relax_steps)
 
-    def _forget(self, stored: Tensor) -> None:
+    def _reset_state(self, stored: Tensor) -> None:
         """Reset the optimizer's state of a parameter to its initial values."""
         if isinstance(
-            self.optimizer, _START_FROM_ZEROS
+            self.optimizer, _ZERO_INITIAL_STATE
         ):  # in place: a captured or compiled step refers to these tensors
             for value in self.optimizer.state.get(stored, {}).values():
                 value.zero_()

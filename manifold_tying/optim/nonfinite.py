@@ -21,9 +21,9 @@ class NonFiniteGuard:
     def __init__(self, nonfinite: NonFinite) -> None:
         self.nonfinite = nonfinite
         self.found_inf: Tensor | None = None
-        self.large = False
+        self.needs_rescaling = False
         """Whether squares of this step's gradients may overflow."""
-        self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
+        self._pending: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
     def check(
         self, names: list[str], gradients: list[Tensor], deferred: bool, reduce: linalg.Reduce = linalg.no_reduce
@@ -33,7 +33,7 @@ class NonFiniteGuard:
         ``reduce`` sums over the ranks that hold the gradients, so that all of them decide alike.
         """
         self._read()
-        self.found_inf, self.large = None, False
+        self.found_inf, self.needs_rescaling = None, False
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.is_sparse:
                 raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
@@ -43,10 +43,10 @@ class NonFiniteGuard:
             gradients = [
                 g if g.numel() else g.new_zeros(1) for g in gradients
             ]  # the maximum of an empty tensor is undefined
-            bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
+            bad = _on_any_rank(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
-            self._unread.append((bad.to("cpu", non_blocking=True), names, event))
+            self._pending.append((bad.to("cpu", non_blocking=True), names, event))
             if event is not None:
                 event.record(torch.cuda.current_stream(bad.device))
             return True
@@ -54,12 +54,12 @@ class NonFiniteGuard:
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
         size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
         if reduce is linalg.no_reduce:
-            self.large = not float(size) < _LARGE
+            self.needs_rescaling = not float(size) < _LARGE
         else:
-            self.large = bool(_agreed(~(size < _LARGE), reduce))
-        if not self.large:
+            self.needs_rescaling = bool(_on_any_rank(~(size < _LARGE), reduce))
+        if not self.needs_rescaling:
             return True
-        bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
+        bad = _on_any_rank(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
         bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
         if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
@@ -67,14 +67,14 @@ class NonFiniteGuard:
 
     def finish(self) -> None:
         """Wait for the checks of the last steps and read them."""
-        for _, _, event in self._unread:
+        for _, _, event in self._pending:
             if event is not None:
                 event.synchronize()
         self._read()
 
     def _read(self) -> None:
-        while self._unread and (self._unread[0][2] is None or self._unread[0][2].query()):
-            bad, names, _ = self._unread.pop(0)
+        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
+            bad, names, _ = self._pending.pop(0)
             if self.nonfinite != "skip" and bad.any():
                 bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
                 raise ValueError(_message("at an earlier step the", bad_names))
@@ -91,7 +91,7 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     return gradient * (limit / largest / linalg.mesh_reduce([p])(mine / largest)).clamp(max=1)
 
 
-def _agreed(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
+def _on_any_rank(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
     """True if any rank has True."""
     return bad if reduce is linalg.no_reduce else reduce(bad.float()) > 0
 

@@ -36,7 +36,7 @@ class RiemannianOptimizer(Optimizer):
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
-        self._marked: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
+        self._tagged: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
@@ -108,7 +108,7 @@ class RiemannianOptimizer(Optimizer):
                 loss = closure()
         compiled = torch.compiler.is_compiling()
         if not compiled:
-            self._follow_constraints()
+            self._update_manifolds()
         with torch.no_grad():
             if compiled or self._gradients_usable():
                 for group in self.param_groups:
@@ -123,7 +123,7 @@ class RiemannianOptimizer(Optimizer):
                             self._versions |= {p: p._version for p in batch.params}
         return loss
 
-    def _follow_constraints(self) -> None:
+    def _update_manifolds(self) -> None:
         """Update the manifolds of parameters that were constrained or materialized since they were added."""
         for group in self.param_groups:
             for p in group["params"]:
@@ -133,9 +133,9 @@ class RiemannianOptimizer(Optimizer):
                         self.state.pop(p, None)
                         self._add_point(p, manifold, group)
                 elif manifold is not None:
-                    self._marked.add(p)
-                elif p in self._marked:
-                    self._marked.remove(p)
+                    self._tagged.add(p)
+                elif p in self._tagged:
+                    self._tagged.remove(p)
                     del self._manifolds[p]
                     self.state.pop(p, None)
 
@@ -163,7 +163,7 @@ class RiemannianOptimizer(Optimizer):
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in points:
             if not compiled:
-                self._restore(p)
+                self._project_if_moved(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
             where = (p.device_mesh, p.placements) if linalg.is_dtensor(p) else p.device  # type: ignore[attr-defined]
@@ -173,12 +173,12 @@ class RiemannianOptimizer(Optimizer):
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:
         gradients = local_gradients(params)
-        if self._guard.large:
+        if self._guard.needs_rescaling:
             gradients = [rescale_to_range(*pair) for pair in zip(gradients, params, strict=True)]
         states, first = [self.state[p] for p in params], params[0]
         return Batch(params, self._manifolds[first], gradients, states, self._scales.get(first), project)
 
-    def _restore(self, p: Tensor) -> None:
+    def _project_if_moved(self, p: Tensor) -> None:
         """Project a point that something else, such as nn.init, moved off its manifold since the last step."""
         manifold = self._manifolds[p]
         if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
@@ -214,7 +214,7 @@ class RiemannianOptimizer(Optimizer):
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
-            "_marked": set(),  # pickling a tensor drops its attributes
+            "_tagged": set(),  # pickling a tensor drops its attributes
             "_versions": {},
             "_names": self._names,
             "_scales": self._scales,

@@ -14,7 +14,7 @@ from manifold_tying.parametrizations._points import mark
 class Constraint(nn.Module, ABC):
     """A parametrization that maps the stored tensor to the weight; ``right_inverse`` projects a weight before storing it.
 
-    The stored tensor stays at least float32 (:class:`WideStorage`); the weight has the layer's dtype.
+    The stored tensor stays at least float32 (:class:`Float32ParametrizationList`); the weight has the layer's dtype.
     """
 
     dtype_marker: Tensor
@@ -29,7 +29,7 @@ class Constraint(nn.Module, ABC):
         return [self.dtype_marker]
 
     @staticmethod
-    def watch_all(found: Sequence[tuple[str, Any, Tensor]]) -> None:
+    def warn_on_drift(found: Sequence[tuple[str, Any, Tensor]]) -> None:
         """Warn about the worst of (full name, constraint, stored tensor) whose map has left the manifold."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Constraint(nn.Module, ABC):
     def right_inverse(self, weight: Tensor) -> Tensor: ...
 
 
-class WideStorage(parametrize.ParametrizationList):
+class Float32ParametrizationList(parametrize.ParametrizationList):
     """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str

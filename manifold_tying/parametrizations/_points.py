@@ -25,7 +25,7 @@ class _Holder:
     def __reduce__(self) -> Any:
         return _Holder, (self.label,)
 
-    def has_freed(self, tensor: Tensor) -> bool:
+    def is_released(self, tensor: Tensor) -> bool:
         """Whether the constraint was removed, so that the tensor is its layer's plain parameter again."""
         layer = None if self.layer is None else self.layer()
         return layer is not None and layer._parameters.get(self.name) is tensor
@@ -54,7 +54,7 @@ def unmark(tensor: Tensor) -> None:
 def manifold_of(tensor: Tensor) -> geoopt.Manifold | None:
     """The manifold of a constrained tensor or geoopt.ManifoldParameter; None for others, and once the constraint is removed."""
     manifold, holder = getattr(tensor, "manifold", None), getattr(tensor, "holder", None)
-    return None if isinstance(manifold, geoopt.Euclidean) or (holder and holder.has_freed(tensor)) else manifold
+    return None if isinstance(manifold, geoopt.Euclidean) or (holder and holder.is_released(tensor)) else manifold
 
 
 @cache

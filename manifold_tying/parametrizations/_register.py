@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
-from manifold_tying.parametrizations._constraint import Constraint, WideStorage, mark_point
+from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
 from manifold_tying.parametrizations._points import set_owner, unmark
@@ -124,7 +124,7 @@ def materialize(module: M) -> M:
         for part in parametrized(owner)[name]
     ]
     for kind in {type(part) for _, part, _ in watched}:
-        cast(type[Constraint], kind).watch_all([one for one in watched if type(one[1]) is kind])
+        cast(type[Constraint], kind).warn_on_drift([one for one in watched if type(one[1]) is kind])
     with torch.inference_mode(False), torch.no_grad():
         for _, owner, name in found:
             value = getattr(owner, name)
@@ -193,8 +193,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
         weight.data = given  # projection failed: restore the module
         raise
     type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # torch made this class for the module
-    parts = cast(WideStorage, parametrized(module)[name])
-    parts.__class__ = WideStorage
+    parts = cast(Float32ParametrizationList, parametrized(module)[name])
+    parts.__class__ = Float32ParametrizationList
     parts.label = label
     set_owner(parts, module, name)
     mark_point(parts)

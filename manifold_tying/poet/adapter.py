@@ -86,7 +86,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
     try:
         described: dict[str, Any] = parsed(metadata["equivalences"])
-        entries = [Entry.parse(_unwrapped(model), name, values, tensors) for name, values in described.items()]
+        entries = [AdapterEntry.parse(_unwrapped(model), name, values, tensors) for name, values in described.items()]
     except (KeyError, TypeError, AttributeError, NotJSON) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
     if not entries or len(tensors) != len(_PARTS) * len(entries):
@@ -101,7 +101,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AdapterEntry:
     """One weight's part of an adapter, checked against the model."""
 
     path: str
@@ -114,7 +114,9 @@ class Entry:
     values: tuple[Tensor, ...]
 
     @classmethod
-    def parse(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "Entry":
+    def parse(
+        cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> "AdapterEntry":
         """ValueError unless the description, the tensors and the model's weight agree."""
         prefix, _, name = path.rpartition(".")
         owner = {_plain_name(own): module for own, module in model.named_modules()}.get(prefix)
@@ -146,7 +148,7 @@ class Entry:
             and skew.shape == (*matrix[:-2], spec.num_params)
             and skew.is_floating_point()
             and skew.isfinite().all()
-            and all(_fits(order, side) for order, side in zip(orders, (spec.R, spec.P), strict=True))
+            and all(_is_valid_order(order, side) for order, side in zip(orders, (spec.R, spec.P), strict=True))
         ):
             raise ValueError(f"the adapter's values for {path} are damaged; take another copy of the file")
         return cls(path, owner, name, layout, spec, described["seed"], (skew, *orders))
@@ -175,7 +177,7 @@ def _equivalence_of(owner: nn.Module, name: str) -> tuple[Equivalence, Tensor] |
     return next(((part, stored) for own, part, stored in equivalences(owner) if own == name), None)
 
 
-def _fits(order: Tensor, side: BlockSpec) -> bool:
+def _is_valid_order(order: Tensor, side: BlockSpec) -> bool:
     """Whether order lists ``num_rotated`` different dimensions of a side."""
     if order.dtype != torch.int64 or order.shape != (side.num_rotated,):
         return False

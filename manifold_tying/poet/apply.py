@@ -162,13 +162,13 @@ def equivalence_(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"the model has no nn.Linear; {_other_matrices(model)}")
-    options = _completed(options)
+    options = _with_defaults(options)
     seed = options.pop("seed")
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     taken = [
         name
-        for name in _chosen(linears, include, exclude)
+        for name in _selected(linears, include, exclude)
         if not parametrize.is_parametrized(linears[name], "weight")
         and _owners(model, linears[name].weight) == 1
         and _rotates(name, linears[name], options)
@@ -185,7 +185,7 @@ def equivalence_(
     return taken, left
 
 
-def _completed(options: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """All options of :func:`equivalence`, with defaults; ValueError for wrong ones."""
     parameters = inspect.signature(equivalence).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -196,7 +196,7 @@ def _completed(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _chosen(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:
+def _selected(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:
     """The names that the patterns select; ValueError for a pattern that matches none."""
     names = list(names)
     for pattern in (*include, *(exclude or ())):

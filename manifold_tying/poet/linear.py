@@ -32,7 +32,7 @@ _MIN_CHUNK_TOKENS = 1024  # each chunk reads all of W0: 180 MB in a layer of 11,
 
 # Cost model: float32 operations that take as long as moving one entry (also in low precision), and as one float32 operation
 # in a bfloat16 layer. Fitted at 18 sizes on CPUs of 0.3 and 1 TFLOP/s. An H200's data sheet gives 100, 600 and 14.
-_MOVE, _MOVE_LOW, _WIDE = 750, 2700, 12
+_FLOPS_PER_MOVE, _FLOPS_PER_MOVE_LOW, _FLOAT32_COST = 750, 2700, 12
 
 
 def poet_linear(
@@ -295,8 +295,8 @@ def prefers_input_centric(
     def cost(input_centric: bool) -> int:
         flops = linear_flops(tokens, spec, input_centric=input_centric, training=training)
         if low_precision and not input_centric:
-            flops += (_WIDE - 1) * linear_flops(0, spec, input_centric=False, training=training)
+            flops += (_FLOAT32_COST - 1) * linear_flops(0, spec, input_centric=False, training=training)
         moved = permuted_elements(tokens, spec, input_centric=input_centric, training=training)
-        return flops + (_MOVE_LOW if low_precision else _MOVE) * moved
+        return flops + (_FLOPS_PER_MOVE_LOW if low_precision else _FLOPS_PER_MOVE) * moved
 
     return cost(True) <= cost(False)

@@ -64,7 +64,7 @@ class Equivalence(Constraint):
         """A copy of W0 in the layer's order."""
         return arrange_back(self.ordered_base, self.perms).view(self.layout.shape)
 
-    def _arranged(self, base: Tensor) -> Tensor:
+    def _to_rotation_order(self, base: Tensor) -> Tensor:
         """W0 from the layer's shape to a matrix in rotation order."""
         return arrange(base.reshape(self.layout.matrix_shape), self.perms)
 
@@ -84,7 +84,7 @@ class Equivalence(Constraint):
     ) -> None:
         key, assign = f"{prefix}base", local_metadata.get("assign_to_params_buffers", False)
         base = state_dict.get(key)
-        if problem := self._unfit(state_dict.get(f"{prefix}form"), base, assign):
+        if problem := self._load_error(state_dict.get(f"{prefix}form"), base, assign):
             error_msgs.append(f"{prefix}{problem}")
             return
         others = {name: value for name, value in state_dict.items() if name != key}
@@ -95,11 +95,11 @@ class Equivalence(Constraint):
                 base = self.base  # keep W0, and rearrange it in the loaded order
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if base is not None and assign:
-            self.ordered_base = self._arranged(base.detach())
+            self.ordered_base = self._to_rotation_order(base.detach())
         elif base is not None:
-            self.ordered_base.copy_(self._arranged(base.detach().to(self.ordered_base.device)))
+            self.ordered_base.copy_(self._to_rotation_order(base.detach().to(self.ordered_base.device)))
 
-    def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
+    def _load_error(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded; "" if it can."""
         # Shapes can agree although the blocks differ; loading would then silently give another weight.
         if form is not None and linalg.has_data(form) and form.tolist() != self._form:
@@ -146,7 +146,7 @@ class Equivalence(Constraint):
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
         if linalg.has_data(weight):
             linalg.check_finite(weight)
-        self.ordered_base.copy_(self._arranged(weight))
+        self.ordered_base.copy_(self._to_rotation_order(weight))
         dtype = linalg.compute_dtype(self.ordered_base.dtype)
         return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
@@ -163,10 +163,10 @@ class Equivalence(Constraint):
         """Set W0 to ``base``, in the layer's order, and the dimensions that rotate."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
-        self.ordered_base.copy_(self._arranged(base))
+        self.ordered_base.copy_(self._to_rotation_order(base))
 
     @staticmethod
-    def watch_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
+    def warn_on_drift(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
         check_drift(found)
 
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:

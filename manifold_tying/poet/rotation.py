@@ -18,7 +18,7 @@ Blocks = list[Tensor]
 Side = tuple[Blocks, Tensor]
 """Blocks of R or P, and the dimensions that they rotate, in order."""
 
-_LARGEST_DEFECT = 1e-3
+_MAX_DEFECT = 1e-3
 _POWER_STEPS = 8
 
 
@@ -62,13 +62,13 @@ def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
     parts = [
         (x_j @ G.to(x.dtype)).transpose(-3, -2).flatten(-2) for G, x_j in zip(blocks, _columns(x, blocks), strict=True)
     ]
-    return _joined([*parts, x[..., num_rotated(blocks) :]], -1)
+    return _concat([*parts, x[..., num_rotated(blocks) :]], -1)
 
 
 def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
     """:func:`block_matmul` of x (T, n) written to y, without a gradient; avoids concatenating the blocks' results."""
     for G, x_j, y_j in zip(blocks, _columns(x, blocks), _columns(y, blocks), strict=True):
-        if _copied_by_bmm(x, G):
+        if _bmm_copies(x, G):
             for x_i, G_i, y_i in zip(x_j, G.to(x.dtype), y_j, strict=True):
                 torch.mm(x_i, G_i, out=y_i)
         else:
@@ -88,7 +88,7 @@ def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
         x_j = x[..., start : start + k * b, :].unflatten(-2, (k, b))
         parts.append((G.to(x.dtype) @ x_j).flatten(-3, -2))
         start += k * b
-    return _joined([*parts, x[..., start:, :]], -2)
+    return _concat([*parts, x[..., start:, :]], -2)
 
 
 def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
@@ -99,7 +99,7 @@ def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
     for total, left_j, right_j in zip(sums, _columns(left, sums), _columns(right, sums), strict=True):
         if left.dtype == total.dtype:
             total.baddbmm_(left_j.mT, right_j)
-        elif _copied_by_bmm(left, total):
+        elif _bmm_copies(left, total):
             for total_i, left_i, right_i in zip(total, left_j, right_j, strict=True):
                 total_i.add_(left_i.mT @ right_i)
         else:
@@ -111,7 +111,7 @@ def num_rotated(blocks: Blocks) -> int:
     return sum(G.shape[-3] * G.shape[-1] for G in blocks)
 
 
-def _copied_by_bmm(x: Tensor, G: Tensor) -> bool:
+def _bmm_copies(x: Tensor, G: Tensor) -> bool:
     """Whether bmm would copy both sides (16-bit floats on a CPU); for small blocks the copies cost less than separate calls."""
     return x.device.type == "cpu" and x.dtype.itemsize == 2 and G.shape[-1] >= 64
 
@@ -125,7 +125,7 @@ def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
         start += k * b
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concat(parts: list[Tensor], dim: int) -> Tensor:
     parts = [part for part in parts if part.shape[dim]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -182,7 +182,7 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
             norm = skew_norm(spec, linalg.full_tensor(skew_params)).double()
             drifted.append((float(truncation_error(norm, spec.terms).nan_to_num(math.inf)), float(norm), path))
     worst, size, name = max(drifted, default=(0.0, 0.0, ""))
-    if worst > _LARGEST_DEFECT:
+    if worst > _MAX_DEFECT:
         warnings.warn(
             f"{name}: the skew matrices have grown to a norm of {size:.2g}, so R and P are only orthogonal to {worst:.1g} and "
             "the singular values drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",

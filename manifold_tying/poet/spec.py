@@ -19,7 +19,7 @@ Scheme = Literal["block", "full"]
 Sides = Literal["both", "in", "out"]
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
-_MOST_TERMS = 64  # each term costs a matmul per block; the exact map is one solve
+_MAX_TERMS = 64  # each term costs a matmul per block; the exact map is one solve
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Permutations(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor, spec: RotationSpec) -> "Permutations":
         """From the dimensions that rotate, in order of the blocks; the others follow in ascending order."""
-        rows, columns = _completed(rows, spec.R.n), _completed(columns, spec.P.n)
+        rows, columns = _complete_permutation(rows, spec.R.n), _complete_permutation(columns, spec.P.n)
         return cls(rows, columns, _inverse(rows), _inverse(columns))
 
 
-def _completed(order: Tensor, n: int) -> Tensor:
+def _complete_permutation(order: Tensor, n: int) -> Tensor:
     if len(order) in (0, n):
         return order
     others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
@@ -213,8 +213,8 @@ def check_terms(terms: Any) -> None:
     """ValueError unless terms is None or an integer from 1 to 64."""
     if terms is not None:
         linalg.check_int("terms", terms, 1, ", or None for the exact map")
-        if terms > _MOST_TERMS:
-            raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
+        if terms > _MAX_TERMS:
+            raise ValueError(f"expected at most {_MAX_TERMS} terms, got {terms}; None is the exact map")
 
 
 def check_seed(seed: Any) -> None:

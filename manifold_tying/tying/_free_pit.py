@@ -11,7 +11,7 @@ from manifold_tying.tying._tables import INITIAL_STD
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
-LEAST_PIVOT = 1e-6
+MIN_PIVOT_RATIO = 1e-6
 
 
 class FreePIT(PIT):
@@ -136,7 +136,7 @@ def _inverse_gram(W: Tensor) -> Tensor:
     L, info = torch.linalg.cholesky_ex(G)
     if G.device.type == "cpu" and linalg.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
-        if torch.isfinite(G).all() and (info != 0 or pivots.min() < LEAST_PIVOT * pivots.max()):
+        if torch.isfinite(G).all() and (info != 0 or pivots.min() < MIN_PIVOT_RATIO * pivots.max()):
             raise ValueError(
                 f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
                 "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"

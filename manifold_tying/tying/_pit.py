@@ -63,7 +63,7 @@ class PIT(TokenInterface):
         """An instance of the class for ``memory``."""
         if cls is not PIT:
             return super().__new__(cls)
-        return super().__new__(cast(type[Self], _form(memory, options)))
+        return super().__new__(cast(type[Self], _pit_class(memory, options)))
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PIT(TokenInterface):
         """
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
-        form = _form(memory, options)
+        form = _pit_class(memory, options)
         U, H = decompose(weight)
         T = linalg.eye_like(H)
         if transform != "identity" and not bridge:
@@ -136,7 +136,7 @@ class PIT(TokenInterface):
         """A copy with the same E, W_out (and bridge) as one free table W = Z T, which any optimizer trains."""
         with torch.no_grad():
             Z = linalg.full_tensor(self.memory)
-            free = _form("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
+            free = _pit_class("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
             return free.to(self._dtype_marker.dtype)
@@ -238,7 +238,7 @@ def check_hidden(hidden: Tensor) -> None:
         raise ValueError(f"expected hidden states in floating point, got {hidden.dtype}; for token ids call embed")
 
 
-def _form(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
+def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
     """The class for this memory; ValueError if it is unknown or does not have one of the options."""
     if memory not in get_args(Memory):
         raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
