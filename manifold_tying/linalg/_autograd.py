@@ -86,7 +86,7 @@ class _NoSecondDerivative(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(f"there is no second derivative here: {ctx.why}")
+        raise RuntimeError(f"this has no second derivative: {ctx.why}")
 
 
 def save(ctx: Any, args: Sequence[Any], *more: Tensor) -> None:

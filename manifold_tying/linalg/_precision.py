@@ -35,9 +35,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         if precision in ("none", "ieee"):
             yield
             return
-        products.fp32_precision = (
-            "none"  # inherit from torch.backends.fp32_precision: was the old value inherited, too?
-        )
+        products.fp32_precision = "none"  # inherits from torch.backends, as the old value may have
         before = "none" if products.fp32_precision == precision else precision
         products.fp32_precision = "ieee"
         try:

@@ -70,7 +70,7 @@ class ParallelBlock(nn.Module):
 class Llama(nn.Module):
     """A decoder-only language model; ``interface`` owns the embedding and the unembedding.
 
-    Under FSDP2, which runs its hooks around ``forward`` alone, register ``hidden`` and ``loss`` with
+    FSDP2 runs its hooks around ``forward`` only: register ``hidden`` and ``loss`` with
     ``torch.distributed.fsdp.register_fsdp_forward_method`` before calling them.
     """
 

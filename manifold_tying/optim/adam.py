@@ -60,7 +60,7 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: as in torch.optim.AdamW, for ordinary parameters.
         nonfinite: what to do with a NaN or Inf gradient: "raise" a ValueError, "skip" the step, or "ignore" it in ordinary
             parameters, which become NaN as in torch.optim (points still raise). "ignore" saves one pass over the gradients,
-            for loops that check them anyway; without a check one NaN silently makes the whole model NaN at the next step. In
+            for loops that check them anyway; without a check one NaN silently turns the model to NaN at the next step. In
             sync-free mode, ``state_dict`` reports a NaN of the last steps.
     """
 
@@ -81,7 +81,7 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> None:
         check_kernels(lr, foreach, fused)
         if foreach and isinstance(lr, Tensor):
-            raise ValueError("foreach=True does not go with a tensor lr; leave one of them out")
+            raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,

@@ -16,7 +16,7 @@ Group = dict[str, Any]
 def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
     """ValueError for combinations that torch.optim's kernels would reject at the first step."""
     if fused and (foreach or isinstance(lr, Tensor)):
-        raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+        raise ValueError("fused=True supports neither foreach=True nor a tensor lr; drop one of them")
 
 
 def check_range(group: Group, **minimum: float) -> None:
@@ -35,8 +35,8 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
     ok, reason = manifold.check_point(p, explain=True)
     if not ok:
         raise ValueError(
-            f"{label} has a shape that is no point of {manifold}: {reason}. Was it flattened (FSDP1, ZeRO-3)? "
-            "Use FSDP2, which keeps shapes"
+            f"{label} has shape {tuple(p.shape)}, which is not a point of {manifold}: {reason}. FSDP1 and ZeRO-3 flatten "
+            "parameters; use FSDP2, which keeps their shapes"
         )
     if p.is_floating_point() and p.dtype.itemsize < 4:
         raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
@@ -69,5 +69,5 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
     if manifold is not None and not isinstance(manifold, Stiefel):
         raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {manifold}")
     if group["weight_decay"] != 0:
-        raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
+        raise ValueError(f"a scale needs weight_decay=0, got {group['weight_decay']} for {name}")
     return linalg.shard_like(scale, p) if manifold is None else scale

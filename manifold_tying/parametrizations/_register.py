@@ -146,7 +146,7 @@ def _replace_stored(weight: Tensor, value: Tensor) -> None:
 
 
 def _own_class(module: nn.Module) -> None:
-    """Give the module its own copy of its class: removing a parametrization changes the class, which copies share."""
+    """Give the module its own class: removing a parametrization changes the class, which copies of the module share."""
     kind = type(module)
     own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
     module.__class__ = type(kind.__name__, kind.__bases__, own)

@@ -64,7 +64,7 @@ def _loss_and_gradients(
     loss = torch.zeros((), dtype=wide, device=h.device)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.processes)
+    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.world_size)
     rows = max(1, -(-len(h) // parts))
     logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
     # Compiled code makes no copies, and its size is in the number of pieces.

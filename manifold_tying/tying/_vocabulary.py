@@ -33,7 +33,7 @@ class VocabularyShard:
         return cls(len(linalg.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
 
     @property
-    def processes(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks that share the table."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
