@@ -1,4 +1,4 @@
-"""PIT's learning rates and their schedule, for training loops of one's own (docs/learning-rates.md says why)."""
+"""PIT's learning rates and schedule for your own training loop; docs/learning-rates.md explains them."""
 
 import math
 from collections.abc import Callable
@@ -11,35 +11,35 @@ from torch.optim.lr_scheduler import LambdaLR
 from manifold_tying.optim import param_groups
 from manifold_tying.tying import PIT, FreePIT, ManifoldPIT
 
-# Adam moves an entry by about its learning rate. This is the share of an entry that one step may change at the peak.
+# Adam moves an entry by about its learning rate: one step at the peak changes an entry by this share of its size.
 ENTRY_STEP = 0.3
 TRANSFORM_FACTOR = 5.0
-# Most of what T has to learn is its size, on the diagonal. At the whole rate the d² other entries are noise, and with a frozen
-# memory they drove cond(T) to 2e7 in some runs.
+# T mostly learns its diagonal. At the full rate the d² other entries are noise; with a frozen memory they drove cond(T) to
+# 2e7 in some runs.
 OFF_DIAGONAL_SCALE = 0.1
-# Rows of a memory cannot grow, so a step of constant size turns them as far as at the start. A rate that falls as one over the
-# root of the steps makes up for it. A free table gains by it, too.
+# Rows of a memory cannot grow, so constant steps keep turning them as far as at the start; a 1/√step decay compensates.
+# A free table also trains better with it.
 SLOWS_AFTER = 60
-FINAL_RATE = 0.1  # of the peak, at the end of the cosine
+FINAL_RATE = 0.1  # fraction of the peak at the end of the cosine
 
 
 def pit_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-    """Parameter groups for a model with PIT in it, by the recipe of ``manifold-tying train`` from scratch.
+    """Parameter groups for a model that contains PIT: the recipe of ``manifold-tying train`` from scratch.
 
         optimizer = torch.optim.AdamW(pit_groups(model, lr=4e-3), betas=(0.9, 0.99))
         schedule = pit_schedule(optimizer, steps=1000)  # schedule.step() after each optimizer.step()
 
-    A free table W learns at 0.3 times the standard deviation of its entries; any optimizer takes these groups. A trainable
-    memory Z (V, d) learns at 0.3 / √V, and the Cholesky factor of T at 5 lr, its off-diagonal entries at a tenth of that: these
+    The learning rate of a free table W is 0.3 times the standard deviation of its entries; any optimizer takes these groups.
+    A trainable memory Z (V, d) gets 0.3 / √V and the Cholesky factor of T 5 lr, with a tenth of that off the diagonal; both
     need :class:`~manifold_tying.optim.RiemannianAdam`.
 
     Args:
-        model: with one PIT interface.
-        lr: peak learning rate of everything else. At a width of 128 it was 4e-3, and less in proportion at larger widths.
-        weight_decay: of the other matrices; see ``param_groups``.
+        model: contains one PIT interface.
+        lr: peak learning rate of all other parameters: 4e-3 for a width of 128, in inverse proportion for larger widths.
+        weight_decay: for the other matrices; see ``param_groups``.
 
     Raises:
-        ValueError: no PIT in the model, or more than one.
+        ValueError: the model does not contain exactly one PIT.
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, PIT)]
     if len(found) != 1:
@@ -59,17 +59,17 @@ def pit_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0) -> lis
 
 
 def off_diagonal_scale(hidden_size: int, scale: float) -> Tensor:
-    """A group's "scale" (d, d) for the Cholesky factor: 1 on the diagonal."""
+    """A group's "scale" (d, d) for the Cholesky factor: 1 on the diagonal, ``scale`` elsewhere."""
     return torch.full((hidden_size, hidden_size), scale).fill_diagonal_(1.0)
 
 
 def pit_schedule(optimizer: torch.optim.Optimizer, steps: int, *, warmup: int | None = None) -> LambdaLR:
-    """The schedule that belongs to :func:`pit_groups`: see :func:`rate_factor`.
+    """Learning-rate schedule for the groups of :func:`pit_groups`; see :func:`rate_factor` for its shape.
 
     Args:
-        optimizer: made of those groups, at their peak rates.
-        steps: of the whole run.
-        warmup: steps of the linear warm-up; None is a tenth of the steps, at most 1000.
+        optimizer: made from those groups, at their peak rates.
+        steps: number of steps of the run.
+        warmup: steps of linear warm-up; None means a tenth of the steps, at most 1000.
     """
     first = min(1000, -(-steps // 10)) if warmup is None else warmup
 
@@ -80,9 +80,9 @@ def pit_schedule(optimizer: torch.optim.Optimizer, steps: int, *, warmup: int | 
 
 
 def rate_factor(step: int, steps: int, warmup: int, slows_after: int | None = None) -> float:
-    """Learning rate over its peak at step 0, 1, ...: linear warm-up, then a cosine to a tenth at the last step.
+    """Learning rate divided by its peak at step 0, 1, ...: linear warm-up, then a cosine down to a tenth at the last step.
 
-    From step n = ``slows_after`` on times √(n / step).
+    From step n = ``slows_after`` on it is also multiplied by √(n / step).
     """
     slowed = 1.0 if slows_after is None else min(1.0, math.sqrt(slows_after / max(1, step)))
     if step < warmup:

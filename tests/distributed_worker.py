@@ -41,7 +41,7 @@ from manifold_tying import linalg
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
-from manifold_tying.tying._vocabulary import Vocabulary
+from manifold_tying.tying._vocabulary import VocabularyShard
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 
@@ -370,7 +370,7 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
             first = torch.autograd.grad(loss, parameters, create_graph=True)
             squares = [linalg.to_local(g).square().sum() for g in first]
             total = sum(
-                Vocabulary.of(p).summed(square) if linalg.is_dtensor(p) else square
+                VocabularyShard.of(p).reduce_from_ranks(square) if linalg.is_dtensor(p) else square
                 for p, square in zip(parameters, squares, strict=True)
             )
             assert isinstance(total, Tensor)

@@ -1,7 +1,7 @@
-"""Pure tensor functions behind everything else: products of d x d Gram matrices instead of factorizations of V x d.
+"""Pure tensor functions: p x p Gram matrices replace factorizations of n x p.
 
-Leading dimensions are batch dimensions. float32 and float64 are computed as they are, bfloat16 and float16 in float32 and
-cast back; autocast and TF32 are off inside.
+Leading dimensions are batch dimensions. float32 and float64 are computed in their own dtype, bfloat16 and float16 in float32
+and cast back; autocast and TF32 are off inside.
 """
 
 from manifold_tying.linalg._autograd import custom_gradient as custom_gradient

@@ -1,8 +1,8 @@
-"""Custom gradients: the one rule for when a closed form is used and when torch differentiates plain operations.
+"""Custom gradients: when a closed form is used, and when torch differentiates plain operations.
 
-A closed form serves one backward pass and nothing else: it saves intermediates that no graph leads to, reuses memory and
-branches on values. Second derivatives, forward mode and torch.func need more. There the same function is computed by a plain
-formula, made of operations that torch differentiates, so that every derivative is right.
+A closed form serves one backward pass only: it saves intermediates outside the graph, reuses memory and branches on values.
+Second derivatives, forward mode and torch.func need more. For them the same function is computed by a plain formula of
+differentiable operations, so that every derivative is right.
 """
 
 import math
@@ -21,12 +21,13 @@ from manifold_tying.linalg._precision import full_precision
 def custom_gradient(
     function: type[Function], plain: Callable[..., Any], *, differentiable: bool = False
 ) -> Callable[..., Any]:
-    """What to call in place of ``function.apply``: it, or ``plain`` where torch has to see every operation.
+    """A replacement for ``function.apply`` that falls back to ``plain`` when torch must see every operation.
 
     Args:
-        function: saves its arguments by :func:`save`. Its backward never runs where its own result is differentiated.
-        plain: takes the same arguments and returns the same result. Tensors that need a gradient are among the arguments.
-        differentiable: the backward is plain as well, and uses arguments and results only. ``save`` is then not needed.
+        function: saves its arguments by :func:`save`. Its backward never runs if its own result is differentiated.
+        plain: takes the same arguments and returns the same result. All tensors that need a gradient are arguments.
+        differentiable: the backward also consists of plain operations and uses only arguments and results, so ``save`` is
+            not needed.
     """
     backward = function.backward
 
@@ -35,7 +36,7 @@ def custom_gradient(
             with torch.no_grad():
                 return backward(ctx, *gradients)
         if not differentiable and (torch.is_grad_enabled() or in_transform()):
-            return _differentiated(plain, ctx, gradients)
+            return _plain_gradients(plain, ctx, gradients)
         return backward(ctx, *gradients)
 
     setattr(function, "backward", staticmethod(guarded))  # noqa: B010 - mypy: a method is not assigned
@@ -47,9 +48,9 @@ def custom_gradient(
 
 
 def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``plain`` that keeps nothing but its arguments, and runs again in the backward, in full precision.
+    """``plain``, saving only its arguments and running again in the backward, in full precision.
 
-    Compiled code takes torch's checkpoint, whose backward only runs again what a gradient needs.
+    Compiled code uses torch's checkpoint, whose backward only recomputes what a gradient needs.
     """
 
     class Recomputed(Function):
@@ -60,7 +61,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-            return _differentiated(plain, ctx, gradients)
+            return _plain_gradients(plain, ctx, gradients)
 
     def call(*args: Any) -> Tensor:
         if in_transform() or not torch.is_grad_enabled():
@@ -73,11 +74,11 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def no_second_derivative(result: Tensor, sources: Sequence[Tensor], why: str) -> Tensor:
-    """The result of a backward, made of ``sources``: RuntimeError where it is differentiated in turn."""
-    return _Refused.apply(result.detach(), why, *sources)
+    """Result of a backward, computed from ``sources``; RuntimeError if it is differentiated."""
+    return _NoSecondDerivative.apply(result.detach(), why, *sources)
 
 
-class _Refused(Function):
+class _NoSecondDerivative(Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, why: str, *sources: Tensor) -> Tensor:
         ctx.why = why
@@ -85,17 +86,17 @@ class _Refused(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(f"there is no second derivative here: {ctx.why}")
+        raise RuntimeError(f"this has no second derivative: {ctx.why}")
 
 
 def save(ctx: Any, args: Sequence[Any], *more: Tensor) -> None:
-    """Save the arguments of a forward and whatever else its backward uses."""
+    """Save the arguments of a forward and further tensors for its backward."""
     ctx.others = [None if isinstance(arg, Tensor) else (arg,) for arg in args]
     ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)), *more)
 
 
 def saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
-    """The arguments and the other tensors that :func:`save` was given."""
+    """The arguments and the further tensors that :func:`save` stored."""
     tensors = list(ctx.saved_tensors)
     args = [tensors.pop(0) if other is None else other[0] for other in ctx.others]
     return args, tensors
@@ -107,31 +108,31 @@ def in_transform() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether anything follows the operations here, so that none may write to given memory or depend on values."""
+    """Whether operations are recorded (compile, autograd, transforms): then no out= and no branches on values."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform()
 
 
 def has_data(x: Tensor) -> bool:
-    """False for a tensor that has a shape only: on the meta device or under FakeTensorMode."""
+    """False for a tensor without values: on the meta device or under FakeTensorMode."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def flop_count(shape: Sequence[int], tall: int, square: int) -> int:
-    """For FLOP counters: tall np² + square p³ for each matrix (n, p) of (..., n, p)."""
+    """For FLOP counters: tall np² + square p³ per matrix (n, p) of (..., n, p)."""
     *batch, n, p = shape
     return math.prod(batch) * p * p * (tall * n + square * p)
 
 
-def _differentiated(
+def _plain_gradients(
     plain: Callable[..., Any], ctx: Any, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the arguments through the plain formula, differentiable in turn where grad mode is on."""
+    """Gradients of the arguments through the plain formula, themselves differentiable if grad mode is on."""
     needed = ctx.needs_input_grad
     args, _ = saved(ctx)
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with full_precision(device):
         with torch.enable_grad():
-            # Views, so that the search for gradients ends here even where one argument depends on another.
+            # Views end the graph here, even if one argument depends on another.
             args = [arg.view_as(arg) if need else arg for arg, need in zip(args, needed, strict=True)]
             results = plain(*args)
         results = (results,) if isinstance(results, Tensor) else results

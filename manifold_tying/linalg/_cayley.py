@@ -15,7 +15,7 @@ from manifold_tying.linalg._precision import (
     gram,
 )
 
-# Matrices of up to this many entries are mapped in float64: there overhead, not arithmetic, takes the time.
+# Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
 _SMALL = 64 * 64
 
 
@@ -32,14 +32,14 @@ def cayley(A: Tensor) -> Tensor:
 
 
 def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | None = None) -> Tensor:
-    """R = (I + A) Σ_{i=0..terms} Aⁱ, the Cayley map with its inverse replaced by a truncated Neumann series.
+    """R = (I + A) Σ_{i=0..terms} Aⁱ, the Cayley map with a truncated Neumann series in place of the inverse.
 
     R = C (I - A^(terms+1)) with C the Cayley map, so ‖RᵀR - I‖ is about ‖A‖^(2 terms + 2) for an even number of terms and
-    2‖A‖^(terms + 1) for an odd one: prefer even. Costs ``terms`` products, and as many again in the backward of two terms,
-    whose gradient is closed form and skew, as A is. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
+    2‖A‖^(terms + 1) for an odd one: prefer even. The forward costs ``terms`` matmuls. With two terms the backward costs as
+    many; its gradient is closed form and skew. (POET, section 3; A skew, (..., b, b), ‖A‖ < 1.)
 
-    ``matmul_dtype``: dtype of the products of two terms, forward and backward; A's own where None, and for other terms. Only A²
-    and A³ are in low precision then; their error is ‖A‖ times that of rounding 2A.
+    ``matmul_dtype``: dtype of the matmuls of two terms, forward and backward; None means A's dtype. Other numbers of terms
+    ignore it. Only A² and A³ are in low precision; their error is ‖A‖ times that of rounding 2A.
     """
     dtype = compute_dtype(A.dtype)
     check_square(A)
@@ -65,7 +65,7 @@ class _CayleyNeumann2(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
-        # With Σ and K the symmetric and the skew part of R̄, and A skew, the skew part of Ā is
+        # With Σ and K the symmetric and skew parts of R̄, and A skew, the skew part of Ā is
         # 2K - 2(AΣ + ΣA) + A²K + AKA + KA² = 2K + Z - Zᵀ with Z = A (AK + (AK)ᵀ/2 - 2Σ), since (AK)ᵀ = KA.
         (A, matmul_dtype), _ = saved(ctx)
         with full_precision(A.device):
@@ -80,37 +80,37 @@ class _CayleyNeumann2(torch.autograd.Function):
 
 def _plain_cayley_neumann_2(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     K = (A - A.mT) / 2
-    return _cubic(K + (A - K).detach(), matmul_dtype)  # the closed form's gradient is the one along skew matrices, too
+    return _cubic(K + (A - K).detach(), matmul_dtype)  # like the closed form: the gradient along skew matrices
 
 
 _cayley_neumann_2 = custom_gradient(_CayleyNeumann2, _plain_cayley_neumann_2)
 
 
 def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
-    """I + 2A + 2A² + A³ in A's dtype, with products in another."""
+    """I + 2A + 2A² + A³ in A's dtype, with matmuls in ``matmul_dtype``."""
     low = A.to(matmul_dtype)
     A2 = low @ low
     half = A + A2
     half.diagonal(dim1=-2, dim2=-1).add_(0.5)
-    # Not in place: compiled by torch 2.11, a forward that returns a tensor which it changed in place, in any Function, passes
-    # on a gradient of zeros, without a word.
+    # Not in place: compiled by torch 2.11, a Function whose forward returns a tensor that it modified in place silently
+    # propagates a gradient of zeros.
     return torch.add(low @ A2, half, alpha=2)
 
 
 def _solve_dtype(A: Tensor) -> torch.dtype:
-    """The dtype to solve with I - A in."""
+    """The dtype for solving with I - A."""
     dtype, b = compute_dtype(A.dtype), A.shape[-1]
     return torch.float64 if b % 2 or b * b <= _SMALL else dtype
 
 
 def _solve(K: Tensor, B: Tensor) -> Tensor:
-    """K⁻¹ B for K = I - A, which no skew A makes singular; to have that checked, a host would wait for its GPU."""
-    # Forward mode over forward mode, torch's derivative of a solve is wrong, and that of an inverse right.
+    """K⁻¹ B for K = I - A, never singular for skew A; ``_ex`` skips the check, which would sync."""
+    # In nested forward mode torch's derivative of a solve is wrong; that of an inverse is right.
     return torch.linalg.inv_ex(K)[0] @ B if in_transform() else torch.linalg.solve_ex(K, B)[0]
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
-    """The Cayley map around a base with orthonormal columns: B for Y = 0, orthonormal columns for every Y, (..., n, p).
+    """The Cayley map around a base B with orthonormal columns: B for Y = 0, orthonormal columns for every Y, (..., n, p).
 
     Square: X = B (I - A)⁻¹(I + A) with A = tril(Y, -1) - tril(Y, -1)ᵀ. Tall: X = (I - A)⁻¹(I + A) B with
     A = (Z Bᵀ - B Zᵀ + B K Bᵀ)/2, K the skew part of BᵀY and Z = Y - B BᵀY, which is the curve of the Cayley retraction
@@ -149,7 +149,7 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
 class _SquareCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        X, M = _of_square(base, Y)
+        X, M = _square_cayley_and_inverse(base, Y)
         save(ctx, (base, Y), M, X)
         return X
 
@@ -162,20 +162,20 @@ class _SquareCayley(torch.autograd.Function):
             return None, (grad_A - grad_A.mT.contiguous()).tril(-1)
 
 
-def _of_square(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+def _square_cayley_and_inverse(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """X = B (I - A)⁻¹(I + A) and M = (I - A)⁻¹."""
     eye = eye_like(Y)
     M = _inverse(eye - _skew_of_lower(Y))
     return base @ (2 * M - eye), M  # (I - A)⁻¹(I + A) = 2M - I
 
 
-_square_cayley = custom_gradient(_SquareCayley, lambda base, Y: _of_square(base.detach(), Y)[0])
+_square_cayley = custom_gradient(_SquareCayley, lambda base, Y: _square_cayley_and_inverse(base.detach(), Y)[0])
 
 
 class _TallCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        X, Z, M = _of_tall(base, Y)
+        X, Z, M = _tall_cayley_parts(base, Y)
         save(ctx, (base, Y), Z, M, X)
         return X
 
@@ -190,19 +190,19 @@ class _TallCayley(torch.autograd.Function):
             return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
 
 
-def _of_tall(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tall_cayley_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """X, Z and M of :func:`cayley_at`."""
     S = base.mT @ Y
     Z = Y - base @ S
     M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-    return _polished(torch.add(Z, base, alpha=2) @ M - base), Z, M
+    return _orthonormalize_series(torch.add(Z, base, alpha=2) @ M - base), Z, M
 
 
-_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _of_tall(base.detach(), Y)[0])
+_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_parts(base.detach(), Y)[0])
 
 
-def _polished(X: Tensor) -> Tensor:
-    """X (XᵀX)^(-1/2) by five terms of its series; ‖XᵀX - I‖₂ of 0.1 becomes 1e-6."""
+def _orthonormalize_series(X: Tensor) -> Tensor:
+    """X (XᵀX)^(-1/2) by five terms of its series; reduces ‖XᵀX - I‖₂ = 0.1 to 1e-6."""
     G = gram(X)
     E = G - eye_like(G)
     E2 = E @ E
@@ -210,10 +210,10 @@ def _polished(X: Tensor) -> Tensor:
 
 
 def _inverse(K: Tensor) -> Tensor:
-    """K⁻¹ of K (..., b, b) with a positive definite symmetric part, by halves: products instead of most of an LU.
+    """K⁻¹ of K (..., b, b) with positive definite symmetric part, recursively by halves: matmuls replace most of an LU.
 
-    Leading blocks and their Schur complements inherit that symmetric part, so no pivoting between blocks is needed; rounding
-    grows with (‖K - Kᵀ‖/2)² over the smallest eigenvalue of the symmetric part at worst (Golub and Van Loan 1979).
+    Leading blocks and their Schur complements inherit that symmetric part, so no pivoting between blocks is needed. Rounding
+    grows at worst with (‖K - Kᵀ‖/2)² over the smallest eigenvalue of the symmetric part (Golub and Van Loan 1979).
     """
     b = K.shape[-1]
     if b <= 128:
@@ -228,7 +228,7 @@ def _inverse(K: Tensor) -> Tensor:
 
 
 def _skew_of_lower(Y: Tensor) -> Tensor:
-    """tril(Y, -1) - tril(Y, -1)ᵀ; a copied transpose is subtracted in half the time of a strided one."""
+    """tril(Y, -1) - tril(Y, -1)ᵀ; copying the transpose first halves the time of the subtraction."""
     lower = Y.tril(-1)
     return lower - lower.mT.contiguous()
 
@@ -245,7 +245,7 @@ def skew(vector: Tensor, b: int) -> Tensor:
     if in_transform():  # vmap has no rule for index_copy_
         upper = upper.scatter(-1, order.expand(vector.shape), vector)
     else:
-        upper.index_copy_(-1, order, vector)  # a third of the time of upper[..., rows, columns] = vector
+        upper.index_copy_(-1, order, vector)  # 3x faster than upper[..., rows, columns] = vector
     upper = upper.unflatten(-1, (b, b))
     return upper - upper.mT
 

@@ -1,8 +1,8 @@
-"""Matrices whose rows lie on several processes: DTensors sharded by rows, as FSDP2 makes them.
+"""Matrices whose rows are sharded over ranks: DTensors, as FSDP2 makes them.
 
-A product YᵀZ of such matrices is the sum of what each process has of it, so that everything which goes through p x p
-products needs one all-reduce of p x p numbers and never another process's rows. The formulas are written once, over the rows
-at hand and a ``reduce`` that sums over the processes; where one process has all rows, ``reduce`` does nothing.
+A product YᵀZ is the sum of the ranks' local products, so any formula of p x p products takes all-reduces of p x p and never
+needs another rank's rows. Formulas are written once, for the local rows and a ``reduce`` that sums over the ranks; for an
+unsharded matrix ``reduce`` does nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,31 +14,28 @@ from torch import Tensor
 from manifold_tying.linalg._precision import eye_like, row_chunks
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums, in place where it can, over the processes that share the rows of a matrix; returns the sum."""
+"""Sums a tensor, in place if possible, over the ranks that share the rows of a matrix; returns the sum."""
 
-_ENTRIES_DRAWN = 2**22
+_DRAW_SIZE = 2**22
 
 
 def no_reduce(A: Tensor) -> Tensor:
-    """The ``reduce`` of a matrix that one process has all rows of."""
+    """The ``reduce`` of an unsharded matrix."""
     return A
 
 
 def is_dtensor(X: Any) -> bool:
-    """Whether X is a DTensor.
-
-    Asked by an attribute: to import DTensor takes half a second, and who has none does not need it.
-    """
+    """Whether X is a DTensor. Duck-typed: importing DTensor takes 0.5 s."""
     return hasattr(X, "device_mesh")
 
 
 def to_local(X: Any) -> Tensor:
-    """This process's part of a DTensor, in the same memory; any other tensor itself."""
+    """The local shard of a DTensor, sharing memory; any other tensor itself."""
     return X.to_local() if is_dtensor(X) else X
 
 
 def shard_like(full_tensor: Tensor, X: Any) -> Tensor:
-    """This process's part of ``whole``, which every process holds, where X is distributed; ``whole`` itself elsewhere."""
+    """This rank's part of ``full_tensor``, which every rank holds, if X is a DTensor; otherwise ``full_tensor`` itself."""
     if not is_dtensor(X):
         return full_tensor
     from torch.distributed.tensor import distribute_tensor
@@ -47,9 +44,9 @@ def shard_like(full_tensor: Tensor, X: Any) -> Tensor:
 
 
 def reshard_fsdp(model: torch.nn.Module) -> None:
-    """Let FSDP2 put the sharded parameters back, where a forward without a backward has left the gathered copies in place.
+    """Make FSDP2 restore the sharded parameters, if a forward without a backward left the gathered copies in place.
 
-    What is written to those is lost, and an optimizer does not know them.
+    Writes to the copies would be lost, and an optimizer does not know them.
     """
     for module in model.modules():
         if hasattr(module, "unshard") and hasattr(module, "reshard"):  # FSDPModule, without importing it
@@ -57,12 +54,12 @@ def reshard_fsdp(model: torch.nn.Module) -> None:
 
 
 def full_tensor(X: Any) -> Tensor:
-    """All of a DTensor on every process, which all of its processes have to ask for; any other tensor itself."""
+    """Gather a DTensor on every rank, a collective call; any other tensor itself."""
     return X.full_tensor() if is_dtensor(X) else X
 
 
 def copy_rows_(X: Tensor, value: Tensor) -> None:
-    """X <- value (n, p), a plain tensor that every process has; a DTensor sharded by rows takes its own."""
+    """X <- value (n, p), a plain tensor that every rank has; a DTensor sharded by rows takes its own rows."""
     if not is_dtensor(X):
         X.copy_(value)
         return
@@ -71,7 +68,7 @@ def copy_rows_(X: Tensor, value: Tensor) -> None:
 
 
 def row_reduce(X: Tensor) -> Reduce:
-    """What sums p x p matrices over the processes that share the rows of X (..., n, p); see :func:`check_row_sharding`."""
+    """A function that sums p x p matrices over the ranks that share the rows of X (..., n, p)."""
     if not is_dtensor(X):
         return no_reduce
     check_row_sharding(X)
@@ -92,7 +89,7 @@ def row_reduce(X: Tensor) -> Reduce:
 
 
 def mesh_reduce(tensors: Iterable[Any]) -> Reduce:
-    """What sums a tensor over all processes that any of these DTensors lies on; nothing to add where there is none."""
+    """A function that sums a tensor over all ranks of the meshes of these DTensors; :func:`no_reduce` if there are none."""
     meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
 
     def reduce(A: Tensor) -> Tensor:
@@ -111,15 +108,15 @@ def check_row_sharding(X: Tensor, what: str = "matrix") -> None:
         if not (placement.is_replicate() or (dim is not None and 0 <= dim <= X.ndim - 2)):
             raise ValueError(
                 f"expected the {what} of shape {tuple(X.shape)} to be sharded by rows, Shard({X.ndim - 2}), or replicated, "
-                f"got {placement}: columns that lie on several processes cannot be kept orthonormal by one all-reduce. Shard "
-                f"dimension {X.ndim - 2} (with fully_shard, by its shard_placement_fn)"
+                f"got {placement}: sharded columns cannot be kept orthonormal by one all-reduce. Shard dimension {X.ndim - 2} "
+                "(with fully_shard, by its shard_placement_fn)"
             )
 
 
 def row_local_map(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tensor:
-    """f(reduce, X, *others) on this process's rows, for f with values of X's shape: a DTensor like X where X is one.
+    """f(reduce, X, *others) on this rank's rows, for f whose value has X's shape; a DTensor if X is one.
 
-    Nothing of a DTensor's is differentiated. ValueError where the others are not distributed as X is.
+    A DTensor gets no gradient. ValueError unless the others have X's placement.
     """
     if not is_dtensor(X):
         return f(no_reduce, X, *others)
@@ -135,7 +132,7 @@ def row_local_map(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tenso
 
 
 def from_local_like(X: Tensor, part: Tensor) -> Tensor:
-    """A tensor of X's shape from this process's part of it, distributed as X is; the part itself where X is not."""
+    """A DTensor of X's shape and placement from this rank's part; the part itself if X is not a DTensor."""
     if not is_dtensor(X):
         return part
     from torch.distributed.tensor import DTensor
@@ -145,10 +142,10 @@ def from_local_like(X: Tensor, part: Tensor) -> Tensor:
 
 
 def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
-    """Y <- its polar factor Y (YᵀY)^(-1/2), for the rows Y (..., n, p) at hand of a matrix of condition up to about 1e6.
+    """Y <- its polar factor Y (YᵀY)^(-1/2), for this rank's rows of a matrix (..., n, p) of condition up to about 1e6.
 
-    In float64 through the eigenvalues of YᵀY: one all-reduce, and one more past a condition of 1e3. ValueError, the same on
-    every process, where Y is rank-deficient or not finite: U is then not determined by p x p numbers.
+    In float64 by the eigenvalues of YᵀY: one all-reduce, two for a condition above 1e3. ValueError on all ranks alike if the
+    matrix is rank-deficient or not finite.
     """
     for _ in range(2):
         G = reduce(gram_in_double(Y))
@@ -156,8 +153,8 @@ def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
         smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
         if not (smallest > 1e-13 * largest).all():
             raise ValueError(
-                "expected a finite matrix of full column rank, whose nearest orthonormal one is determined, got squared "
-                f"singular values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
+                "expected a finite matrix of full column rank, to find the nearest orthonormal one, got squared singular "
+                f"values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
             )
         P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
         for rows in row_chunks(Y):
@@ -168,7 +165,7 @@ def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
 
 
 def gram_in_double(Y: Tensor) -> Tensor:
-    """YᵀY in float64, (..., n, p) to (..., p, p), a block of rows at a time."""
+    """YᵀY in float64, (..., n, p) to (..., p, p), one block of rows at a time."""
     G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
     for rows in row_chunks(Y):
         part = Y[..., rows, :].double()
@@ -178,17 +175,17 @@ def gram_in_double(Y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sharded_normal_(X: Tensor) -> Tensor:
-    """Fill X (n, p) with standard normal numbers from torch's default generator of the CPU; returns X.
+    """Fill X (n, p) with standard normal numbers from torch's default CPU generator; returns X.
 
-    A DTensor sharded by rows gets on every process the rows that one process would draw, bit for bit, provided that the
-    processes have the same seed: each draws all numbers, a block of rows at a time, and keeps its own.
+    With the same seed, ranks of a DTensor sharded by rows get bit for bit the rows that one process would draw: each draws
+    all numbers, one block of rows at a time, and keeps its own.
     """
     if not is_dtensor(X):
         return X.copy_(torch.randn(X.shape, dtype=X.dtype, device=X.device if X.is_meta else "cpu"))
     mine, first = to_local(X), row_offset(X)
     n, p = X.shape
-    # One draw of all numbers is that of parts of a multiple of 16, as long as the last one has at least 16.
-    block = max(16, _ENTRIES_DRAWN // p // 16 * 16)
+    # Blocks of a multiple of 16 numbers give the same sequence as one draw, if the last block has at least 16.
+    block = max(16, _DRAW_SIZE // p // 16 * 16)
     start = 0
     while start < n:
         stop = n if n - start < block + 16 else start + block
@@ -201,7 +198,7 @@ def sharded_normal_(X: Tensor) -> Tensor:
 
 
 def row_offset(X: Tensor) -> int:
-    """Which row of the DTensor X (n, p) the first one at hand is, where one dimension of the mesh shards the rows."""
+    """Global number of the first local row of the DTensor X (n, p), whose rows at most one mesh dimension shards."""
     x: Any = X
     check_row_sharding(X)
     sharding = [i for i, placement in enumerate(x.placements) if placement.is_shard(0)]
@@ -216,7 +213,7 @@ def row_offset(X: Tensor) -> int:
 def defect(X: Tensor) -> Tensor:
     """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
 
-    X may be a DTensor sharded by rows: one all-reduce of p x p, the same number on every process, without a gradient.
+    For a DTensor sharded by rows: one all-reduce of p x p, the same result on every rank, no gradient.
     """
     if is_dtensor(X):
         X = X.detach()

@@ -1,4 +1,4 @@
-"""G^(-1/2) by products alone."""
+"""G^(-1/2) by matmuls."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from manifold_tying.linalg._precision import check_finite, compute_dtype, eye_li
 _SERIES = [1.0]
 for _k in range(1, 12):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
-# |x|: terms that leave less than 1e-7 up to there, or 1e-16.
+# Upper bound on |x|: number of terms whose error is below 1e-7, or 1e-16.
 _TERMS = {torch.float32: {0.08: 6, 0.2: 9, 0.3: 12}, torch.float64: {0.0025: 6, 0.018: 9, 0.05: 12}}
-# Further out, first λ^(-1/2) by a polynomial for λ from here to 1, in the variable that maps those λ to [-1, 1]. It leaves an x
-# of at most 0.07, and takes smaller λ up by a factor of 61.
+# For larger |x|, a polynomial first approximates λ^(-1/2) for λ from _LOWEST to 1, mapped to [-1, 1]. It leaves |x| <= 0.07 and
+# multiplies smaller λ by up to 61.
 _LOWEST = 0.03
 _MIDDLE, _HALF = (1 + _LOWEST) / 2, (1 - _LOWEST) / 2
 _COEFFICIENTS = (
@@ -23,31 +23,30 @@ _COEFFICIENTS = (
     .convert(kind=np.polynomial.Polynomial)
     .coef.tolist()
 )
-# Rounding grows with the condition: past so many polynomials an eigendecomposition does better.
-_MOST_POLYNOMIALS = {torch.float32: 1, torch.float64: 6}
+# Rounding grows with the condition: after this many polynomials an eigendecomposition is more accurate.
+_MAX_POLYNOMIALS = {torch.float32: 1, torch.float64: 6}
 
 Powers = tuple[Tensor, Tensor, Tensor]
 
 
 def inverse_sqrt(G: Tensor) -> Tensor:
-    """G^(-1/2) of symmetric positive definite G (..., p, p) for G of condition up to about 1e6.
+    """G^(-1/2) of symmetric positive definite G (..., p, p) of condition up to about 1e6.
 
-    Near a multiple of the identity, where retractions are, a series: three to five products. Further out ten to twelve, the
-    first ones for a polynomial that takes G there, and a float64 eigendecomposition where that does not suffice, in float32
-    from conditions of some 100 on.
+    Close to a multiple of the identity, as in retractions: a series, three to five matmuls. Otherwise ten to twelve, with a
+    polynomial first. If that does not suffice (in float32 from a condition of about 100), a float64 eigendecomposition.
     """
     W = G.to(compute_dtype(G.dtype))
     if W.numel() == 0:
         return G.clone()
     with full_precision(G.device):
-        P = _by_products(W, _MOST_POLYNOMIALS[W.dtype])
+        P = _by_matmuls(W, _MAX_POLYNOMIALS[W.dtype])
         return (_inverse_sqrt_eigh(W) if P is None else P).to(G.dtype)
 
 
-def _by_products(G: Tensor, polynomials: int) -> Tensor | None:
-    """G^(-1/2) by at most so many polynomials; None where they do not suffice."""
+def _by_matmuls(G: Tensor, polynomials: int) -> Tensor | None:
+    """G^(-1/2) by at most this many polynomials; None if they do not suffice."""
     eye = eye_like(G)
-    c, powers, bound = _spread(G)
+    c, powers, bound = _normalized(G)
     rest = _series(powers, bound)
     if rest is not None:
         return sym(eye + rest) * c.rsqrt()
@@ -57,17 +56,17 @@ def _by_products(G: Tensor, polynomials: int) -> Tensor | None:
     powers = _powers(E)
     rest = _series(powers, _bound(powers))
     if rest is None:
-        root = _by_products(eye + E, polynomials - 1)
+        root = _by_matmuls(eye + E, polynomials - 1)
         if root is None:
             return None
         rest = root - eye
-    return _composed(Q, rest) * scale
+    return _compose(Q, rest) * scale
 
 
-def times_inverse_sqrt(Z: Tensor) -> Tensor | None:
-    """Z (ZᵀZ)^(-1/2) to float32's precision for one matrix Z (n, p) near a multiple of an orthonormal one; else None.
+def polar_near_identity(Z: Tensor) -> Tensor | None:
+    """Z (ZᵀZ)^(-1/2) to float32 precision for one matrix Z (n, p) near a multiple of an orthonormal one; None for others.
 
-    Horner's rule takes more products than :func:`_sum` but fewer operations, whose number decides where p is small.
+    Horner's rule takes more matmuls than :func:`_sum` but fewer operations, which is faster for small p.
     """
     c = torch.linalg.vector_norm(Z).item() ** 2 / Z.shape[-1]
     if not c > 0:
@@ -84,17 +83,17 @@ def times_inverse_sqrt(Z: Tensor) -> Tensor | None:
 
 
 def inverse_sqrt_sync_free(G: Tensor) -> Tensor:
-    """G^(-1/2) by twelve products, with no branch on the data: for compiled code and for GPUs.
+    """G^(-1/2), (..., p, p), by twelve matmuls, without a sync or a branch on the data: for GPUs and compiled code.
 
-    Nothing then waits for a number to arrive on the host. For G of condition up to about 10; beyond, it falls short:
-    G^(1/2) times the result is symmetric with eigenvalues between 0 and 1. (..., p, p) to (..., p, p).
+    For G of condition up to about 10. Beyond, the result is too small: G^(1/2) times it is symmetric with eigenvalues between
+    0 and 1.
     """
-    Q, E, scale = _polynomial(*_spread(G))
-    return _composed(Q, _sum(_powers(E), _SERIES) - eye_like(G)) * scale
+    Q, E, scale = _polynomial(*_normalized(G))
+    return _compose(Q, _sum(_powers(E), _SERIES) - eye_like(G)) * scale
 
 
-def _spread(G: Tensor) -> tuple[Tensor, Powers, Tensor]:
-    """c, the powers of E and a bound on its spectral norm, where G = c (I + E) and E has trace 0; c and bound (..., 1, 1)."""
+def _normalized(G: Tensor) -> tuple[Tensor, Powers, Tensor]:
+    """c, the powers of E and a bound on ‖E‖₂, for G = c (I + E) with trace E = 0; c and bound (..., 1, 1)."""
     c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
     powers = _powers(G / c - eye_like(G))
     return c, powers, _bound(powers)
@@ -107,12 +106,12 @@ def _powers(E: Tensor) -> Powers:
 
 
 def _bound(powers: Powers) -> Tensor:
-    """‖E³‖_F^(1/3), within a factor of p^(1/6) of ‖E‖_2, which it would be only for a multiple of an orthogonal matrix."""
+    """‖E³‖_F^(1/3): an upper bound on ‖E‖₂, loose by at most p^(1/6)."""
     return torch.linalg.matrix_norm(powers[2])[..., None, None] ** (1 / 3)
 
 
 def _series(powers: Powers, bound: Tensor) -> Tensor | None:
-    """(I + E)^(-1/2) - I; None where it takes too many terms."""
+    """(I + E)^(-1/2) - I; None if it needs too many terms."""
     largest = bound.amax().item()
     for radius, terms in _TERMS[bound.dtype].items():
         if largest < radius:
@@ -129,7 +128,7 @@ def _polynomial(c: Tensor, powers: Powers, bound: Tensor) -> tuple[Tensor, Tenso
     square = a**2 * E2 + 2 * a * b * E + b**2 * eye
     cube = a**3 * E3 + 3 * a**2 * b * E2 + 3 * a * b**2 * E + b**3 * eye
     Q = sym(_sum((a * E + b * eye, square, cube), _COEFFICIENTS)) - eye
-    # From differences to the identity, whose own rounding would be left over.
+    # Work with deviations from I to avoid cancellation.
     E = shrink * E + (shrink - 1) * eye
     E = E + Q + E @ Q
     return Q, sym(E + Q + Q @ E), (shrink / c).sqrt()
@@ -148,8 +147,8 @@ def _sum(powers: Powers, coefficients: Sequence[float]) -> Tensor:
     return result
 
 
-def _composed(Q: Tensor, rest: Tensor) -> Tensor:
-    """(I + Q)(I + rest) of matrices that commute but for rounding."""
+def _compose(Q: Tensor, rest: Tensor) -> Tensor:
+    """(I + Q)(I + rest) of matrices that commute up to rounding."""
     return sym(eye_like(Q) + (Q + rest + Q @ rest))
 
 

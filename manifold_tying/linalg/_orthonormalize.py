@@ -14,11 +14,11 @@ Orthonormalization = Literal["polar", "qr", "cholesky-qr"]
 
 
 def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
-    """Orthonormal columns that span the columns of Y (..., n, p), n >= p.
+    """Orthonormal columns with the same span as the columns of Y (..., n, p), n >= p.
 
-    "polar" is the nearest such matrix; "qr" is the Q of Householder QR with R's diagonal > 0; "cholesky-qr" is the same Q by
-    Cholesky factorizations of one or two Gram matrices, with Householder where those break down (condition about 1e3 in
-    float32). Gradients are closed form.
+    "polar" is the nearest such matrix. "qr" is the Q of Householder QR with a positive diagonal of R. "cholesky-qr" is the same
+    Q from Cholesky factorizations of one or two Gram matrices; it falls back to Householder if those break down (from a
+    condition of about 1e3 in float32). Gradients are closed form.
     """
     check_tall(Y)
     if method not in get_args(Orthonormalization):
@@ -35,7 +35,7 @@ def _orthonormalize(Y: Tensor, method: str) -> Tensor:
         return _qr(Y, method == "cholesky-qr")
 
 
-# What is done depends on the data, which a compiled graph cannot follow: there it is one operation that is not looked into.
+# The algorithm branches on the data, which a compiled graph cannot: there it is one opaque custom op.
 @torch.library.custom_op("manifold_tying::orthonormalize", mutates_args=())
 def _opaque(Y: Tensor, method: str) -> Tensor:
     return _orthonormalize(Y, method)
@@ -69,7 +69,7 @@ _opaque.register_autograd(
 
 
 def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Q, R by Cholesky-QR, twice where once leaves a defect, or None where Y is too ill-conditioned for it."""
+    """Q, R by Cholesky-QR, repeated if the first Q has a defect; None if Y is too ill-conditioned."""
     L, info = torch.linalg.cholesky_ex(gram(Y))
     if info.any() or not torch.isfinite(L).all():
         return None
@@ -85,7 +85,7 @@ def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
-    """Y R⁻¹ for triangular R; by its inverse for a tall Y, where a product takes a third of a solve's time."""
+    """Y R⁻¹ for triangular R; for a tall Y by the inverse, since a matmul takes a third of a solve's time."""
     if Y.shape[-2] < 4 * Y.shape[-1]:
         return torch.linalg.solve_triangular(R, Y, upper=upper, left=False)
     return Y @ torch.linalg.solve_triangular(R, eye_like(R).expand_as(R), upper=upper)

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.linalg._autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
-from manifold_tying.linalg._polar_factors import polar_eigh, polar_products
+from manifold_tying.linalg._polar_factors import polar_eigh, polar_matmuls
 from manifold_tying.linalg._precision import check_tall, compute_dtype, full_precision, gram, sym
 
-# Up to here an eigendecomposition is as fast as the products that replace it.
+# Up to this many columns an eigendecomposition is as fast as the matmuls that replace it.
 _FEW_COLUMNS = 64
 
 
@@ -24,12 +24,12 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         U (..., n, p) and H (..., p, p), contiguous, in Y's dtype.
 
-    By products alone where Y has more than 64 columns and singular values within about 0.4 to 1.4 times a common scale, as
-    the stored tensor of a parametrization has. Else from a float64 eigendecomposition of the p x p Gram matrix, through
-    a float64 SVD where Y is too ill-conditioned for that (about 50).
-    Where Y is rank-deficient, H is unique, U one of many. The gradient is closed form; it divides by h_i + h_j
-    only, so equal singular values are harmless. Raises ValueError for a wide, non-floating, NaN or infinite Y.
-    (PIT, equation 7.)
+    By matmuls if Y has more than 64 columns and its singular values lie within about 0.4 to 1.4 times a common scale, as for
+    the stored tensor of a parametrization. Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64
+    SVD if Y is too ill-conditioned for that (about 50).
+
+    If Y is rank-deficient, H is unique and U is one of many. The gradient is closed form; it divides by h_i + h_j only, so
+    equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
     """
     check_tall(Y)
     W = Y.to(compute_dtype(Y.dtype))
@@ -43,28 +43,28 @@ def _factors(Y: Tensor) -> tuple[Tensor, Tensor]:
         return _polar(Y)
 
 
-def _solve_skew(H: Tensor, C: Tensor) -> Tensor:
-    """The skew Ω (..., p, p) with ΩH + HΩ = C for positive definite H and skew C, by conjugate gradients.
+def _lyapunov_cg(H: Tensor, C: Tensor) -> Tensor:
+    """Solve ΩH + HΩ = C for skew Ω (..., p, p), with positive definite H and skew C, by conjugate gradients.
 
-    One product each, and the error falls by (√κ - 1)/(√κ + 1), κ the condition of H.
+    One matmul per iteration; the error shrinks by (√κ - 1)/(√κ + 1), κ the condition of H.
     """
     tiny = torch.finfo(C.dtype).tiny
 
     def dot(A: Tensor, B: Tensor) -> Tensor:
         return (A * B).sum((-2, -1), keepdim=True)
 
-    scale = C.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)  # squares of small gradients would be 0
+    scale = C.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)  # squares of small gradients would underflow
     residual = C / scale
     X, direction, size = torch.zeros_like(C), residual.clone(), dot(residual, residual)
     enough = size * (4 * torch.finfo(C.dtype).eps) ** 2
-    for _ in range(100):  # enough for float64 and κ = 30
+    for _ in range(100):  # sufficient for float64 and κ = 30
         W = direction @ H
         image = W - W.mT.contiguous()
         step = size / dot(direction, image).clamp_min(tiny)
         X.addcmul_(step, direction)
         residual.addcmul_(step, image, value=-1)
         before, size = size, dot(residual, residual)
-        if not (size > enough).any():  # leaves a NaN in X
+        if not (size > enough).any():  # also stops at NaN
             break
         direction = torch.addcmul(residual, size / before.clamp_min(tiny), direction)
     return X * scale
@@ -75,8 +75,8 @@ class _Polar(torch.autograd.Function):
     def forward(ctx: Any, Y: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         G = gram(Y)
-        factors = polar_products(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
-        ctx.by_products = factors is not None
+        factors = polar_matmuls(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
+        ctx.by_matmuls = factors is not None
         if factors is not None:
             U, H, inverse = factors
             save(ctx, (Y,), U, H, *([] if inverse is None else [inverse]))
@@ -91,8 +91,8 @@ class _Polar(torch.autograd.Function):
         _, (U, H_or_V, *rest) = saved(ctx)
         grad_U = torch.zeros_like(U) if grad_U is None else grad_U
         with full_precision(U.device):
-            if ctx.by_products:
-                return _backward_by_products(U, H_or_V, rest[0] if rest else None, grad_U, grad_H)
+            if ctx.by_matmuls:
+                return _backward_by_matmuls(U, H_or_V, rest[0] if rest else None, grad_U, grad_H)
             return _backward_eigh(U, H_or_V, rest[0], grad_U, grad_H)
 
 
@@ -103,24 +103,22 @@ def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
 _polar = custom_gradient(_Polar, _plain)
 
 
-def _backward_by_products(
-    U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: Tensor, grad_H: Tensor | None
-) -> Tensor:
+def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
     M = U.mT @ grad_U
     C = M - M.mT.contiguous()
     if grad_H is None:
-        X = _solve_skew(H, C)
+        X = _lyapunov_cg(H, C)
     else:
         S = sym(grad_H)
         HS = H @ S
-        X = S + _solve_skew(H, C + HS - HS.mT)
-    if inverse is None:  # square: there is no U⊥
+        X = S + _lyapunov_cg(H, C + HS - HS.mT)
+    if inverse is None:  # square: no U⊥
         return U @ X
     return U @ (X - M @ inverse) + grad_U @ inverse
 
 
 def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
-    # In H's eigenbasis both Sylvester equations are a division by h_i + h_j.
+    # In H's eigenbasis, solving either Sylvester equation is a division by h_i + h_j.
     floor = h.amax(-1, keepdim=True).clamp_min(1e-300) * 1e-14
     h = torch.maximum(h, floor)
     M = U.mT @ grad_U
@@ -129,12 +127,12 @@ def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tens
         X = X + 2 * h[..., :, None] * (V.mT @ sym(grad_H).double() @ V)
     X = X / (h[..., :, None] + h[..., None, :])
     inverse = (V / h[..., None, :]) @ V.mT
-    # Both terms that U multiplies go into one product.
+    # One matmul for both terms with U.
     inside = (V @ X @ V.mT - M.double() @ inverse).to(U.dtype)
     return U @ inside + grad_U @ inverse.to(U.dtype)
 
 
-# What is done depends on the data, which a compiled graph cannot follow: there it is one operation that is not looked into.
+# The algorithm branches on the data, which a compiled graph cannot: there it is one opaque custom op.
 @torch.library.custom_op("manifold_tying::polar", mutates_args=())
 def _opaque(Y: Tensor) -> tuple[Tensor, Tensor]:
     return _factors(Y)

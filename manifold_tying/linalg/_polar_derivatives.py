@@ -1,6 +1,6 @@
-"""The polar factors as a function that torch differentiates as often as asked, in either mode and under torch.func.
+"""The polar factors, differentiable to any order, in either mode and under torch.func.
 
-All of its derivatives are products and solutions of ΩH + HΩ = C, whose own derivatives are of the same kind.
+All derivatives are matmuls and solutions of ΩH + HΩ = C, whose own derivatives have the same form.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from manifold_tying.linalg._precision import eye_like, full_precision, sym
 
 
 class DifferentiablePolar(Function):
-    """(U, H) of Y (..., n, p), by ``factors``, which may branch on values."""
+    """(U, H) of Y (..., n, p), computed by ``factors``, which may branch on values."""
 
     @staticmethod
     def forward(Y: Tensor, factors: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -90,5 +90,5 @@ def _inverse(H: Tensor) -> Tensor:
 
 
 def _primals(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Without the tangents of the level that a jvp is for, which would ask for the same jvp again."""
+    """The tensors without the tangents of the current jvp level, which would call this jvp again."""
     return [forward_ad.unpack_dual(tensor).primal for tensor in tensors]

@@ -1,18 +1,18 @@
-"""The polar factors of a matrix: by products, by eigenvalues, by singular values."""
+"""The polar factors by matmuls, by eigenvalues and by singular values."""
 
 import torch
 from torch import Tensor
 
 from manifold_tying.linalg._precision import check_finite, eye_like, gram, sym
 
-# Smallest over largest eigenvalue of a Gram matrix, in either dtype. Its rounding is eps times the largest: in float32 one
-# polishing step still restores U, in float64 the error of U grows as the square of the condition, to 1e5 eps at 8e3.
+# Smallest allowed ratio of a Gram matrix's eigenvalues, in either dtype. Its rounding is eps times the largest: in float32 one
+# Newton-Schulz step still restores U; in float64 the error of U grows with the condition squared, to 1e5 eps at 8e3.
 _SMALLEST_EIGENVALUE = torch.finfo(torch.float32).eps ** 0.5
-_ROUNDS_UNPOLISHED = 2  # singular values of 0.6 of the common scale take two: their squares cost few digits
+_MAX_ROUNDS_UNPOLISHED = 2  # singular values down to 0.6 of the scale take two rounds: squaring them costs few digits
 
 
 def polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, V, h of the polar factors in float64, whatever the conditioning."""
+    """U, V, h of the polar factors in float64, for any condition."""
     check_finite(Y)
     scale = Y.abs().amax((-2, -1), keepdim=True).double().clamp_min(1e-300)
     Q, R = torch.linalg.qr(Y.double() / scale)
@@ -25,7 +25,7 @@ def polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = bool(torch.isfinite(G).all())
     if finite:
         eigenvalues, V = torch.linalg.eigh(G.double())
-        # Below the smallest normal number it loses digits whatever the conditioning.
+        # Subnormal eigenvalues lose digits for any condition.
         type_info = torch.finfo(Y.dtype)
         threshold = (_SMALLEST_EIGENVALUE * eigenvalues[..., -1]).clamp_min(type_info.tiny / type_info.eps)
         finite = bool((eigenvalues[..., 0] > threshold).all())
@@ -33,41 +33,39 @@ def polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return polar_svd(Y)
     h = eigenvalues.sqrt()
     U = Y @ ((V / h[..., None, :]) @ V.mT).to(Y.dtype)
-    return _polished(U), V, h
+    return _newton_schulz_step(U), V, h
 
 
-def polar_products(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """U, H and, for n > p, H⁻¹ by products, from G = YᵀY; None where that does not converge.
+def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """U, H and, for n > p, H⁻¹ by matmuls, from G = YᵀY; None if they do not converge.
 
-    A tall Y has the H of its p x p Cholesky factor, and U = Y H⁻¹.
+    A tall Y has the same H as its p x p Cholesky factor, and U = Y H⁻¹.
     """
     if Y.shape[-2] == Y.shape[-1]:
-        U, _ = _nearest_orthogonal(Y, G)
+        U, _ = _orthogonal_factor(Y, G)
         return None if U is None else (U, sym(U.mT @ Y), None)
     L, info = torch.linalg.cholesky_ex(G)
-    W, rounds = (None, 0) if info.any() else _nearest_orthogonal(L.mT, G)
+    W, rounds = (None, 0) if info.any() else _orthogonal_factor(L.mT, G)
     if W is None:
         return None
     inverse = torch.linalg.solve_triangular(L.mT, W, upper=True)
     U = Y @ inverse
-    if rounds > _ROUNDS_UNPOLISHED:
-        U = _polished(U)
+    if rounds > _MAX_ROUNDS_UNPOLISHED:
+        U = _newton_schulz_step(U)
     return U, sym(L @ W), inverse
 
 
-def _polished(U: Tensor) -> Tensor:
-    """U without the rounding that G's condition, the square of Y's, has left in it."""
+def _newton_schulz_step(U: Tensor) -> Tensor:
+    """One Newton-Schulz step: removes the rounding of G, whose condition is that of Y squared."""
     G = gram(U)
     return U @ (1.5 * eye_like(G) - 0.5 * G)
 
 
-def _nearest_orthogonal(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
-    """The orthogonal polar factor of square S, from G = SᵀS, and how many rounds it took.
+def _orthogonal_factor(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
+    """The orthogonal polar factor of square S, from G = SᵀS, and the number of rounds; None unless S is near c Q.
 
-    None where S is not a multiple of a nearly orthogonal matrix.
-
-    U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. Those sums are positive for every E that
-    they are used for, so that where UᵀU comes out as the identity, UᵀS is positive definite.
+    U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. The sums are positive for every E they
+    are used for, so once UᵀU = I, UᵀS is positive definite.
     """
     eye = eye_like(G)
     root_p, type_info = G.shape[-1] ** 0.5, torch.finfo(G.dtype)

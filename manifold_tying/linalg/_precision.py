@@ -1,4 +1,4 @@
-"""What every function here stands on: precision, checks, Gram matrices."""
+"""Precision, argument checks and Gram matrices for the functions of this package."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,34 +8,34 @@ import torch
 from torch import Tensor
 
 _BLOCK_ENTRIES = 2**20
-_TERMS_ADDED = 4096  # to one float32 number in a row
+_MAX_SUM_LENGTH = 4096  # maximum length of a float32 sum
 
 
 def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast off inside, where it is on."""
+    """Turn autocast off, if it is on."""
     return torch.autocast(device.type, enabled=False) if is_autocast_on(device) else nullcontext()
 
 
 def is_autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on for a device; False for one that has none."""
+    """Whether autocast is on for a device; False for devices without autocast."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Float32 products in float32: autocast and TF32 (or its bfloat16 relative on CPUs) off inside."""
+    """Compute float32 matmuls in float32: no autocast, no TF32 (nor its bfloat16 counterpart on CPUs)."""
     with disable_autocast(device):
-        # Compiled code takes the setting that was in force when it was traced; it cannot be switched inside a graph.
+        # Compiled code uses the setting at trace time; a graph cannot change it.
         if torch.compiler.is_compiling():
             yield
             return
-        # Not torch.get_float32_matmul_precision(), which raises once a user has set one of these.
+        # torch.get_float32_matmul_precision() raises once a user has set one of these.
         products: Any = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul
         precision = products.fp32_precision
         if precision in ("none", "ieee"):
             yield
             return
-        products.fp32_precision = "none"  # inherits from torch.backends.fp32_precision, as it may have done
+        products.fp32_precision = "none"  # inherits from torch.backends, as the old value may have
         before = "none" if products.fp32_precision == precision else precision
         products.fp32_precision = "ieee"
         try:
@@ -52,7 +52,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """In which nn.Linear would take the products of x: autocast's, where it is on, but for float64."""
+    """The dtype of nn.Linear's matmul with x: autocast's if it is on, except for float64."""
     lowers = is_autocast_on(x.device) and x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if lowers else x.dtype
 
@@ -73,34 +73,34 @@ def check_square(A: Tensor) -> None:
 
 
 def check_finite(Y: Tensor) -> None:
-    """ValueError where Y holds NaN or Inf."""
+    """ValueError if Y contains NaN or Inf."""
     if not torch.isfinite(Y).all():
-        raise ValueError("expected a finite matrix, got NaN or Inf in it")
+        raise ValueError("expected a finite matrix, but it contains NaN or Inf")
 
 
 def check_int(name: str, value: object, least: int, otherwise: str = "") -> None:
-    """ValueError unless value is a whole number >= least; a bool is none."""
+    """ValueError unless value is an integer >= least; a bool is not an integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"expected {name} to be a whole number >= {least}{otherwise}, got {value!r}")
+        raise ValueError(f"expected {name} to be an integer >= {least}{otherwise}, got {value!r}")
 
 
 def gram(Y: Tensor) -> Tensor:
     """YᵀY, (..., n, p) to (..., p, p)."""
     p = Y.shape[-1]
     if p < 16 and Y.dtype == torch.float32:
-        # CPU kernels for narrow matrices add rows up one by one: relative errors of 4e-5 with 200000 of them.
+        # CPU kernels for narrow matrices sum rows sequentially: relative errors of 4e-5 for 200000 rows.
         wide = Y.double()
         return (wide.mT @ wide).to(Y.dtype)
-    if Y.is_cuda and Y.ndim == 2 and len(Y) > _TERMS_ADDED:
-        # A GPU may add up all rows one by one in float32: at 151,936 rows that alone would be a defect of 3e-5.
+    if Y.is_cuda and Y.ndim == 2 and len(Y) > _MAX_SUM_LENGTH:
+        # A GPU may sum all rows sequentially in float32: a defect of 3e-5 at 151,936 rows.
         G = Y.new_zeros(p, p)
-        for part in Y.split(_TERMS_ADDED):
+        for part in Y.split(_MAX_SUM_LENGTH):
             G.addmm_(part.mT, part)
         return G
     if Y.ndim > 2 or p < 192 or Y.is_cuda:
         return Y.mT @ Y
-    # The lower half is enough, since it is symmetric: 5/8 of the operations in four panels of columns. (Eight measured slower,
-    # and four of up to 32 columns.)
+    # By symmetry the lower half suffices: 5/8 of the operations in four panels of columns. (Eight panels, or panels of up to 32
+    # columns, measured slower.)
     width = -(-p // 4)
     G = Y.new_empty(p, p)
     for start in range(0, p, width):
@@ -121,7 +121,7 @@ def eye_like(A: Tensor) -> Tensor:
 
 
 def row_chunks(Y: Tensor) -> list[slice]:
-    """Blocks of rows that fit a processor's cache, for one large matrix on a CPU; else a single block, all rows."""
+    """Blocks of rows that fit the CPU cache, for one large matrix on a CPU; otherwise one block of all rows."""
     if Y.ndim > 2 or Y.device.type != "cpu" or torch.compiler.is_compiling():
         return [slice(0, Y.shape[-2])]
     n, p = Y.shape

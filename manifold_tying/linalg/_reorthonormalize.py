@@ -1,23 +1,23 @@
-"""The polar factor of what is nearly orthonormal, by products alone: every retraction's last part."""
+"""The polar factor of nearly orthonormal matrices by matmuls: the last part of every retraction."""
 
 import torch
 from torch import Tensor
 
 from manifold_tying.linalg._distributed import Reduce, no_reduce, orthonormalize_rows_
-from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_sync_free, times_inverse_sqrt
+from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_sync_free, polar_near_identity
 from manifold_tying.linalg._polar import polar
 from manifold_tying.linalg._precision import compute_dtype, eye_like, full_precision, gram, row_chunks
 
-# Up to this size, on a CPU, float64 with few operations is faster than the many small products of float32.
+# On a CPU, up to this size, float64 with few operations is faster than many small float32 matmuls.
 _FEW_COLUMNS = 32
 _FEW_ENTRIES = 2**14
 
 
 def reorthonormalize(Y: Tensor, reduce: Reduce = no_reduce) -> Tensor:
-    """Polar factor Y (YᵀY)^(-1/2) by products alone, for Y (..., n, p) of condition up to about 100.
+    """Polar factor Y (YᵀY)^(-1/2) by matmuls, for Y (..., n, p) of condition up to about 100.
 
-    That is every retraction's case: a tangent step makes YᵀY = I + UᵀU >= I. By :func:`polar` where a gradient is wanted, or
-    float32 cannot resolve YᵀY.
+    Every retraction qualifies: a tangent step makes YᵀY = I + UᵀU >= I. Uses :func:`polar` if a gradient is needed or float32
+    cannot resolve YᵀY.
     """
     if torch.is_grad_enabled() and Y.requires_grad:
         return polar(Y)[0]
@@ -28,20 +28,19 @@ def reorthonormalize(Y: Tensor, reduce: Reduce = no_reduce) -> Tensor:
 def reorthonormalize_(
     Y: Tensor, reduce: Reduce = no_reduce, *, sync_free: bool = False, skip: Tensor | None = None
 ) -> Tensor:
-    """:func:`reorthonormalize` in place, a block of rows at a time; Y float32 or float64.
+    """:func:`reorthonormalize` in place, one block of rows at a time; Y float32 or float64.
 
     Args:
-        reduce: sums YᵀY over the processes that share Y's rows, see :func:`row_reduce`. Where float32 cannot resolve the sum,
-            ValueError for a rank-deficient one.
-        sync_free: by :func:`inverse_sqrt_sync_free`, without a number on the host and without a fallback; always in compiled
-            code.
-        skip: with ``sync_free``, a scalar on Y's device that leaves Y as it is unless it is 0.
+        reduce: sums YᵀY over the ranks that share Y's rows, see :func:`row_reduce`. If float32 cannot resolve the sum, a
+            rank-deficient one raises ValueError.
+        sync_free: use :func:`inverse_sqrt_sync_free`, without a sync and without a fallback; always on in compiled code.
+        skip: with ``sync_free``, a scalar on Y's device; unless it is 0, Y stays unchanged.
     """
     small = Y.dtype == torch.float32 and Y.shape[-1] <= _FEW_COLUMNS and Y.numel() <= _FEW_ENTRIES
     if small and Y.device.type == "cpu" and reduce is no_reduce and not sync_free and not torch.compiler.is_compiling():
         return _reorthonormalize_small_(Y)
     with full_precision(Y.device):
-        if Y.numel() == 0 and reduce is no_reduce:  # no matrices: others share none of these
+        if Y.numel() == 0 and reduce is no_reduce:  # no matrices, so no collective either
             return Y
         G = reduce(gram(Y))
         if sync_free or torch.compiler.is_compiling():
@@ -49,13 +48,13 @@ def reorthonormalize_(
             return multiply_rows_(Y, P if skip is None else torch.where(skip == 0, P, eye_like(P)))
         largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
         if not largest < 1e3:
-            return _reorthonormalize_far(Y, reduce)
+            return _fallback_(Y, reduce)
         P = inverse_sqrt(G)
         amplification = largest * torch.linalg.matrix_norm(P, ord=float("inf")).amax() ** 2
         if not amplification < 1e4:
-            return _reorthonormalize_far(Y, reduce)
+            return _fallback_(Y, reduce)
         multiply_rows_(Y, P)
-        if amplification > 8:  # the rounding of G grows with its condition on the way to G^(-1/2)
+        if amplification > 8:  # the rounding of G is amplified by its condition
             multiply_rows_(Y, 1.5 * eye_like(G) - 0.5 * reduce(gram(Y)))
         return Y
 
@@ -64,25 +63,25 @@ def _reorthonormalize_small_(Y: Tensor) -> Tensor:
     if Y.numel() == 0:
         return Y
     Z = Y.double()
-    X = times_inverse_sqrt(Z) if Z.ndim == 2 else None
+    X = polar_near_identity(Z) if Z.ndim == 2 else None
     if X is not None:
         return Y.copy_(X)
     try:
         eigenvalues, V = torch.linalg.eigh(Z.mT @ Z)
-    except torch.linalg.LinAlgError:  # NaN or Inf, which the other way names
-        return _reorthonormalize_far(Y, no_reduce)
+    except torch.linalg.LinAlgError:  # NaN or Inf; the fallback raises a clear error
+        return _fallback_(Y, no_reduce)
     smallest, largest = torch.aminmax(eigenvalues)
     if not float(smallest) > 1e-7 * float(largest):
-        return _reorthonormalize_far(Y, no_reduce)
+        return _fallback_(Y, no_reduce)
     return Y.copy_(Z @ ((V * eigenvalues.rsqrt()[..., None, :]) @ V.mT))
 
 
-def _reorthonormalize_far(Y: Tensor, reduce: Reduce) -> Tensor:
+def _fallback_(Y: Tensor, reduce: Reduce) -> Tensor:
     return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
 
 
 def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
-    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), holding one block of rows beside it."""
+    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), with a buffer for one block of rows."""
     blocks = row_chunks(Y)
     buffer = Y.new_empty(*Y.shape[:-2], blocks[0].stop, Y.shape[-1])
     for rows in blocks:

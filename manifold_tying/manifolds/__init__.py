@@ -1,4 +1,4 @@
-"""Points and motions: manifolds that follow geoopt's protocol."""
+"""Manifolds with geoopt's interface."""
 
 from manifold_tying.manifolds._spd import SPD as SPD
 from manifold_tying.manifolds._spd import nearest_spd as nearest_spd

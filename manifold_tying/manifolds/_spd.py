@@ -12,9 +12,9 @@ from manifold_tying._geoopt import geoopt
 class SPD(geoopt.Manifold):
     """S = {X (..., d, d) : X symmetric, X > 0} with the affine-invariant metric <U, V>_X = tr X⁻¹U X⁻¹V.
 
-    A :class:`geoopt.Manifold`. Everything goes through the Cholesky factor X = L Lᵀ: in the coordinates L⁻¹U L⁻ᵀ the metric is
-    the Euclidean one, which makes transport a triangular change of coordinates and an isometry. The retraction
-    X + U + U X⁻¹U / 2 is of second order and positive definite for every symmetric U.
+    A :class:`geoopt.Manifold`. Everything goes through the Cholesky factor X = L Lᵀ. In the coordinates L⁻¹U L⁻ᵀ the metric is
+    Euclidean, so transport is an isometry, computed by triangular solves. The retraction X + U + U X⁻¹U / 2 is of second
+    order and positive definite for every symmetric U.
     """
 
     name = "SPD"
@@ -73,7 +73,7 @@ class SPD(geoopt.Manifold):
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
     ) -> geoopt.ManifoldTensor:
-        """exp of a symmetric matrix with standard normal entries, divided by √d: condition some tens for any d."""
+        """exp of a random symmetric matrix, N(0, 1) entries divided by √d: the condition number is some tens for any d."""
         shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         A = torch.randn(shape, dtype=dtype, device=device)
@@ -82,7 +82,7 @@ class SPD(geoopt.Manifold):
     def origin(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
-        """The identity; ``seed`` belongs to geoopt's signature and has no effect."""
+        """The identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         eye = torch.eye(shape[-1], dtype=dtype, device=device).expand(shape).contiguous()
@@ -116,20 +116,20 @@ def whiten(L: Tensor, U: Tensor) -> Tensor:
 
 
 def nearest_spd(X: Tensor) -> Tensor:
-    """Nearest symmetric matrix in Frobenius norm with eigenvalues of at least a small multiple of the largest.
+    """Nearest symmetric matrix in Frobenius norm whose eigenvalues are at least a small multiple of the largest.
 
-    The multiple is 1e-6 in float32 and 1e-12 in float64. ValueError where there is no positive eigenvalue to start from.
+    The multiple is 1e-6 in float32 and 1e-12 in float64. ValueError if no eigenvalue is positive.
     """
     dtype = linalg.compute_dtype(X.dtype)
     if not linalg.has_data(X):
         return torch.empty_like(X)
     if not torch.isfinite(X).all():
-        raise ValueError("expected a finite matrix, got NaN or Inf in it")
+        raise ValueError("expected a finite matrix, but it contains NaN or Inf")
     eigenvalues, V = torch.linalg.eigh(linalg.sym(X.double()))
     largest = eigenvalues[..., -1:]
     if not (largest > 0).all():
         raise ValueError(
-            "expected a matrix with a positive eigenvalue, so that a positive definite one is near; got none"
+            "expected a matrix with a positive eigenvalue, to project it to a positive definite one; it has none"
         )
     eigenvalues = torch.maximum(eigenvalues, largest * (1e-6 if dtype == torch.float32 else 1e-12))
     return linalg.sym((V * eigenvalues[..., None, :]) @ V.mT).to(X.dtype)

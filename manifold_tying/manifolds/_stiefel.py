@@ -12,7 +12,7 @@ Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
 
 def check_retraction(retraction: str) -> None:
-    """ValueError that lists the choices unless retraction names one."""
+    """ValueError that lists the choices unless retraction is one of them."""
     if retraction not in get_args(Retraction):
         raise ValueError(f"unknown retraction {retraction!r}; choose one of {', '.join(get_args(Retraction))}")
 
@@ -20,24 +20,24 @@ def check_retraction(retraction: str) -> None:
 class Stiefel(geoopt.Manifold):
     """St(n, p) = {X (..., n, p) : XᵀX = I}, n >= p, with the Euclidean metric <U, V> = tr UᵀV.
 
-    A :class:`geoopt.Manifold`: usable in ``geoopt.ManifoldParameter`` and in geoopt's optimizers as in ours. Nothing n x n is
-    ever formed. Tangent vectors are the U with XᵀU skew; the retractions move from X along U and end on the manifold to
-    rounding, whatever defect X had and however long U is:
+    A :class:`geoopt.Manifold`: works in ``geoopt.ManifoldParameter``, geoopt's optimizers and ours. No n x n matrix is ever
+    formed. Tangent vectors are the U with XᵀU skew. A retraction moves X along U and returns a point that is orthonormal to
+    rounding, even if X was slightly off the manifold or U is long:
 
     - "polar": (X + U)(I + UᵀU)^(-1/2), the nearest point to X + U, of second order: O(‖U‖³) from the geodesic (PIT,
       equation 18);
     - "qr": the Q factor of X + U; first order;
     - "cayley": (I - W/2)⁻¹(I + W/2) X with W = PUXᵀ - XUᵀP, P = I - XXᵀ/2, through a 2p x 2p system by the
       Sherman-Morrison-Woodbury formula; first order, second for the canonical metric (Wen and Yin 2013);
-    - "cayley-neumann": the same with the inverse replaced by ``terms`` terms of its Neumann series (POET, section 3), then
-      projected; for ‖U‖ < 2.
+    - "cayley-neumann": like "cayley", with ``terms`` terms of a Neumann series in place of the inverse (POET, section 3),
+      then projected; for ‖U‖ < 2.
 
-    Points and vectors may be DTensors sharded by rows, as FSDP2 makes them: projecting, transporting, checking and moving by
-    the polar retraction take one all-reduce of p x p each and give DTensors again. The other retractions refuse them.
+    Points and vectors may be DTensors sharded by rows, as FSDP2 makes them. Projection, transport, checks and the polar
+    retraction then take one all-reduce of p x p each and return DTensors. The other retractions raise ValueError.
 
     Args:
-        retraction: one of the four names.
-        terms: of the Neumann series, even is better (see :func:`manifold_tying.linalg.cayley_neumann`).
+        retraction: "polar", "qr", "cayley" or "cayley-neumann".
+        terms: terms of the Neumann series; prefer an even number (see :func:`manifold_tying.linalg.cayley_neumann`).
     """
 
     name = "Stiefel"
@@ -45,7 +45,7 @@ class Stiefel(geoopt.Manifold):
     reversible = False
 
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
-        """The manifold with a retraction; see the class for the arguments."""
+        """See the class for the arguments."""
         check_retraction(retraction)
         linalg.check_int("terms", terms, 1)
         super().__init__()
@@ -67,27 +67,27 @@ class Stiefel(geoopt.Manifold):
         return linalg.row_local_map(lambda reduce, rows: linalg.orthonormalize_rows_(rows.clone(), reduce), x)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        """The point reached from x along tangent vector u by this manifold's retraction."""
+        """Move x along the tangent vector u by this manifold's retraction."""
         with linalg.full_precision(x.device):
             if self.retraction == "polar":
                 return linalg.row_local_map(lambda reduce, x, u: linalg.reorthonormalize(x + u, reduce), x, u)
             self.check_placement(x)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
-            # The curve has a limit; entries past 1e4 are as good as there, and their products would leave float32's range.
-            u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True).clamp_min(1e4))  # a form with a gradient at 0
+            # The curve converges as u grows: clip at 1e4, beyond which the products would overflow float32.
+            u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True).clamp_min(1e4))  # differentiable at 0
             moved = cayley_step(x, u, None if self.retraction == "cayley" else self.terms)
-            # An odd number of terms can shrink directions, to nothing near ‖U‖ = 2 with three; the others only grow.
+            # An odd number of terms can shrink directions (three terms: to almost 0 near ‖U‖ = 2), an even one cannot.
             shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1
             return (linalg.polar(moved)[0] if shrinks else linalg.reorthonormalize(moved)).to(x.dtype)
 
     def check_placement(self, x: Tensor, label: str = "point") -> None:
-        """ValueError for a point that is distributed over processes in a way which this retraction cannot move."""
+        """ValueError if x is a DTensor with a placement that this retraction does not support."""
         if linalg.is_dtensor(x):
             linalg.check_row_sharding(x, label)
             if self.retraction != "polar":
                 raise ValueError(
-                    f"the {label} is distributed over processes, where only retraction 'polar' works, got {self.retraction!r}; "
+                    f"the {label} is a DTensor, which only retraction 'polar' supports, got {self.retraction!r}; "
                     "choose 'polar'"
                 )
 
@@ -123,14 +123,14 @@ class Stiefel(geoopt.Manifold):
         return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
 
     def random_(self, x: Tensor) -> Tensor:
-        """Fill x (n, p) with a uniform random point; a DTensor with the rows that one process draws from the same seed."""
+        """Fill x (n, p) with a uniform random point; with the same seed, ranks get the rows that one process would draw."""
         with torch.no_grad():
             return x.copy_(self.projx(linalg.sharded_normal_(x)))
 
     def origin(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
-        """The first p columns of the identity; ``seed`` belongs to geoopt's signature and has no effect."""
+        """The first p columns of the identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         eye = torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape).contiguous()
@@ -145,7 +145,7 @@ class Stiefel(geoopt.Manifold):
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         with linalg.full_precision(x.device):
             G = linalg.row_reduce(x)(linalg.gram(linalg.to_local(x)))
-        if G.numel() == 0:  # no matrices on this process
+        if G.numel() == 0:  # no matrices on this rank
             return True, None
         error = (G - linalg.eye_like(G)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
@@ -165,16 +165,16 @@ class Stiefel(geoopt.Manifold):
 
 
 def tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor) -> Tensor:
-    """U - X sym(XᵀU) for the rows at hand of X and U."""
+    """U - X sym(XᵀU) for this rank's rows of X and U."""
     with linalg.full_precision(x.device):
         return u - x @ linalg.sym(reduce(x.mT @ u))
 
 
 def scaled_tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
-    """The tangent vector nearest to W = U diag(s), where a change of column j counts 1/s_j, for the rows at hand.
+    """Project W = U diag(s) to the tangent space, where a change of column j costs 1/s_j; for this rank's rows.
 
-    W - X C with C_ij = (A + Aᵀ)_ij s_j² / (s_i² + s_j²) and A = XᵀW. The usual projection would take one half of each pair of
-    columns from both of them, and so move a column that was to stand still by as much as one that was to move far.
+    W - X C with C_ij = (A + Aᵀ)_ij s_j² / (s_i² + s_j²) and A = XᵀW. The usual projection splits the correction equally
+    between two columns, so a column with s_j = 0 would move as much as one with a large s_j.
     """
     with linalg.full_precision(x.device):
         w = u * scale
@@ -185,10 +185,10 @@ def scaled_tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor, scale: Tens
 
 
 def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
-    """The Cayley curve through x along u, exact for ``terms=None``, else by that many terms of the Neumann series.
+    """The Cayley curve through x along u: exact for ``terms=None``, otherwise that many terms of the Neumann series.
 
-    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so everything but two products with n rows is 2p x 2p. The
-    result is at least float32.
+    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so all but two products with n rows are 2p x 2p. The result is
+    at least float32.
     """
     x, u = torch.broadcast_tensors(*(a.to(linalg.compute_dtype(a.dtype)) for a in (x, u)))
     B = u - x @ (x.mT @ u) / 2

@@ -1,4 +1,4 @@
-"""The sizes and switches of the reference model."""
+"""Sizes and switches of the reference model."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,10 +12,10 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """Everything that decides the shape of a :class:`Llama`, except how its tokens are tied.
+    """Architecture of a :class:`Llama`, except its token interface.
 
-    ``LlamaConfig(**dataclasses.asdict(config)) == config``, through JSON as well. The defaults of the switches give a
-    plain Llama: sequential blocks, no gate, RMSNorm.
+    Round-trips through ``dataclasses.asdict`` and JSON. The defaults of the switches give a plain Llama: sequential blocks,
+    no gate, RMSNorm.
     """
 
     vocab_size: int
@@ -27,21 +27,20 @@ class LlamaConfig:
     intermediate_size: int
     """Width of the SwiGLU branch."""
     head_dim: int = 0
-    """Width of a head; 0 means ``hidden_size // num_heads``, and is replaced by that number. Given explicitly, the
-    heads together may be wider or narrower than the hidden size. ``dataclasses.replace`` keeps the number it finds:
-    when the sizes change, replace ``head_dim=0`` along with them."""
+    """Width of a head. 0 is replaced by ``hidden_size // num_heads``; an explicit value may make the heads together wider or
+    narrower than the hidden size. ``dataclasses.replace`` keeps the computed value: pass ``head_dim=0`` when sizes change."""
     rope_theta: float = 10_000.0
     norm: NormName = "rmsnorm"
     norm_eps: float = 1e-5
     parallel_block: bool = False
-    """Both branches read one norm and are added at once, as in PIT's models, instead of one after the other."""
+    """Both branches read the same norm and are added at once, as in PIT's models, instead of sequentially."""
     gated_attention: bool = False
     """One learnable factor per channel of the concatenated heads, before the output projection."""
     embedding_norm: bool = False
-    """RMS-normalize the looked-up embeddings, without a gain, before the first block. Without it T⁻¹ of a PIT interface
-    sets the scale of the residual stream, and as T grows to sharpen the logits the embeddings vanish in it."""
+    """RMS-normalize the looked-up embeddings, without a gain, before the first block. Otherwise T⁻¹ of a PIT interface sets
+    the scale of the residual stream, and the embeddings vanish in it as T grows to sharpen the logits."""
     embedding_scale: float = 1.0
-    """Multiplies the looked-up embeddings, after their norm if there is one; Gemma multiplies by √d."""
+    """Multiplies the looked-up embeddings, after their norm if there is one; √d in Gemma."""
     initializer_std: float = 0.02
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The reference model: a Llama-like decoder around a token interface that the caller chooses.
+"""The reference model: a Llama-like decoder around any token interface.
 
 Dims: B batch, N positions, d hidden size, F width of the mlp, V vocabulary.
 """
@@ -16,8 +16,8 @@ from manifold_tying.models._config import LlamaConfig
 from manifold_tying.models._rope import RotaryTables, rotary_tables
 from manifold_tying.tying.interface import TokenInterface
 
-# Entries of an embedding may be small on purpose (1/√V for an orthonormal memory, less once T has grown), so the usual
-# eps of a norm would show. This one only keeps a row of zeros finite.
+# Embeddings may be legitimately small (1/√V for an orthonormal memory, less once T has grown), so a norm's usual eps would
+# matter. This one only keeps zero rows finite.
 _EMBEDDING_NORM_EPS = 1e-12
 
 
@@ -52,8 +52,8 @@ class SequentialBlock(nn.Module):
 class ParallelBlock(nn.Module):
     """PIT's block (appendix A.1): x + attention(norm(x)) + mlp(norm(x)), one norm for both branches.
 
-    The paper does not say whether the branches share their norm. One or two, the totals of its Table 3 print alike (a
-    norm is 2d of some 10 d² per block); one is what parallel blocks elsewhere have (GPT-J, PaLM).
+    The paper does not say whether the branches share their norm. Either way the totals of its Table 3 print alike (a norm is
+    2d of about 10 d² per block); other parallel blocks share it (GPT-J, PaLM).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -68,9 +68,9 @@ class ParallelBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder-only language model; ``interface`` owns both ends, the embedding and the unembedding.
+    """A decoder-only language model; ``interface`` owns the embedding and the unembedding.
 
-    Under FSDP2, which runs its hooks around ``forward`` alone, register ``hidden`` and ``loss`` with
+    FSDP2 runs its hooks around ``forward`` only: register ``hidden`` and ``loss`` with
     ``torch.distributed.fsdp.register_fsdp_forward_method`` before calling them.
     """
 
@@ -91,7 +91,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the body's weights anew, all but the interface's; also the way up from the meta device after to_empty.
+        """Draw new weights for everything but the interface; also initializes the meta device's weights after to_empty.
 
         Weights are N(0, std²). The two projections that write to the residual stream have std / √(2L), so that the
         stream's variance after 2L additions does not grow with the depth L (GPT-2).
@@ -117,7 +117,7 @@ class Llama(nn.Module):
             raise ValueError(
                 f"expected token ids of shape (batch, positions), got {tuple(ids.shape)}; add a batch dimension"
             )
-        # An interface may stay float32 in a bfloat16 body; the residual stream has the body's dtype.
+        # In a bfloat16 body the interface may stay float32; the residual stream has the body's dtype.
         x = self.interface.embed(ids).to(self.norm.weight.dtype)
         if self.config.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=_EMBEDDING_NORM_EPS)
@@ -129,11 +129,11 @@ class Llama(nn.Module):
         return self.norm(x)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (B, N) to next-token scores (B, N, V)."""
+        """Token ids (B, N) to next-token logits (B, N, V)."""
         return self.interface.logits(self.hidden(ids))
 
     def loss(self, ids: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-        """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N); never holds all the logits.
+        """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N); never holds all logits.
 
         Nothing is shifted here: ``targets[:, n]`` belongs to the prediction made at position n.
         """
@@ -143,6 +143,6 @@ class Llama(nn.Module):
 
 
 def build_norm(config: LlamaConfig) -> nn.RMSNorm | nn.LayerNorm:
-    """The configured norm over the hidden size. In a bfloat16 model either takes its statistics in float32."""
+    """The configured norm over the hidden size. In a bfloat16 model its statistics are computed in float32."""
     kind = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[config.norm]
     return kind(config.hidden_size, eps=config.norm_eps)

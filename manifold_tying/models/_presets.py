@@ -1,10 +1,10 @@
-"""The architectures of the two papers, and two small ones for a CPU."""
+"""The architectures of the two papers, and two small ones for CPUs."""
 
 from manifold_tying.models._config import LlamaConfig
 
 
 def _pit(d: int, layers: int, heads: int, kv_heads: int, intermediate: int, head_dim: int = 64) -> LlamaConfig:
-    """A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, since it counts "scale and shift"."""
+    """A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, because it counts "scale and shift"."""
     return LlamaConfig(
         vocab_size=32_000,
         hidden_size=d,
@@ -33,7 +33,7 @@ def _poet(d: int, layers: int, heads: int, intermediate: int) -> LlamaConfig:
 
 
 def _small(vocab: int, d: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LlamaConfig:
-    """PIT's form at a size for a CPU, with RMSNorm; the mlp is 8/3 d wide, rounded up to a multiple of 64."""
+    """PIT's architecture at CPU size, with RMSNorm; the mlp is 8/3 d wide, rounded up to a multiple of 64."""
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=d,
@@ -51,11 +51,11 @@ PRESETS: dict[str, LlamaConfig] = {
     "mini": _small(8192, 256, 6, 8, 2, 704),
     "pit-0.3b": _pit(1024, 24, 16, 4, 2816),
     "pit-0.6b": _pit(1280, 32, 20, 5, 3584),
-    # Table 3 contradicts itself here. It prints 24 heads of width 64, together 1536 and not d = 1600; they make 1.157 B
-    # parameters, not the printed 1.17 B. The 1.17 B (1.168) is the appendix's formula with d_kv = d/4 = 400, that is
-    # 25 query heads and 6.25 key/value heads, which nobody can build; 25 and 5 make 1.157 B again. We keep the printed
-    # total and head counts, 24 and 6, and give up the width of 64: 1600 / 24 = 66.7, and the even number above it, 68,
-    # makes 1.173 B (66 makes 1.16499 B, which prints as 1.16). The mlp width is as printed, if no multiple of 256.
+    # Table 3 contradicts itself here. 24 heads of width 64 make 1536, not d = 1600, and 1.157 B parameters instead of the
+    # printed 1.17 B. That total (1.168 B) follows from the appendix's d_kv = d/4 = 400: 25 query heads and 6.25 key/value
+    # heads, which cannot be built; 25 and 5 make 1.157 B again. We keep the printed total, the head counts 24 and 6 and the
+    # mlp width (no multiple of 256), and use width 68: the even number above 1600 / 24 = 66.7 makes 1.173 B (66 makes
+    # 1.16499 B, which prints as 1.16).
     "pit-1.2b": _pit(1600, 40, 24, 6, 4480, head_dim=68),
     # The widths of Table 8, multiples of the block size 256: the POET-BS rows of Table 2.
     "poet-60m": _poet(512, 8, 8, 1280),

@@ -12,9 +12,8 @@ RotaryTables = tuple[Tensor, Tensor]
 def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> RotaryTables:
     """cos and sin, each (N, D/2), of the angles n θ^(-2i/D) for positions n and channel pairs i.
 
-    Always float32: in bfloat16 neighbouring positions beyond 256 would share an angle. Computed anew in each forward,
-    at N D operations against the N d² of a single projection: there is then no buffer that goes stale when the model
-    is cast, moved or brought up from the meta device, and no longest length.
+    Always float32: in bfloat16 neighbouring positions beyond 256 would share an angle. Recomputed in each forward, at N D
+    operations versus N d² for one projection: no buffer to go stale on casts, moves or the meta device, and no maximum length.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -23,7 +22,7 @@ def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """Turn the channel pairs (i, i + D/2) of x (B, H, N, D) by the tables' angles; computed in float32 or wider."""
+    """Rotate the channel pairs (i, i + D/2) of x (B, H, N, D) by the tables' angles, in float32 or wider."""
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

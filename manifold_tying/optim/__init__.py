@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """MergeCallback imports transformers, which nothing else here needs."""
+    """Lazy import: MergeCallback imports transformers, which nothing else here needs."""
     if name != "MergeCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs_extra("huggingface", "MergeCallback needs"):

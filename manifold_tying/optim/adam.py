@@ -24,43 +24,44 @@ SYNC_FREE_MAX_COLUMNS = 2048
 
 
 class RiemannianAdam(RiemannianOptimizer):
-    """Adam for points of manifolds, and bit for bit torch.optim.AdamW for all other parameters.
+    """Adam for points on manifolds; bit for bit torch.optim.AdamW for all other parameters.
 
     On our :class:`~manifold_tying.Stiefel` with the polar retraction, a step of X (n x p) along gradient G is
 
-        R = G - X sym(XᵀG),  m and v: Adam's moments of R,  Y = X - lr m̂ / (√v̂ + eps),  X⁺ = Y (YᵀY)^(-1/2),
+        R = G - X sym(XᵀG),  m and v: Adam's moments of R,  Y = X - lr m̂ / (√v̂ + eps),  X⁺ = Y (YᵀY)^(-1/2).
 
-    four products of 2np² operations, of which YᵀY takes 5/8, and torch's fused Adam kernel, in place and a block of rows at a
-    time. XᵀG and X sym(XᵀG) follow ``torch.set_float32_matmul_precision``, TF32 on a GPU; the point and YᵀY stay float32
-    whatever it is. The gradient has to be projected before the moments see it: its normal part does not vanish at an optimum,
-    and the element-wise division turns some of it into motion (docs/learning-rates.md has the numbers); the direction need
-    not be, since X⁺ is the nearest point to Y. With the other retractions the direction is projected, too. On any other
-    geoopt manifold it is geoopt's RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul
-    and Ganea 2019).
+    This costs four matmuls of 2np² operations (YᵀY takes 5/8 of one) and torch's fused Adam kernel, in place, one block of
+    rows at a time. XᵀG and X sym(XᵀG) follow ``torch.set_float32_matmul_precision`` (TF32 on a GPU); the point and YᵀY are
+    always float32.
 
-    On one GPU with ``fused=True`` a step never waits for the device (points by polar retraction with second_moment="element",
-    and at most 2048 columns: wider ones are faster with the wait). Then a gradient with NaN or Inf masks the update on the
-    device and is reported at one of the next steps, and each hundredth step looks whether the fixed number of products still
-    suffices. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation;
-    compiled steps do not look for NaN and project every gradient.
+    The gradient is projected before the moments see it: its normal part does not vanish at an optimum, and the element-wise
+    division would turn some of it into motion (docs/learning-rates.md has the numbers). The direction need not be projected,
+    since X⁺ is the nearest point to Y; the other retractions project it, too. On any other geoopt manifold this is geoopt's
+    RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
+
+    With ``fused=True`` on one GPU a step never syncs. This needs the polar retraction, second_moment="element" and at most
+    2048 columns (wider points are faster with the sync). A NaN or Inf gradient then masks the update on the device and is
+    reported at one of the next steps; every hundredth step syncs to check that the fixed number of iterations still converges.
+    ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
+    steps do not check for NaN and project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
         lr: learning rate, a float or a one-element tensor.
         betas: decay rates of the two moments, as in Adam.
         eps: added to the root of the second moment, as in Adam.
-        weight_decay: decoupled, for ordinary parameters only: it never acts on a point.
-        second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). The latter
-            two make the trajectory independent of the basis of the columns.
-        retract_every: n projects the gradient at every n-th step only, which saves two products of four at the others. The
+        weight_decay: decoupled; never applied to points.
+        second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). "row" and
+            "matrix" make the trajectory independent of the basis of the columns.
+        retract_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
             point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
-        maximize: ascend.
+        maximize: maximize the objective.
         foreach: as in torch.optim.AdamW, for ordinary parameters.
         fused: as in torch.optim.AdamW, for ordinary parameters.
-        nonfinite: "raise" a ValueError on a NaN or Inf gradient, or "skip" that step. "ignore" raises for points only: ordinary
-            parameters become NaN, as in torch.optim. It saves one pass over their gradients, for loops that check them before.
-            They are looked at by default, since one NaN in a body makes the whole model NaN at the next step, in silence. A
-            NaN of the last steps that ran ahead on a GPU is reported by ``state_dict``.
+        nonfinite: what to do with a NaN or Inf gradient: "raise" a ValueError, "skip" the step, or "ignore" it in ordinary
+            parameters, which become NaN as in torch.optim (points still raise). "ignore" saves one pass over the gradients,
+            for loops that check them anyway; without a check one NaN silently turns the model to NaN at the next step. In
+            sync-free mode, ``state_dict`` reports a NaN of the last steps.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> None:
         check_kernels(lr, foreach, fused)
         if foreach and isinstance(lr, Tensor):
-            raise ValueError("foreach=True does not go with a tensor lr; leave one of them out")
+            raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,
@@ -104,7 +105,7 @@ class RiemannianAdam(RiemannianOptimizer):
         }
 
     def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
-        """Shape of each tensor that the state of a parameter of this group has after its first step, over all processes."""
+        """Global shape of each state tensor that a parameter of this group has after its first step."""
         if p in self._manifolds:
             return {key: tensor.shape for key, tensor in self._new_state(p, self._manifolds[p], group).items()}
         return {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
@@ -138,7 +139,7 @@ class RiemannianAdam(RiemannianOptimizer):
         if not torch.compiler.is_compiling() and all(self._fits_kernel(group, p) for p in batch.params):
             found_inf = self._guard.found_inf
             sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
-            # The projection keeps the float32 precision that the user set: it decides the direction, not the point.
+            # The projection follows the user's float32 precision setting: it affects the direction, not the point.
             with linalg.disable_autocast(batch.params[0].device):
                 rules.polar_adam_(batch, sync_free=sync_free, found_inf=found_inf, **_kernel_options(group, fused=True))
             return
@@ -155,7 +156,7 @@ class RiemannianAdam(RiemannianOptimizer):
         return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
-        """Whether :func:`rules.polar_adam_` can move p. Only that can be masked on the device."""
+        """Whether :func:`rules.polar_adam_` can update p (required for masking on the device)."""
         kernel = p.device.type in ("cpu", "cuda") and linalg.to_local(p).is_contiguous()
         usual = rules.is_polar(self._manifolds[p]) and group["second_moment"] == "element" and p not in self._scales
         return usual and kernel
@@ -172,16 +173,16 @@ class RiemannianAdam(RiemannianOptimizer):
 def _kernel_options(group: Group, *, fused: bool) -> dict[str, Any]:
     (beta1, beta2), lr = group["betas"], group["lr"]
     if fused and isinstance(lr, Tensor) and lr.device.type == "cpu":
-        lr = lr.item()  # the fused kernel takes no tensor of the CPU
+        lr = lr.item()  # the fused kernel rejects CPU tensors
     return {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": group["eps"], "maximize": group["maximize"]}
 
 
 def _second_moment(p: Tensor, group: Group) -> Tensor:
-    """A tensor with the shape and the placement of the second moment of a point of Stiefel."""
+    """A tensor with the shape and placement of the second moment of a point on Stiefel."""
     if group["second_moment"] == "element":
         return p
     if group["second_moment"] == "row":
         return p[..., :1]
     if linalg.row_reduce(p) is linalg.no_reduce:
-        return p[..., :1, :1]  # distributed as the matrices are
+        return p[..., :1, :1]  # same placement as the matrices
     return linalg.to_local(p).new_empty(*linalg.to_local(p).shape[:-2], 1, 1)

@@ -1,4 +1,4 @@
-"""What the Riemannian optimizers refuse when a parameter group is added."""
+"""Checks that the Riemannian optimizers run when a parameter group is added."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ Group = dict[str, Any]
 
 
 def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
-    """ValueError where torch.optim's kernels for ordinary parameters would refuse the combination at the first step."""
+    """ValueError for combinations that torch.optim's kernels would reject at the first step."""
     if fused and (foreach or isinstance(lr, Tensor)):
-        raise ValueError("fused=True goes with neither foreach=True nor a tensor lr; leave one of them out")
+        raise ValueError("fused=True supports neither foreach=True nor a tensor lr; drop one of them")
 
 
 def check_range(group: Group, **minimum: float) -> None:
@@ -35,17 +35,15 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
     ok, reason = manifold.check_point(p, explain=True)
     if not ok:
         raise ValueError(
-            f"{label} has a shape that is no point of {manifold}: {reason}. Was it flattened (FSDP1, ZeRO-3)? "
-            "Use FSDP2, which keeps shapes"
+            f"{label} has shape {tuple(p.shape)}, which is not a point of {manifold}: {reason}. FSDP1 and ZeRO-3 flatten "
+            "parameters; use FSDP2, which keeps their shapes"
         )
     if p.is_floating_point() and p.dtype.itemsize < 4:
-        raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast where they are used")
+        raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
     if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
     elif linalg.is_dtensor(p):
-        raise ValueError(
-            f"{label} is distributed over processes, which works on Stiefel itself only, got {type(manifold).__name__}"
-        )
+        raise ValueError(f"{label} is a DTensor, which works on Stiefel itself only, got {type(manifold).__name__}")
     if not p.is_meta:
         ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
         if not ok:
@@ -54,13 +52,13 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
                 "weight instead, which projects, or project it with manifold.projx"
             )
     if group.get("eps") == 0:
-        raise ValueError(f"{label} needs eps > 0: where a gradient is zero, 0 / 0 would end on it")
+        raise ValueError(f"{label} needs eps > 0: a zero gradient would give 0 / 0")
     if group["retract_every"] != 1 and not is_polar(manifold):
         raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
 
 
 def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold | None, group: Group) -> Tensor:
-    """This process's part of a group's "scale" for p, a point of ``manifold`` or an ordinary parameter (None)."""
+    """This rank's part of a group's "scale" for p, a point of ``manifold`` or an ordinary parameter (None)."""
     scale = scale.detach().to(p.device, p.dtype)
     shape = p.shape if manifold is None else p.shape[-1:]
     if scale.shape != shape or not (torch.isfinite(scale) & (scale >= 0)).all():
@@ -71,5 +69,5 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
     if manifold is not None and not isinstance(manifold, Stiefel):
         raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {manifold}")
     if group["weight_decay"] != 0:
-        raise ValueError(f"a scale goes with weight_decay=0 only, got {group['weight_decay']} for {name}")
+        raise ValueError(f"a scale needs weight_decay=0, got {group['weight_decay']} for {name}")
     return linalg.shard_like(scale, p) if manifold is None else scale

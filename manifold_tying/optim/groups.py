@@ -1,4 +1,4 @@
-"""Parameter groups that know which parameters are points of which manifold."""
+"""Parameter groups that record the manifold of each point."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -20,28 +20,26 @@ def param_groups(
     weight_decay: float = 0.0,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for :class:`RiemannianAdam` and :class:`RiemannianSGD` with every trainable parameter in exactly one.
+    """Groups for :class:`RiemannianAdam` and :class:`RiemannianSGD`, with every trainable parameter in exactly one group.
 
-    Points are found through their parametrization (``.manifold``), wherever it stands, or as geoopt.ManifoldParameter. Weight
-    decay is for matrices: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none.
+    Points are found through their parametrization (``.manifold``), at any depth, or as geoopt.ManifoldParameter. Weight decay
+    applies to matrices only: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none.
 
     Args:
-        model: the whole model.
-        manifold_lr: learning rate of the points; the optimizer's own where None.
-        weight_decay: of the ordinary matrices.
-        overrides: full-name pattern (shell style, first match wins) to options for the parameters it matches, for instance
-            {"*cholesky_factor*": {"lr": 0.04}}.
+        model: the model to train.
+        manifold_lr: learning rate of the points; None means the optimizer's lr.
+        weight_decay: for ordinary matrices.
+        overrides: maps full-name patterns (shell style, first match wins) to options for the matching parameters, for
+            instance {"*cholesky_factor*": {"lr": 0.04}}.
 
     Returns:
         dicts with "params", "names", "weight_decay", and where they apply "manifold", "lr" and the overrides.
 
     Raises:
-        ValueError: a pattern matches nothing; the model was flattened (FSDP1, ZeRO-3), so that its points are gone.
+        ValueError: a pattern matches nothing, or the model was flattened (FSDP1, ZeRO-3), which loses its points.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"expected a model (nn.Module), whose parameters are found by name, got {type(model).__name__}"
-        )
+        raise ValueError(f"expected a model (nn.Module), to find parameters by name, got {type(model).__name__}")
     linalg.reshard_fsdp(model)
     overrides = dict(overrides or {})
     if wrong := [pattern for pattern, options in overrides.items() if not isinstance(options, Mapping)]:
@@ -74,7 +72,7 @@ def param_groups(
 
 
 def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[Tensor]]:
-    """Points with their manifold, and all parameters that stand behind some parametrization."""
+    """Points with their manifolds, and all parameters behind a parametrization."""
     manifolds: dict[Tensor, geoopt.Manifold] = {}
     parametrized: set[Tensor] = set()
     for path, module in model.named_modules():
@@ -86,7 +84,7 @@ def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[T
             point = dict(module.named_parameters(recurse=False)).get("original")
             if point is None:
                 raise ValueError(
-                    f"{path} is constrained to {manifold}, but its tensor is no parameter of its own any more. Was the model "
+                    f"{path} is constrained to {manifold}, but its stored tensor is no longer a parameter. Was the model "
                     "flattened (FSDP1, ZeRO-3)? Use FSDP2, which keeps parameters"
                 )
             manifolds[point] = manifold

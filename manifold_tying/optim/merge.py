@@ -1,4 +1,4 @@
-"""POET's one clock: merging, resetting moments, clipping after a merge."""
+"""POET's merge schedule: merging, resetting moments, clipping after a merge."""
 
 import math
 from typing import Any
@@ -10,12 +10,12 @@ from manifold_tying import linalg
 from manifold_tying.optim.optimizer import RiemannianOptimizer
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
-_START_FROM_ZEROS = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
-WATCHES = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
+_ZERO_INITIAL_STATE = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
+DRIFT_CHECKS = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
 
 
 class MergeSchedule:
-    """Merge-then-reinitialize every so many optimizer steps, and what belongs to it. (POET, section 3.2 and appendix E.)
+    """Merge-then-reinitialize every N optimizer steps. (POET, section 3.2 and appendix E.)
 
         schedule = MergeSchedule(model, optimizer, every=400)
         for batch in batches:
@@ -24,20 +24,21 @@ class MergeSchedule:
             optimizer.step()
             schedule.step()
 
-    At each merge R and P of every equivalence are folded into W0 and start again from the identity with other blocks. The
-    optimizer's state of the skew vectors (moments, step count) belongs to the old blocks, so it is zeroed. Adam without
-    moments takes its largest steps, so :meth:`clip` lowers the clipping norm after a merge and raises it again. A few times
-    between merges, and at each merge, the schedule warns where the skew matrices have grown too large for their map. The
-    clock is in the state dict, the blocks follow from the seed and merge count of each equivalence: a resumed run merges
-    when and as an uninterrupted one does.
+    Each merge multiplies R and P of every equivalence into W0 and restarts them at the identity with new blocks. The
+    optimizer's state of the skew vectors (moments, step count) belongs to the old blocks, so it is zeroed. Adam takes its
+    largest steps without moments, so :meth:`clip` lowers the clipping norm after a merge and then raises it again. At each
+    merge and a few times in between, the schedule warns if the skew matrices have grown too large for their map.
+
+    The state dict holds the step count; the blocks follow from the seed and merge count of each equivalence. A resumed run
+    therefore merges exactly like an uninterrupted one.
 
     Args:
-        model: with equivalences in it.
-        optimizer: that trains their skew vectors; any that makes ``optimizer.state[p]`` where it is not there.
+        model: contains equivalences.
+        optimizer: trains the skew vectors; it must recreate missing ``optimizer.state[p]``.
         every: steps between merges, T_m.
-        relax_steps: steps after a merge until :meth:`clip` is back at the whole norm.
-        relaxed: the factor on the norm right after a merge. Below 1 the norm is clipped harder, above 1 less.
-        relax_until: last step at which :meth:`clip` changes the norm. The defaults are those of POET's own code.
+        relax_steps: steps after a merge until :meth:`clip` returns the full norm again.
+        relaxed: factor on the norm right after a merge; below 1 clips harder, above 1 less.
+        relax_until: last step at which :meth:`clip` changes the norm. The defaults are those of POET's code.
     """
 
     def __init__(
@@ -69,46 +70,48 @@ class MergeSchedule:
         if not found:
             raise ValueError("the model has no equivalence to merge; call equivalence or equivalence_ on it first")
         if not any(stored.requires_grad for _, _, stored in found):
-            raise ValueError("no skew vector requires gradients; call requires_grad_() on those that are to be trained")
+            raise ValueError("no skew vector requires gradients; call requires_grad_() on those to train")
         if missing := [path for path, _, stored in found if stored.requires_grad and stored not in trained]:
             raise ValueError(f"the optimizer does not train {', '.join(missing)}; build it after the equivalences")
 
     def step(self) -> bool:
-        """Count one optimizer step; merge where it is due. Returns whether it was."""
+        """Count one optimizer step and merge if it is due. Returns whether it merged."""
         self.steps += 1
         merges = self.steps % self.every == 0
-        if merges or self.steps % -(-self.every // WATCHES) == 0:
+        if merges or self.steps % -(-self.every // DRIFT_CHECKS) == 0:
             linalg.reshard_fsdp(self.model)
             found = equivalences(self.model)
             if not found:
-                raise ValueError("the model has no equivalence any more; stop stepping the schedule after materialize")
+                raise ValueError("the model has no equivalence any more; do not step the schedule after materialize")
             if merges:
                 merge_all(found)
                 for _, _, stored in found:
-                    self._forget(stored)
+                    self._reset_state(stored)
             else:
                 check_drift(found)
         return merges
 
     def clip(self, norm: float) -> float:
-        """The norm to clip gradients to at the coming step: ``relaxed`` times the norm after a merge, rising to the norm."""
+        """Clipping norm for the next step: ``relaxed`` times norm after a merge, rising back to norm."""
         since = self.steps % self.every
         if not (self.every <= self.steps <= self.relax_until and since < self.relax_steps):
             return norm
         return norm * (self.relaxed + (1 - self.relaxed) * since / self.relax_steps)
 
-    def _forget(self, stored: Tensor) -> None:
-        """Put the optimizer's state of a parameter back to what it was at the start."""
-        if isinstance(self.optimizer, _START_FROM_ZEROS):  # in place: a captured or compiled step holds these tensors
+    def _reset_state(self, stored: Tensor) -> None:
+        """Reset the optimizer's state of a parameter to its initial values."""
+        if isinstance(
+            self.optimizer, _ZERO_INITIAL_STATE
+        ):  # in place: a captured or compiled step refers to these tensors
             for value in self.optimizer.state.get(stored, {}).values():
                 value.zero_()
         else:
             self.optimizer.state.pop(stored, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock."""
+        """The step count."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the clock."""
+        """Restore the step count."""
         self.steps = int(state["steps"])

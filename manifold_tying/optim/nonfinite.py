@@ -1,4 +1,4 @@
-"""Gradients that hold NaN or Inf: found before a step on a CPU, and without waiting for the device on a GPU."""
+"""Detects NaN and Inf gradients: before the step on a CPU, without a sync on a GPU."""
 
 from typing import Literal
 
@@ -8,96 +8,96 @@ from torch import Tensor
 from manifold_tying import linalg
 
 NonFinite = Literal["raise", "skip", "ignore"]
-_LARGE = 1e18  # below it no sum of float32 squares overflows
+_LARGE = 1e18  # sums of squares of smaller float32 numbers cannot overflow
 
 
 class NonFiniteGuard:
     """Decides whether a step may use its gradients.
 
-    At once: the host looks at one number. Deferred: nothing waits; ``found_inf`` (1. where a gradient of this step is not
-    finite, else 0.) masks the update on the device, and the host reads it when it has arrived, at one of the next steps.
+    Immediate: the host reads one number. Deferred, without a sync: ``found_inf`` (1 if a gradient of this step is not finite,
+    else 0) masks the update on the device, and the host reads it at one of the next steps, once it has arrived.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
         self.nonfinite = nonfinite
         self.found_inf: Tensor | None = None
-        self.large = False
-        """Whether this step's gradients may be too large for their squares."""
-        self._unread: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
+        self.needs_rescaling = False
+        """Whether squares of this step's gradients may overflow."""
+        self._pending: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
     def check(
         self, names: list[str], gradients: list[Tensor], deferred: bool, reduce: linalg.Reduce = linalg.no_reduce
     ) -> bool:
-        """Whether to run the update; ValueError that names the parameters where it is to raise.
+        """Whether to run the update; with "raise", a ValueError names the bad parameters.
 
-        ``reduce`` sums over the processes that gradients lie on, so that all of them decide alike.
+        ``reduce`` sums over the ranks that hold the gradients, so that all of them decide alike.
         """
         self._read()
-        self.found_inf, self.large = None, False
+        self.found_inf, self.needs_rescaling = None, False
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.is_sparse:
                 raise ValueError(f"parameter {name} has a sparse gradient; use dense ones (sparse=False)")
         if not gradients:
             return True
         if deferred:
-            gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of no entries there is no largest
-            bad = _agreed(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
+            gradients = [
+                g if g.numel() else g.new_zeros(1) for g in gradients
+            ]  # the maximum of an empty tensor is undefined
+            bad = _on_any_rank(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
-            self._unread.append((bad.to("cpu", non_blocking=True), names, event))
+            self._pending.append((bad.to("cpu", non_blocking=True), names, event))
             if event is not None:
                 event.record(torch.cuda.current_stream(bad.device))
             return True
-        # The host looks at one number, which costs one fast pass over the gradients: the sum of their norms.
+        # One fast pass over the gradients gives the sum of their norms, the one number that the host reads.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
         size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
         if reduce is linalg.no_reduce:
-            self.large = not float(size) < _LARGE
+            self.needs_rescaling = not float(size) < _LARGE
         else:
-            self.large = bool(_agreed(~(size < _LARGE), reduce))
-        if not self.large:
+            self.needs_rescaling = bool(_on_any_rank(~(size < _LARGE), reduce))
+        if not self.needs_rescaling:
             return True
-        bad = _agreed(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
+        bad = _on_any_rank(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
         bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
         if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
         return not bad_names
 
     def finish(self) -> None:
-        """Read what is still under way, of the last steps that were taken."""
-        for _, _, event in self._unread:
+        """Wait for the checks of the last steps and read them."""
+        for _, _, event in self._pending:
             if event is not None:
                 event.synchronize()
         self._read()
 
     def _read(self) -> None:
-        while self._unread and (self._unread[0][2] is None or self._unread[0][2].query()):
-            bad, names, _ = self._unread.pop(0)
+        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
+            bad, names, _ = self._pending.pop(0)
             if self.nonfinite != "skip" and bad.any():
                 bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
                 raise ValueError(_message("at an earlier step the", bad_names))
 
 
 def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
-    """A point's gradient, scaled down to where no sum of squares of its projection overflows.
+    """Scale down a point's gradient so that sums of squares of its projection cannot overflow.
 
-    The first and second moments see the scaled one, as if it had been clipped. ``gradient`` is this process's part.
+    Both moments see the scaled gradient, as if it had been clipped. ``gradient`` is this rank's part.
     """
     largest = torch.finfo(gradient.dtype).max
-    limit = (
-        0.5 * (largest / p.numel()) ** 0.5
-    )  # entries up to it have squares that sum to a quarter of the largest number
+    limit = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
     return gradient * (limit / largest / linalg.mesh_reduce([p])(mine / largest)).clamp(max=1)
 
 
-def _agreed(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
-    """True where it is on any process."""
+def _on_any_rank(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
+    """True if any rank has True."""
     return bad if reduce is linalg.no_reduce else reduce(bad.float()) > 0
 
 
 def _message(when: str, names: list[str]) -> str:
     return (
-        f"{when} gradient of parameter {', '.join(names[:5])}{', ...' if len(names) > 5 else ''} holds NaN or Inf; nothing was "
-        "changed by it. Lower the learning rate, clip gradients, or pass nonfinite='skip' to leave such steps out"
+        f"{when} gradient of parameter {', '.join(names[:5])}{', ...' if len(names) > 5 else ''} holds NaN or Inf; the update "
+        "was skipped. Lower the learning rate, clip gradients, or pass nonfinite='skip' to skip such steps silently"
     )

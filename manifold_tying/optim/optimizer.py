@@ -1,4 +1,4 @@
-"""The shell of the Riemannian optimizers: parameter groups, manifolds, state, and batches of points that move alike."""
+"""Base class of the Riemannian optimizers: parameter groups, manifolds, state, and batches of points updated together."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -18,16 +18,16 @@ from manifold_tying.parametrizations import manifold_of
 
 
 class RiemannianOptimizer(Optimizer):
-    """An optimizer whose parameters may be points of manifolds; everything else it treats as torch.optim does.
+    """Optimizer whose parameters may be points on manifolds; all others are treated as in torch.optim.
 
-    A parameter's manifold is that of its group (key "manifold", as ``param_groups`` makes them), else its own attribute
-    ``manifold``, as ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel`` set it. Weight decay never acts on a point.
+    A parameter's manifold is that of its group (key "manifold", set by ``param_groups``), otherwise its own attribute
+    ``manifold``, set by ``geoopt.ManifoldParameter`` and ``manifold_tying.stiefel``. Weight decay never acts on a point.
 
-    A group may have a "scale": a learning-rate multiplier per entry, or per column for points of Stiefel (see
+    A group may have a "scale": a learning-rate multiplier per entry, or per column for points on Stiefel (see
     ``scaled_tangent_part``).
 
-    Parameters may be DTensors, as FSDP2's are, on any mesh; the state is distributed as they are. A point sharded by rows takes
-    two all-reduces of p x p per step, polar retraction only. All processes have to take every step.
+    Parameters may be DTensors on any mesh, as in FSDP2; the state has the same placement. A point sharded by rows takes two
+    all-reduces of p x p per step (polar retraction only). All ranks must take every step.
     """
 
     follows_manifolds = True
@@ -36,8 +36,8 @@ class RiemannianOptimizer(Optimizer):
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
-        self._marked: set[Tensor] = set()  # points by an attribute of theirs, which they may lose again
-        self._versions: dict[Tensor, int] = {}  # of points after their last step, to see what others wrote
+        self._tagged: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
+        self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
         self._guard = NonFiniteGuard(nonfinite)
@@ -53,18 +53,18 @@ class RiemannianOptimizer(Optimizer):
 
     @abstractmethod
     def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
-        """Update ``parts``, this process's parts of ordinary parameters or zeros in their place, as torch.optim does."""
+        """Update ``parts`` as torch.optim does: this rank's parts of ordinary parameters, or zeros in their place."""
 
     @abstractmethod
     def _step_points(self, group: Group, batch: Batch) -> None:
-        """Update the points of a batch and their states."""
+        """Update the points of a batch and their state."""
 
     def _sync_free(self, params: list[Tensor]) -> bool:
-        """Whether the whole step can run on the device without the host waiting for it."""
+        """Whether the step can run without a sync."""
         return False
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch.optim, with three keys more: "manifold" and "scale" for all of its parameters, "names" for messages."""
+        """As in torch.optim, with three more keys: "manifold" and "scale" for all its parameters, "names" for messages."""
         group = dict(param_group)
         manifold = group.pop("manifold", None)
         names = group.pop("names", None)
@@ -82,7 +82,7 @@ class RiemannianOptimizer(Optimizer):
                 self._add_point(p, manifold or manifold_of(p), added)
                 if scale is not None:
                     self._scales[p] = checked_scale(p, scale, name, self._manifolds.get(p), added)
-        except BaseException:  # the optimizer is as it was
+        except BaseException:  # restore the optimizer
             self.param_groups.pop()
             for p in added["params"]:
                 for known in (self._names, self._manifolds, self._scales):
@@ -97,10 +97,10 @@ class RiemannianOptimizer(Optimizer):
         self._versions[p] = p._version
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from the gradients; ``closure`` is run first, with gradients enabled, and its loss returned.
+        """Update all parameters; ``closure`` runs first, with gradients enabled, and its loss is returned.
 
-        ValueError that names the parameter, before anything is changed, where a gradient holds NaN or Inf. With
-        ``nonfinite="skip"`` nothing is changed at all; with "ignore" only the gradients of points are looked at.
+        A NaN or Inf gradient raises a ValueError that names the parameter, before anything is changed. With
+        ``nonfinite="skip"`` the step is skipped; with "ignore" only the gradients of points are checked.
         """
         loss = None
         if closure is not None:
@@ -108,11 +108,11 @@ class RiemannianOptimizer(Optimizer):
                 loss = closure()
         compiled = torch.compiler.is_compiling()
         if not compiled:
-            self._follow_constraints()
+            self._update_manifolds()
         with torch.no_grad():
             if compiled or self._gradients_usable():
                 for group in self.param_groups:
-                    if not compiled:  # a graph cannot depend on a count
+                    if not compiled:  # a compiled graph cannot depend on a Python counter
                         group["steps_taken"] = group.get("steps_taken", 0) + 1
                     params = [p for p in group["params"] if p.grad is not None]
                     if ordinary := [p for p in params if p not in self._manifolds]:
@@ -123,8 +123,8 @@ class RiemannianOptimizer(Optimizer):
                             self._versions |= {p: p._version for p in batch.params}
         return loss
 
-    def _follow_constraints(self) -> None:
-        """Follow parameters that were constrained, or lost their constraint, since they were added."""
+    def _update_manifolds(self) -> None:
+        """Update the manifolds of parameters that were constrained or materialized since they were added."""
         for group in self.param_groups:
             for p in group["params"]:
                 manifold = manifold_of(p)
@@ -133,9 +133,9 @@ class RiemannianOptimizer(Optimizer):
                         self.state.pop(p, None)
                         self._add_point(p, manifold, group)
                 elif manifold is not None:
-                    self._marked.add(p)
-                elif p in self._marked:
-                    self._marked.remove(p)
+                    self._tagged.add(p)
+                elif p in self._tagged:
+                    self._tagged.remove(p)
                     del self._manifolds[p]
                     self.state.pop(p, None)
 
@@ -148,7 +148,7 @@ class RiemannianOptimizer(Optimizer):
         return self._guard.check(names, local_gradients(params), sync_free, linalg.mesh_reduce(params))
 
     def _step_ordinary_scaled(self, group: Group, params: list[Tensor]) -> None:
-        """With a scale, the update is made of zeros and then added: it may be small beside the parameter."""
+        """With a scale, compute the update from zeros, then scale and add it: it may be tiny relative to the parameter."""
         parts = [torch.zeros_like(linalg.to_local(p)) if p in self._scales else linalg.to_local(p) for p in params]
         self._step_ordinary(group, params, parts)
         for p, part in zip(params, parts, strict=True):
@@ -156,14 +156,14 @@ class RiemannianOptimizer(Optimizer):
                 linalg.to_local(p).addcmul_(self._scales[p], part)
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
-        """The points of a group that have a gradient, those together that one call can move."""
+        """The points of a group that have a gradient, grouped into batches that one call can update."""
         compiled = torch.compiler.is_compiling()
         every = group["retract_every"]
         project = every == 1 or compiled or group["steps_taken"] % every == 1
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in points:
             if not compiled:
-                self._restore(p)
+                self._project_if_moved(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
             where = (p.device_mesh, p.placements) if linalg.is_dtensor(p) else p.device  # type: ignore[attr-defined]
@@ -173,13 +173,13 @@ class RiemannianOptimizer(Optimizer):
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:
         gradients = local_gradients(params)
-        if self._guard.large:
+        if self._guard.needs_rescaling:
             gradients = [rescale_to_range(*pair) for pair in zip(gradients, params, strict=True)]
         states, first = [self.state[p] for p in params], params[0]
         return Batch(params, self._manifolds[first], gradients, states, self._scales.get(first), project)
 
-    def _restore(self, p: Tensor) -> None:
-        """Put a point back onto its manifold where something else, such as nn.init, wrote to it since its last step."""
+    def _project_if_moved(self, p: Tensor) -> None:
+        """Project a point that something else, such as nn.init, moved off its manifold since the last step."""
         manifold = self._manifolds[p]
         if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
             p, atol=1e-3, rtol=1e-3
@@ -187,14 +187,14 @@ class RiemannianOptimizer(Optimizer):
             p.copy_(manifold.projx(p))
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim; ValueError where a gradient of the last steps held NaN or Inf and none has said so yet."""
+        """As in torch.optim; raises an unreported ValueError about a NaN or Inf gradient of the last steps."""
         self._guard.finish()
         return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a loaded state as well: one of torch's own optimizer, which knows fewer options, or of another device."""
+        """Also handles loaded states: from torch's optimizers, which have fewer options, or from another device."""
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch puts it there; it is no option of ours
+        self.defaults.pop("differentiable", None)  # set by torch; not an option of ours
         for group in self.param_groups:
             for option, default in self.defaults.items():
                 group.setdefault(option, default)
@@ -203,7 +203,7 @@ class RiemannianOptimizer(Optimizer):
                     self.state[p]["step"] = self._step_count(p, self.state[p]["step"], group)
 
     def _step_count(self, p: Tensor, step: Tensor | float, group: Group) -> Tensor:
-        """A loaded step count as a tensor where this optimizer has it; older torch and geoopt save a plain number."""
+        """A loaded step count as a tensor on the right device; older torch and geoopt save a number."""
         if p in self._manifolds:
             return torch.as_tensor(step, dtype=torch.float32, device=p.device)
         if isinstance(step, Tensor):
@@ -214,7 +214,7 @@ class RiemannianOptimizer(Optimizer):
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
-            "_marked": set(),  # the attributes do not travel with a tensor
+            "_tagged": set(),  # pickling a tensor drops its attributes
             "_versions": {},
             "_names": self._names,
             "_scales": self._scales,
@@ -223,5 +223,5 @@ class RiemannianOptimizer(Optimizer):
 
 
 def local_gradients(params: list[Tensor]) -> list[Tensor]:
-    """What this process has of each gradient."""
+    """This rank's part of each gradient."""
     return [linalg.to_local(p.grad) for p in params if p.grad is not None]

@@ -1,7 +1,7 @@
-"""The arithmetic of the Riemannian optimizers, without groups and options.
+"""Arithmetic of the Riemannian optimizers, without groups and options.
 
-X (..., n, p) are points of one shape on one manifold and G their gradients. Where processes share the rows of a point, X and G
-are this process's rows, and ``reduce`` sums p x p matrices over those processes.
+X (..., n, p) are points of one shape on one manifold, G their gradients. If ranks share the rows of a point, X and G are this
+rank's rows and ``reduce`` sums p x p matrices over those ranks.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 
 
 class Batch(NamedTuple):
-    """Points of one shape and dtype on one manifold, placed alike, that one call moves."""
+    """Points of one shape, dtype and placement on one manifold, updated by one call."""
 
     params: list[Tensor]
     manifold: geoopt.Manifold
-    gradients: list[Tensor]  # this process's part of each
+    gradients: list[Tensor]  # this rank's part of each
     states: list[dict[str, Any]]
     scale: Tensor | None
     project: bool
@@ -30,17 +30,17 @@ class Batch(NamedTuple):
         return linalg.row_reduce(self.params[0])
 
     def local(self, key: str) -> list[Tensor]:
-        """This process's part of one tensor of every point's state."""
+        """This rank's part of one state tensor of every point."""
         return [linalg.to_local(state[key]) for state in self.states]
 
 
 def is_polar(manifold: geoopt.Manifold) -> bool:
-    """Whether points move by the polar retraction of our Stiefel, for which a direction need not be tangent."""
+    """Whether points move by the polar retraction of our Stiefel, which accepts directions that are not tangent."""
     return type(manifold) is Stiefel and manifold.retraction == "polar"
 
 
 def manifold_key(manifold: geoopt.Manifold) -> Any:
-    """Equal for manifolds whose points move alike, so that one call can move them; a foreign manifold is its own key."""
+    """Equal for manifolds whose points one call can update together; a foreign manifold has its own key."""
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
@@ -50,7 +50,7 @@ def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce:
 
 
 def retract(manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: linalg.Reduce, transported: Tensor) -> Tensor:
-    """X moved along -step; on a foreign manifold the moment ``transported`` follows, in place."""
+    """Move X along -step; on a foreign manifold also transport the moment ``transported``, in place."""
     if is_polar(manifold):
         return linalg.reorthonormalize_(X - step, reduce)
     if isinstance(manifold, Stiefel):
@@ -71,14 +71,14 @@ def adam_direction(
 
 
 def mean_square(R: Tensor, second_moment: str, entries: int, reduce: linalg.Reduce) -> Tensor:
-    """The squares of R, or their mean by row or by matrix; a whole matrix has that many ``entries``."""
+    """Squares of R, or their mean by row or by matrix; a full matrix has ``entries`` entries over all ranks."""
     if second_moment == "matrix":
         return reduce(R.square().sum((-2, -1), keepdim=True)) / entries
     return R.square().mean(-1, keepdim=True) if second_moment == "row" else R.square()
 
 
 def sgd_direction(R: Tensor, buffer: Tensor, step: Tensor, momentum: float, dampening: float, nesterov: bool) -> Tensor:
-    """As in torch.optim.SGD: buffer <- momentum buffer + (1 - dampening) R, in place; the first R enters undamped."""
+    """As in torch.optim.SGD: buffer <- momentum buffer + (1 - dampening) R, in place; the first R is not dampened."""
     damped = (step > 1).to(R.dtype) * dampening if momentum != 0 else 0.0
     buffer.mul_(momentum).add_((1 - damped) * R)
     return R + momentum * buffer if nesterov else buffer
@@ -93,9 +93,9 @@ def fused_adam_(
     found_inf: Tensor | None,
     **options: Any,
 ) -> None:
-    """torch's fused Adam kernel; changes nothing where ``found_inf`` is 1.
+    """torch's fused Adam kernel; changes nothing if ``found_inf`` is 1.
 
-    Called directly: the checks and the sorting by device in ``torch.optim.adamw`` take longer than the step of a small point.
+    Called directly: the checks and sorting in ``torch.optim.adamw`` take longer than the step of a small point.
     """
     torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
@@ -111,7 +111,7 @@ def riemannian_step_(
 ) -> None:
     """R = grad f(X);  X <- retraction of X along -lr direction(X, R, state), for the stacked points of a batch.
 
-    ``direction`` updates the stacked state in place. A foreign manifold transports the state's ``moment``.
+    ``direction`` updates the stacked state in place. On a foreign manifold the state's ``moment`` is transported.
     """
     points, steps = [linalg.to_local(p) for p in batch.params], batch.local("step")
     X, G = _stack(points), _stack(batch.gradients)
@@ -137,8 +137,8 @@ def riemannian_step_(
 def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **options: Any) -> None:
     """R = G - X sym(XᵀG);  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y (YᵀY)^(-1/2), all in place.
 
-    For the polar retraction with one second moment per element. A large point goes through the projection and the kernel a
-    block of rows at a time, which stays in the processor's cache.
+    For the polar retraction with one second moment per element. Large points run the projection and the kernel one block of
+    rows at a time, which stays in the CPU cache.
     """
     count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
     points, gradients = [linalg.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
@@ -153,7 +153,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
         if twice is not None:
             R = torch.sub(R, x @ twice, alpha=0.5)
         xs, Rs = ([x], [R]) if count == 1 else (list(x), list(R))
-        counts = steps if rows is blocks[-1] else [step.clone() for step in steps]  # the kernel counts: once is enough
+        counts = steps if rows is blocks[-1] else [step.clone() for step in steps]  # the kernel increments: only once
         fused_adam_(xs, Rs, moments[:count], moments[count:], counts, found_inf, **options)
     linalg.reorthonormalize_(X, reduce, sync_free=sync_free, skip=found_inf)
     if count > 1:

@@ -15,20 +15,20 @@ from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
 
 class RiemannianSGD(RiemannianOptimizer):
-    """Gradient descent with momentum for points of manifolds, and bit for bit torch.optim.SGD for all other parameters.
+    """SGD with momentum for points on manifolds; bit for bit torch.optim.SGD for all other parameters.
 
-    The momentum is that of the Riemannian gradient. On our :class:`~manifold_tying.Stiefel` it lives in the ambient space,
-    without transport; on any other geoopt manifold it is transported, as geoopt does.
+    The momentum averages Riemannian gradients. On our :class:`~manifold_tying.Stiefel` it lives in the ambient space, without
+    transport; on any other geoopt manifold it is transported, as in geoopt.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
         lr: learning rate, a float or a one-element tensor.
         momentum: as in torch.optim.SGD.
         dampening: as in torch.optim.SGD.
-        weight_decay: L2 penalty, for ordinary parameters only: it never acts on a point.
+        weight_decay: L2 penalty; never applied to points.
         nesterov: as in torch.optim.SGD.
         retract_every: as in :class:`RiemannianAdam`.
-        maximize: ascend.
+        maximize: maximize the objective.
         foreach: as in torch.optim.SGD.
         fused: as in torch.optim.SGD.
         nonfinite: as in :class:`RiemannianAdam`.

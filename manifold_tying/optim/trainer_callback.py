@@ -1,4 +1,4 @@
-"""POET's merges in the Trainer of transformers."""
+"""POET's merge schedule for the Trainer of transformers."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from manifold_tying.poet import keep_plain_weights
 
 
 class MergeCallback(TrainerCallback):
-    """Runs a :class:`MergeSchedule` in the Trainer: merges, and the clipping norm after them.
+    """Runs a :class:`MergeSchedule` in the Trainer: merges, and lowers the clipping norm after each merge.
 
         mt.equivalence_(model, block_size=64)
         Trainer(model, args, train_dataset=data, callbacks=[MergeCallback(every=400)]).train()
 
-    The clock is the Trainer's own step, so training resumed from one of its checkpoints merges when it would have.
+    The schedule follows the Trainer's step count, so a run resumed from a checkpoint merges at the same steps.
 
     Args:
         every: optimizer steps between merges.
-        options: of :class:`MergeSchedule`.
+        options: options of :class:`MergeSchedule`.
     """
 
     def __init__(self, every: int = 400, **options: Any) -> None:

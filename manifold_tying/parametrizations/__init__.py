@@ -43,7 +43,7 @@ __all__ = [*(name for name in globals() if not name.startswith("_")), *_OF_POET]
 def __getattr__(name: str) -> _Any:
     if name not in _OF_POET:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported when first asked for, since POET's equivalence is itself one of these constraints.
+    # Lazy import: poet itself imports this package.
     found = getattr(_importlib.import_module("manifold_tying.poet"), name)
     globals()[name] = found
     return found

@@ -15,9 +15,9 @@ Bounds = tuple[float, float]
 
 
 class _Clamp(torch.autograd.Function):
-    """Clamp whose gradient vanishes only where a descent step would push further out, so that no entry is stuck outside.
+    """Clamp whose gradient vanishes only where a descent step would move further outside, so no entry gets stuck there.
 
-    torch.func transforms see an ordinary clamp: its gradient vanishes wherever an entry is outside.
+    Under torch.func transforms it is an ordinary clamp: the gradient vanishes wherever an entry is outside.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Clamp(torch.autograd.Function):
         outward = ((x <= low) & (grad > 0)) | ((x >= high) & (grad < 0))
         result = grad.masked_fill(outward, 0)
         if torch.is_grad_enabled() and (((x < low) | (x > high)) & ~outward).any():
-            # Such a gradient is no derivative of the clamp, and has none.
+            # This gradient is not the derivative of the clamp, so it cannot be differentiated.
             result = linalg.no_second_derivative(result, (x, grad), "an entry of the diagonal is outside of its bounds")
         return result, None, None
 
@@ -42,11 +42,11 @@ _clamp = linalg.custom_gradient(_Clamp, torch.clamp, differentiable=True)
 
 
 class CholeskyFactor(Constraint):
-    """Lower triangular L with positive diagonal from a free square tensor: strict lower triangle kept, diagonal mapped.
+    """Maps a free square tensor to a lower triangular L: keeps the strict lower triangle and maps the diagonal to (0, ∞).
 
     Args:
         diagonal: "softplus", log(1 + eˣ), or "exp".
-        bounds: (low, high) that the diagonal of L is clamped to, 0 < low < high. (PIT, section 4.2 and appendix A.2.)
+        bounds: (low, high), 0 < low < high: clamps the diagonal of L. (PIT, section 4.2 and appendix A.2.)
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class CholeskyFactor(Constraint):
         self.bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
 
     def forward(self, stored: Tensor) -> Tensor:
-        return self.lower(stored).to(self.like.dtype)
+        return self.lower(stored).to(self.dtype_marker.dtype)
 
     def lower(self, stored: Tensor) -> Tensor:
-        """L in the stored tensor's dtype; of a DTensor all of it, on every process."""
+        """L in the stored tensor's dtype; a DTensor is gathered, so every rank gets the full L."""
         stored = linalg.full_tensor(stored)
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
@@ -73,7 +73,7 @@ class CholeskyFactor(Constraint):
         return stored.tril(-1) + torch.diag_embed(positive)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The stored tensor of a lower triangular matrix with positive diagonal; ValueError for any other."""
+        """Invert :meth:`lower`; ValueError unless weight is lower triangular with a positive diagonal."""
         if not linalg.has_data(weight):
             return torch.empty_like(weight)
         positive = weight.diagonal(dim1=-2, dim2=-1)
@@ -91,7 +91,7 @@ class CholeskyFactor(Constraint):
 
 
 class CholeskySPD(Constraint):
-    """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning stores the factor of the nearest positive definite matrix."""
+    """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning T projects it to the nearest positive definite matrix."""
 
     def __init__(self, factor: CholeskyFactor, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -100,7 +100,7 @@ class CholeskySPD(Constraint):
     def forward(self, stored: Tensor) -> Tensor:
         with linalg.full_precision(stored.device):
             L = self.factor.lower(stored)
-            return (L @ L.mT).to(self.like.dtype)
+            return (L @ L.mT).to(self.dtype_marker.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         T = nearest_spd(weight.to(linalg.compute_dtype(weight.dtype)))

@@ -1,4 +1,4 @@
-"""What every constraint of ours is, and how its stored tensor stays float32 and knows its manifold."""
+"""Base class of all constraints, and the parametrization list that keeps the stored tensor in float32."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,25 +12,25 @@ from manifold_tying.parametrizations._points import mark
 
 
 class Constraint(nn.Module, ABC):
-    """A parametrization of ours: maps the stored tensor to the weight; ``right_inverse`` projects a weight to be stored.
+    """A parametrization that maps the stored tensor to the weight; ``right_inverse`` projects a weight before storing it.
 
-    The stored tensor is at least float32 and stays so (:class:`WideStorage`), the weight comes out in the layer's dtype.
+    The stored tensor stays at least float32 (:class:`Float32ParametrizationList`); the weight has the layer's dtype.
     """
 
-    like: Tensor
+    dtype_marker: Tensor
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        # Empty; there to follow the layer through .to(dtype), as the stored tensor cannot when it is the wider one.
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+        # Empty tensor that tracks the layer's dtype; the stored tensor stays float32.
+        self.register_buffer("dtype_marker", torch.empty(0, dtype=dtype), persistent=False)
 
-    def following(self) -> list[Tensor]:
-        """The tensors that have the layer's dtype and follow it through .half() and .bfloat16()."""
-        return [self.like]
+    def layer_dtype_tensors(self) -> list[Tensor]:
+        """The tensors that keep the layer's dtype and are cast by .half() and .bfloat16()."""
+        return [self.dtype_marker]
 
     @staticmethod
-    def watch_all(found: Sequence[tuple[str, Any, Tensor]]) -> None:
-        """Warn of the worst of (full name, constraint, stored tensor) where its map has left the manifold."""
+    def warn_on_drift(found: Sequence[tuple[str, Any, Tensor]]) -> None:
+        """Warn about the worst of (full name, constraint, stored tensor) whose map has left the manifold."""
 
     @abstractmethod
     def forward(self, stored: Tensor) -> Tensor: ...
@@ -39,19 +39,19 @@ class Constraint(nn.Module, ABC):
     def right_inverse(self, weight: Tensor) -> Tensor: ...
 
 
-class WideStorage(parametrize.ParametrizationList):
-    """The list that holds the stored tensor: .half() and .bfloat16() reach the weight's dtype and leave the stored float32."""
+class Float32ParametrizationList(parametrize.ParametrizationList):
+    """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str
-    """The layer's class, the parameter's name and shape, for messages that know no full name."""
+    """Class of the layer, name and shape of the parameter: identifies it in messages when the full name is unknown."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        following = [t for part in self.modules() if isinstance(part, Constraint) for t in part.following()]
+        layer_dtype = [t for part in self.modules() if isinstance(part, Constraint) for t in part.layer_dtype_tensors()]
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if (
-                any(tensor is other for other in following)
+                any(tensor is other for other in layer_dtype)
                 or not moved.is_floating_point()
                 or moved.dtype.itemsize >= 4
             ):
@@ -63,12 +63,12 @@ class WideStorage(parametrize.ParametrizationList):
         return self
 
     def right_inverse(self, value: Tensor) -> None:
-        """Assign a weight: one in another floating dtype as one in the layer's."""
+        """Assign a weight, cast from any floating dtype."""
         if isinstance(value, Tensor) and value.is_floating_point():
             value = value.to(self.original.dtype)
         super().right_inverse(value)
 
-    # A copied tensor has forgotten its manifold, and one that takes its place, loaded or sharded, has none.
+    # The manifold is an attribute of the tensor: copying, loading and sharding replace the tensor and lose it.
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -81,10 +81,10 @@ class WideStorage(parametrize.ParametrizationList):
 
 
 def mark_point(parts: parametrize.ParametrizationList) -> None:
-    """Note a point's manifold on the tensor itself, where ``RiemannianAdam(model.parameters())`` looks for it.
+    """Tag the stored tensor with its manifold, which ``RiemannianAdam(model.parameters())`` reads.
 
-    geoopt's optimizers look at ``geoopt.ManifoldParameter`` only. The stored tensor is none: FSDP2 and ``.to_empty()`` replace
-    it by a plain parameter, and torch.load does not read one with ``weights_only=True``.
+    The stored tensor is not a ``geoopt.ManifoldParameter``, the only class that geoopt's optimizers recognize: FSDP2 and
+    ``.to_empty()`` replace it by a plain parameter, and torch.load rejects it with ``weights_only=True``.
     """
     manifold = getattr(parts[0], "manifold", None)
     if manifold is not None:

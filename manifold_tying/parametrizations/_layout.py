@@ -1,4 +1,4 @@
-"""How a weight of any shape is seen as tall matrices."""
+"""Converts weights of any shape to tall matrices and back."""
 
 import gc
 import sys
@@ -14,15 +14,16 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 ATTENTION = 3  # matrices that MultiheadAttention stacks in in_proj_weight
 GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 
-OWN_REFERENCES = 3  # the module's, that of Layout.of and the argument of getrefcount
+OWN_REFERENCES = 3  # held by the module, by Layout.of and by the argument of getrefcount
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A weight as matrices (..., n, p) with n >= p: kernels flattened from their second dimension on, wide ones transposed.
+    """A weight as matrices (..., n, p) with n >= p.
 
-    The last two dimensions of any other weight are the matrix, the ones before are batch dimensions. ``blocks`` splits the
-    rows of that matrix into as many matrices of their own, a further batch dimension.
+    Convolution kernels are flattened from their second dimension on. For any other weight the last two dimensions are the
+    matrix and the leading ones are batch dimensions. Wide matrices are transposed. ``blocks`` splits the rows into that many
+    separate matrices, along a new batch dimension.
     """
 
     shape: torch.Size
@@ -31,16 +32,16 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> "Layout":
-        """The layout of ``module.name``; ValueError where it is no parameter that can be constrained."""
+        """The layout of ``module.name``; ValueError if this parameter cannot be constrained."""
         kind = type(module).__name__
         if name in getattr(module, "parametrizations", {}):
             raise ValueError(
                 f"{kind}.{name} is constrained already; call materialize(module) first, or remove_parametrizations of "
-                "torch.nn.utils.parametrize where the constraint is not ours"
+                "torch.nn.utils.parametrize if the constraint is not from manifold_tying"
             )
         if getattr(module, "max_norm", None) is not None:
             raise ValueError(
-                f"{kind} renormalizes rows of its weight in place (max_norm={module.max_norm}), which no constraint survives; "
+                f"{kind} renormalizes rows of its weight in place (max_norm={module.max_norm}), which breaks any constraint; "
                 "set max_norm to None"
             )
         weight = module._parameters.get(name)
@@ -50,24 +51,22 @@ class Layout:
         if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"{kind}.{name} has no shape yet; run the module on some input first")
         if linalg.is_dtensor(weight):
-            raise ValueError(
-                f"{kind}.{name} is distributed over processes already; constrain it first, then shard the model"
-            )
+            raise ValueError(f"{kind}.{name} is already a DTensor; constrain it first, then shard the model")
         if _is_shared(module, name):
             raise ValueError(
-                f"{kind}.{name} is also another module's parameter (a tied table), which would see it as it is stored. Untie "
+                f"{kind}.{name} is also another module's parameter (a tied table), which would read the stored tensor. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
         linalg.compute_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
         if linalg.has_data(weight) and not torch.isfinite(weight).all():
-            raise ValueError(f"expected {kind}.{name} to be finite, got NaN or Inf in it")
+            raise ValueError(f"expected {kind}.{name} to be finite, but it contains NaN or Inf")
         return cls(weight.shape, isinstance(module, CONVOLUTIONS))
 
     @classmethod
     def orthonormal(cls, module: nn.Module, name: str, blocks: int | None) -> "Layout":
-        """The layout of a weight that becomes orthonormal, in blocks of rows; warns where a gate's own block is missed."""
+        """The layout of a weight that becomes orthonormal in blocks of rows; warns if stacked gates are taken as one matrix."""
         layout = cls.of(module, name)
         kind, rows = type(module).__name__, layout.matrix_shape[-2]
         gates = next((count for recurrent, count in GATES.items() if isinstance(module, recurrent)), 1)
@@ -89,7 +88,7 @@ class Layout:
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """(..., m, n) of the weight as it lies, wide or tall."""
+        """(..., m, n) before transposing, wide or tall."""
         shape = (self.shape[0], self.shape[1:].numel()) if self.flatten else tuple(self.shape)
         return shape if self.blocks == 1 else (*shape[:-2], self.blocks, shape[-2] // self.blocks, shape[-1])
 
@@ -98,27 +97,27 @@ class Layout:
         return self.matrix_shape[-2] < self.matrix_shape[-1]
 
     def to_matrix(self, weight: Tensor) -> Tensor:
-        """Weight to tall matrices, contiguous, at least float32."""
+        """Convert a weight to tall matrices, contiguous, at least float32."""
         if weight.shape != self.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
         matrix = weight.reshape(self.matrix_shape)
         return (matrix.mT if self._wide else matrix).to(linalg.compute_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
-        """Tall matrices to the weight."""
+        """Convert tall matrices back to the weight's shape."""
         if matrix.shape == self.shape and not self._wide:
-            return matrix  # not a view: gradients of one are not summed in place
+            return matrix  # autograd cannot accumulate the gradients of a view in place
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
 
 
 def _is_shared(module: nn.Module, name: str) -> bool:
     """Whether another module holds this parameter."""
-    # Looked up here: how often an argument of ours counts differs between versions of Python.
-    if sys.getrefcount(module._parameters[name]) <= OWN_REFERENCES:  # spares looking at every object that there is
+    # Not passed as an argument: Python versions differ in how they count references held by arguments.
+    if sys.getrefcount(module._parameters[name]) <= OWN_REFERENCES:  # skips the slow scan of all objects
         return False
     for held in gc.get_referrers(module._parameters[name]):
         if isinstance(held, dict) and held is not module._parameters:
-            for owner in gc.get_referrers(held):  # a module, or its dict of attributes
+            for owner in gc.get_referrers(held):  # a module, or its __dict__
                 attributes = vars(owner) if isinstance(owner, nn.Module) else owner
                 if isinstance(attributes, dict) and attributes.get("_parameters") is held:
                     return True

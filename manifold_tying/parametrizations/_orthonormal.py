@@ -1,4 +1,4 @@
-"""Orthonormal weights: as points that a Riemannian optimizer moves, and as images of free tensors."""
+"""Orthonormal weights: points that a Riemannian optimizer moves, or images of free tensors."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
 
 class OnStiefel(Constraint):
-    """The stored tensor is the point, tall (..., n, p); the weight is the same numbers in the layer's own shape."""
+    """The stored tensor is the point, tall (..., n, p); the weight has the same values in the layer's shape."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, manifold: Stiefel) -> None:
         super().__init__(dtype)
@@ -22,7 +22,7 @@ class OnStiefel(Constraint):
         self.manifold = manifold
 
     def forward(self, stored: Tensor) -> Tensor:
-        return self.layout.to_weight(stored).to(self.like.dtype)
+        return self.layout.to_weight(stored).to(self.dtype_marker.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)
@@ -30,7 +30,7 @@ class OnStiefel(Constraint):
 
 
 class OrthonormalFactor(Constraint):
-    """The weight is the polar or the QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
+    """The weight is the polar or QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, map: Literal["polar", "qr"]) -> None:
         super().__init__(dtype)
@@ -38,9 +38,9 @@ class OrthonormalFactor(Constraint):
         self.map = map
 
     def forward(self, stored: Tensor) -> Tensor:
-        # Cholesky-QR gives the same factor as Householder QR, by products, and falls back to it.
+        # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
         X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
-        return self.layout.to_weight(X).to(self.like.dtype)
+        return self.layout.to_weight(X).to(self.dtype_marker.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return linalg.polar(self.layout.to_matrix(weight))[0]
@@ -52,9 +52,9 @@ class OrthonormalFactor(Constraint):
 class CayleyFactor(Constraint):
     """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
 
-    Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y, by
-    2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series. The truncated series leaves the
-    manifold as A grows, so its polar factor is taken, as the retraction of that name does.
+    Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y,
+    computed with 2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series. The truncated
+    series leaves the manifold as A grows, so the result is projected by its polar factor.
     """
 
     base: Tensor
@@ -69,7 +69,7 @@ class CayleyFactor(Constraint):
         X = linalg.cayley_at(self.base, stored, self.terms)
         if self.terms is not None:
             X = linalg.polar(X)[0]
-        return self.layout.to_weight(X).to(self.like.dtype)
+        return self.layout.to_weight(X).to(self.dtype_marker.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         base = linalg.polar(self.layout.to_matrix(weight))[0]

@@ -1,4 +1,4 @@
-"""Which tensors are points of manifolds, and a warning at the first step that an optimizer without manifolds takes on one."""
+"""Tags tensors with their manifold, and warns when an optimizer without manifolds takes its first step on one."""
 
 import warnings
 from functools import cache
@@ -13,11 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from manifold_tying._geoopt import geoopt
 
-_WARNED = "_points_warned_of"  # an optimizer's attribute, which it does not pickle
+_WARNED = "_points_warned_of"  # attribute set on the optimizer; not pickled
 
 
 class _Holder:
-    """Where a point is a layer's, and what to call it; a copy does not know its layer."""
+    """The layer that owns a point, and the point's label in messages; copies do not keep the layer."""
 
     def __init__(self, label: str, layer: ref[nn.Module] | None = None, name: str = "") -> None:
         self.label, self.layer, self.name = label, layer, name
@@ -25,8 +25,8 @@ class _Holder:
     def __reduce__(self) -> Any:
         return _Holder, (self.label,)
 
-    def has_freed(self, tensor: Tensor) -> bool:
-        """Whether the tensor is its layer's plain parameter again."""
+    def is_released(self, tensor: Tensor) -> bool:
+        """Whether the constraint was removed, so that the tensor is its layer's plain parameter again."""
         layer = None if self.layer is None else self.layer()
         return layer is not None and layer._parameters.get(self.name) is tensor
 
@@ -35,14 +35,14 @@ _layers: WeakKeyDictionary[ParametrizationList, tuple[ref[nn.Module], str]] = We
 
 
 def mark(parts: ParametrizationList, manifold: geoopt.Manifold) -> None:
-    """Note a point's manifold on the tensor itself, where ``RiemannianAdam(model.parameters())`` looks for it."""
+    """Tag the stored tensor with its manifold, which ``RiemannianAdam(model.parameters())`` reads."""
     point: Any = parts.original
     point.manifold, point.holder = manifold, _Holder(getattr(parts, "label", "a point"), *_layers.get(parts, ()))
     _warn_after_steps()
 
 
-def belongs(parts: ParametrizationList, layer: nn.Module, name: str) -> None:
-    """Note whose tensor the constraint holds, before it is marked."""
+def set_owner(parts: ParametrizationList, layer: nn.Module, name: str) -> None:
+    """Record the layer that owns the constraint's tensor; call it before :func:`mark`."""
     _layers[parts] = ref(layer), name
 
 
@@ -52,9 +52,9 @@ def unmark(tensor: Tensor) -> None:
 
 
 def manifold_of(tensor: Tensor) -> geoopt.Manifold | None:
-    """The manifold of a point, ours or a geoopt.ManifoldParameter; None for others, and once its constraint is taken off."""
+    """The manifold of a constrained tensor or geoopt.ManifoldParameter; None for others, and once the constraint is removed."""
     manifold, holder = getattr(tensor, "manifold", None), getattr(tensor, "holder", None)
-    return None if isinstance(manifold, geoopt.Euclidean) or (holder and holder.has_freed(tensor)) else manifold
+    return None if isinstance(manifold, geoopt.Euclidean) or (holder and holder.is_released(tensor)) else manifold
 
 
 @cache
@@ -64,20 +64,26 @@ def _warn_after_steps() -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not getattr(optimizer, "follows_manifolds", False):
-        (_look_untraced if torch.compiler.is_compiling() else _look)(optimizer)
+        (_check_untraced if torch.compiler.is_compiling() else _check_optimizer)(optimizer)
 
 
-def _look(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     attributes = vars(optimizer)
     if any(isinstance(value, Optimizer) for value in attributes.values()):
-        return  # an optimizer around another one leaves the step to that
+        return  # a wrapper: the wrapped optimizer runs the hook itself
     warned = attributes.setdefault(_WARNED, set())
     moved: list[str] = []
     for group in optimizer.param_groups:
         names = group.get("names") or group.get("param_names")
         for i, p in enumerate(group["params"]):
             holder = getattr(p, "holder", None)
-            if holder is None or p.grad is None or id(p) in warned or manifold_of(p) is None or _keeps(optimizer, p):
+            if (
+                holder is None
+                or p.grad is None
+                or id(p) in warned
+                or manifold_of(p) is None
+                or _is_riemannian(optimizer, p)
+            ):
                 continue
             warned.add(id(p))
             moved.append(str(names[i] if names else holder.label))
@@ -86,17 +92,17 @@ def _look(optimizer: Optimizer) -> None:
         named = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
         warnings.warn(
             f"{kind} moved {named} without its manifold: the columns stop being orthonormal. Use "
-            "manifold_tying.optim.RiemannianAdam(model.parameters()), which is AdamW for all other parameters, or what any "
-            "optimizer can train: manifold_tying.orthogonal in place of stiefel, PIT(memory='free') in place of another "
-            "memory. For an unconstrained weight, call manifold_tying.materialize(model)",
+            "manifold_tying.optim.RiemannianAdam(model.parameters()), which is AdamW for all other parameters, or a "
+            "constraint that any optimizer trains: manifold_tying.orthogonal in place of stiefel, PIT(memory='free') in place "
+            "of another memory. For an unconstrained weight, call manifold_tying.materialize(model)",
             stacklevel=4,  # this function, the hook, torch's wrapper of step, the caller
         )
 
 
-# Dynamo cannot trace weak references. torch.compiler.disable would import Dynamo here, which takes as long as torch itself.
-_look_untraced = torch._disable_dynamo(_look)
+# Dynamo cannot trace weak references; torch.compiler.disable would import Dynamo, which doubles the import time of torch.
+_check_untraced = torch._disable_dynamo(_check_optimizer)
 
 
-def _keeps(optimizer: Optimizer, p: Tensor) -> bool:
-    """geoopt's optimizers follow the manifold of its own class of parameters only."""
+def _is_riemannian(optimizer: Optimizer, p: Tensor) -> bool:
+    """Whether a geoopt optimizer steps p on its manifold: only for its own parameter class."""
     return isinstance(optimizer, geoopt.optim.mixin.OptimMixin) and isinstance(p, geoopt.ManifoldParameter)

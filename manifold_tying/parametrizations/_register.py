@@ -1,4 +1,4 @@
-"""The functions that put a constraint on a layer, and the one that takes them all off."""
+"""The functions that put a constraint on a layer, and :func:`materialize`, which removes them all."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar, cast, get_args
@@ -10,39 +10,39 @@ from torch.nn.utils import parametrize
 from manifold_tying import linalg
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
-from manifold_tying.parametrizations._constraint import Constraint, WideStorage, mark_point
+from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import belongs, unmark
+from manifold_tying.parametrizations._points import set_owner, unmark
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None) -> M:
-    """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, a Riemannian optimizer moves it.
+    """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, and a Riemannian optimizer moves it.
 
-    The weight becomes the nearest one with orthonormal columns (rows, where it is wide) and costs nothing per forward.
-    Train it with :mod:`manifold_tying.optim`: ``RiemannianAdam(model.parameters())`` or ``param_groups(model)``. Any other
-    optimizer, geoopt's included, leaves the manifold and gets a warning at its first step.
+    The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide). The forward
+    costs nothing extra. Train with :mod:`manifold_tying.optim`: ``RiemannianAdam(model.parameters())`` or
+    ``param_groups(model)``. Any other optimizer, geoopt's included, leaves the manifold and warns at its first step.
 
     Works on Linear, Embedding, convolutions (flattened to a matrix from their second dimension on), MultiheadAttention's
-    ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). Under a bfloat16
-    layer the point is stored in float32 and cast when used.
+    ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). In a bfloat16
+    layer the point is stored in float32 and cast on access.
 
-    ``reset_parameters`` of the layer projects what it draws. What writes to the weight in place, such as nn.init, does not:
-    a Riemannian optimizer puts such a point back onto the manifold at its next step.
+    The layer's ``reset_parameters`` projects the new weight. In-place writes such as nn.init do not project: a Riemannian
+    optimizer returns the point to the manifold at its next step.
 
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.
         retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
-        blocks: how many matrices the weight stacks along its rows, each to be constrained on its own: 4 for an LSTM's weights,
-            3 for a GRU's and for MultiheadAttention's ``in_proj_weight``. By default the weight is one matrix, and none of
-            those in it is orthonormal, which warns.
+        blocks: number of matrices that the weight stacks along its rows, each constrained separately: 4 for an LSTM, 3 for a
+            GRU and for MultiheadAttention's ``in_proj_weight``. By default the weight is constrained as one matrix; if it
+            stacks several, none of them is orthonormal and a warning says so.
 
     Raises:
-        ValueError: an unknown retraction; blocks that do not divide the rows; ``name`` is no parameter of the module's own,
-            is shared with another module, constrained already, or not a finite floating tensor of two or more dimensions.
+        ValueError: unknown retraction; blocks do not divide the rows; ``name`` is not a parameter of the module itself, is
+            shared with another module, is constrained already, or is not a finite floating tensor with at least 2 dimensions.
 
     >>> layer = stiefel(nn.Linear(16, 64))
     >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
@@ -53,23 +53,23 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
 
 
 def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None) -> M:
-    """Make ``module.name`` orthonormal as the image of a free tensor: any optimizer trains it.
+    """Make ``module.name`` orthonormal as the image of a free tensor, which any optimizer trains.
 
-    The weight becomes the nearest one with orthonormal columns (rows, where it is wide); assigning to it projects. Shapes
-    as in :func:`stiefel`. The map runs at every access of the weight; wrap several in
-    ``torch.nn.utils.parametrize.cached()``.
+    The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide); so is every
+    assigned weight. Shapes are those of :func:`stiefel`. The map runs at every access of the weight; wrap repeated accesses
+    in ``torch.nn.utils.parametrize.cached()``.
 
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.
-        map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point) or "cayley-neumann" (the same
-            with two terms of a Neumann series in place of the inverse, then the polar factor: on a CPU it takes 2.3 to 3
-            times as long as "cayley" on squares of 512 to 2048). All but "cayley" choose an algorithm by the values, so at
-            each access the host waits for a GPU. Prefer "cayley" where that matters.
-        blocks: how many matrices the weight stacks along its rows, as for :func:`stiefel`.
+        map: "polar" (nearest orthonormal matrix), "qr", "cayley" (around a base point) or "cayley-neumann" (two terms of a
+            Neumann series in place of the inverse, then the polar factor). On a CPU "cayley-neumann" takes 2.3 to 3 times as
+            long as "cayley" on squares of 512 to 2048. On a GPU all maps but "cayley" sync at each access, because they
+            choose an algorithm by the values.
+        blocks: number of matrices that the weight stacks along its rows, as for :func:`stiefel`.
 
     Raises:
-        ValueError: an unknown map; ``name`` and ``blocks`` as for :func:`stiefel`.
+        ValueError: unknown map; ``name`` and ``blocks`` as for :func:`stiefel`.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
@@ -82,10 +82,19 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar",
 
 
 def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:
-    """Make the square ``module.name`` symmetric positive definite, T = L Lᵀ, with any optimizer.
+    """Make the square ``module.name`` symmetric positive definite, T = L Lᵀ. Any optimizer trains it.
 
-    L is lower triangular, its diagonal a softplus or exp of the stored one, clamped to ``bounds`` where given. The weight
-    becomes the nearest symmetric positive definite one; ValueError where it has no positive eigenvalue. (PIT, equation 10.)
+    L is lower triangular; its diagonal is the softplus or exp of the stored one, clamped to ``bounds`` if given. The weight
+    is projected to the nearest symmetric positive definite matrix. (PIT, equation 10.)
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        diagonal: "softplus" or "exp": maps the stored diagonal to positive numbers.
+        bounds: (low, high) for the diagonal of L.
+
+    Raises:
+        ValueError: the weight is not square or has no positive eigenvalue; ``name`` as for :func:`stiefel`.
     """
     factor = CholeskyFactor(diagonal, bounds)
     shape = Layout.of(module, name).shape
@@ -95,9 +104,9 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
 
 
 def materialize(module: M) -> M:
-    """Drop every constraint of ours on ``module`` and below, leaving plain weights with the same values; returns it.
+    """Remove all constraints of this package from ``module`` and its submodules and return it; the weights keep their values.
 
-    Warns where an equivalence's R and P were not orthogonal to 1e-3 any more.
+    Warns if R and P of an equivalence are not orthogonal to within 1e-3.
     """
     linalg.reshard_fsdp(module)
     found = list(constraints(module))
@@ -107,7 +116,7 @@ def materialize(module: M) -> M:
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
         if linalg.is_dtensor(parts.original):
             raise ValueError(
-                f"{path} is distributed over processes; gather the model's state into one that is not, first"
+                f"{path} is a DTensor; gather the state dict into an unsharded model first, then materialize that"
             )
     watched = [
         (path, part, parametrized(owner)[name].original)
@@ -115,35 +124,36 @@ def materialize(module: M) -> M:
         for part in parametrized(owner)[name]
     ]
     for kind in {type(part) for _, part, _ in watched}:
-        cast(type[Constraint], kind).watch_all([one for one in watched if type(one[1]) is kind])
+        cast(type[Constraint], kind).warn_on_drift([one for one in watched if type(one[1]) is kind])
     with torch.inference_mode(False), torch.no_grad():
         for _, owner, name in found:
             value = getattr(owner, name)
             _own_class(owner)
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
-            _become(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
+            _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     return module
 
 
-def _become(weight: Tensor, value: Tensor) -> None:
-    """The parameter that was the stored tensor is the plain weight, whatever shape and dtype it had."""
+def _replace_stored(weight: Tensor, value: Tensor) -> None:
+    """Turn the stored tensor into the plain weight, even if its shape or dtype differs."""
     if weight.dtype == value.dtype:
-        weight.set_(value)  # type: ignore[call-overload]  # with what autograd knows of its shape, where a graph of before is still alive
+        # set_ also updates the shape that autograd recorded, in case an older graph is still alive.
+        weight.set_(value)  # type: ignore[call-overload]
     else:
         weight.data = value
-    weight.grad = None  # that was the stored tensor's
+    weight.grad = None  # belonged to the stored tensor
     unmark(weight)
 
 
 def _own_class(module: nn.Module) -> None:
-    """Give a parametrized module a class that no copy of it shares, since removing a parametrization changes the class."""
+    """Give the module its own class: removing a parametrization changes the class, which copies of the module share."""
     kind = type(module)
     own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
     module.__class__ = type(kind.__name__, kind.__bases__, own)
 
 
 def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(full name, owner, tensor name) of each tensor at or below module under a constraint of ours."""
+    """(full name, owner, tensor name) of each tensor in module that has a constraint of this package."""
     for prefix, owner in module.named_modules():
         if not isinstance(owner, parametrize.ParametrizationList) and parametrize.is_parametrized(owner):
             for name, parts in parametrized(owner).items():
@@ -152,26 +162,26 @@ def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
-    """``module.parametrizations`` as the dict that it is."""
+    """``module.parametrizations`` as a dict."""
     lists = cast(nn.ModuleDict, module.parametrizations)
     return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether the class is this package's own, such as a token interface's, which looks after its tensors itself."""
+    """Whether the class comes from this package, such as a token interface, which resets its own tensors."""
     return any(kind.__module__.startswith("manifold_tying.") for kind in type(module).__mro__)
 
 
 def _refuse_pickle(module: nn.Module) -> NoReturn:
     raise RuntimeError(
         f"a {type(module).__name__} under a constraint cannot be pickled, and neither can a model that contains it. Save "
-        "model.state_dict() and load it into a model that was built and constrained in the same way, or save plain weights: "
+        "model.state_dict() and load it into a model built and constrained the same way, or save plain weights: "
         "torch.save(manifold_tying.materialize(copy.deepcopy(model)), path)"
     )
 
 
 def register(module: M, name: str, constraint: Constraint) -> M:
-    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the parameter stays and becomes the stored tensor."""
+    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the stored tensor."""
     weight = getattr(module, name)
     label = f"{type(module).__name__}.{name} of shape {tuple(weight.shape)}"
     given = weight.data
@@ -180,20 +190,20 @@ def register(module: M, name: str, constraint: Constraint) -> M:
         # unsafe: the stored tensor may have another shape (tall) and dtype (float32) than the weight.
         parametrize.register_parametrization(module, name, constraint, unsafe=True)
     except BaseException:
-        weight.data = given  # a weight that cannot be projected leaves the module as it was
+        weight.data = given  # projection failed: restore the module
         raise
-    type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # of the class that torch just made for it
-    parts = cast(WideStorage, parametrized(module)[name])
-    parts.__class__ = WideStorage
+    type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # torch made this class for the module
+    parts = cast(Float32ParametrizationList, parametrized(module)[name])
+    parts.__class__ = Float32ParametrizationList
     parts.label = label
-    belongs(parts, module, name)
+    set_owner(parts, module, name)
     mark_point(parts)
     module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
-        _project_what_is_reset(type(module))
+        _project_after_reset(type(module))
     if isinstance(module, nn.RNNBase):
         _keep_flat_weights(type(module))
-    weight.grad = None  # that was the plain weight's
+    weight.grad = None  # belonged to the plain weight
     return module
 
 
@@ -202,17 +212,17 @@ def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str
     for name in parametrized(module):
         if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
             errors.append(
-                f"{prefix}{name} is constrained here and plain in the state dict. Load it before the constraint, or assign it, "
-                f"which projects: module.{name} = state[{prefix + name!r}]"
+                f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
+                f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
             )
 
 
-def _project_what_is_reset(kind: Any) -> None:
-    """Let ``reset_parameters`` draw the plain weight, where it would write to the stored tensor or to a copy."""
+def _project_after_reset(kind: Any) -> None:
+    """Make ``reset_parameters`` draw the plain weight, which would otherwise write to the stored tensor or to a copy."""
     (layer,) = kind.__bases__
 
     def reset_parameters(self: Any) -> None:
-        with parametrize.cached():  # so that what is written to is what is read
+        with parametrize.cached():  # writes and reads then reach the same tensor
             layer.reset_parameters(self)
             drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}
         for name, weight in drawn.items():
@@ -222,9 +232,9 @@ def _project_what_is_reset(kind: Any) -> None:
 
 
 def _keep_flat_weights(kind: Any) -> None:
-    """Keep torch's list of a parametrized recurrent layer's weights up to date, and out of copies.
+    """Keep a recurrent layer's ``_flat_weights`` up to date, and out of copies.
 
-    torch would put an assigned tensor into it as it is, not projected; and the weights in it carry a graph, which no copy may.
+    torch would put the assigned tensor there without projecting it. The computed weights carry a graph, so deepcopy fails.
     """
     (layer,), copied = kind.__bases__, kind.__deepcopy__
 
@@ -234,8 +244,8 @@ def _keep_flat_weights(kind: Any) -> None:
             self._init_flat_weights()
 
     def copy(self: Any, memo: dict[int, Any]) -> Any:
-        memo[id(self._flat_weights)] = [None] * len(self._flat_weights)  # filled by the next forward
+        memo[id(self._flat_weights)] = [None] * len(self._flat_weights)  # refilled by the next forward
         return copied(self, memo)
 
-    if "__setattr__" not in vars(kind):  # the layer's first constraint
+    if "__setattr__" not in vars(kind):  # not yet patched by an earlier constraint
         kind.__setattr__, kind.__deepcopy__ = assign, copy

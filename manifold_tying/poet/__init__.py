@@ -1,4 +1,4 @@
-"""Orthogonal equivalence W = R W0 P (POET): W0 stays, the orthogonal R and P are learned and merged into it."""
+"""Orthogonal equivalence W = R W0 P (POET): W0 is fixed, the orthogonal R and P are learned and merged into it."""
 
 from manifold_tying.poet.adapter import load_adapter as load_adapter
 from manifold_tying.poet.adapter import save_adapter as save_adapter

@@ -1,4 +1,4 @@
-"""Skew vectors as a file: what finetuning by orthogonal equivalence learned, for the model that it started from."""
+"""Adapters: the skew vectors that finetuning by orthogonal equivalence learned, saved as a file for the base model."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ _DIGESTS = ("base", "base_float16")
 
 
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
+    """Save the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
 
-    W0 is not in the file, only a digest of it: :func:`load_adapter` puts the rotations on the model that finetuning
-    started from. For that, nothing may have been merged. Names are those of the model itself, where it is compiled or
-    wrapped for data parallelism. Warns where R and P were not orthogonal to 1e-3 any more.
+    The file holds only a digest of W0; :func:`load_adapter` applies the rotations to the model that finetuning started from.
+    Nothing may have been merged. Prefixes of torch.compile and data parallelism are removed from the names. Warns if R and P
+    are not orthogonal to within 1e-3.
 
     Raises:
-        ValueError: the model has no equivalence, one was merged, or there is no such folder; nothing is written.
+        ValueError: the model has no equivalence, one was merged, or the folder does not exist; nothing is written.
     """
     found = [(_plain_name(name), part, stored) for name, part, stored in equivalences(_unwrapped(model))]
     if not found:
@@ -39,7 +39,7 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         )
     if merged := [name for name, part, _ in found if part.merges]:
         raise ValueError(
-            f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the whole model"
+            f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the state dict instead"
         )
     check_drift(found)
     tensors: dict[str, Tensor] = {}
@@ -56,24 +56,24 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     metadata = {"format": _FORMAT, "equivalences": json.dumps(described)}
     final = Path(path)
     if not final.parent.is_dir():
-        raise ValueError(f"expected a file in a folder that exists, got {final}; make {final.parent} first")
+        raise ValueError(f"cannot write {final}, its folder does not exist; make {final.parent} first")
     draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
     try:
         _safetensors().torch.save_file(tensors, draft, metadata)
-        os.replace(draft, final)  # a reader sees the file before or the one after
+        os.replace(draft, final)  # atomic
     finally:
         draft.unlink(missing_ok=True)
     return final
 
 
 def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
-    """Put the rotations of :func:`save_adapter` on the model that they were learned for, in place; returns it.
+    """Apply the rotations of :func:`save_adapter` to the model that they were learned for, in place, and return it.
 
-    Weights that are plain get their equivalence, with the weight as W0; those that have the same one already get the
-    values. :func:`materialize` then makes a plain model of it. Warns where R and P are not orthogonal to 1e-3.
+    A plain weight gets its equivalence, with the weight as W0. A weight that already has the same equivalence gets the new
+    values. :func:`materialize` then turns the model into a plain one. Warns if R and P are not orthogonal to within 1e-3.
 
     Raises:
-        ValueError: the file is no adapter, is damaged, or is one of another model; nothing is changed.
+        ValueError: the file is not an adapter, is corrupt, or belongs to another model; nothing is changed.
     """
     library = _safetensors()
     try:
@@ -86,7 +86,7 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError(f"expected {path} to be a {_FORMAT}, got format {metadata.get('format')!r}")
     try:
         described: dict[str, Any] = parsed(metadata["equivalences"])
-        entries = [Entry.parse(_unwrapped(model), name, values, tensors) for name, values in described.items()]
+        entries = [AdapterEntry.parse(_unwrapped(model), name, values, tensors) for name, values in described.items()]
     except (KeyError, TypeError, AttributeError, NotJSON) as error:
         raise ValueError(f"{path} is damaged, {error!r}; take another copy of it") from error
     if not entries or len(tensors) != len(_PARTS) * len(entries):
@@ -101,21 +101,23 @@ def load_adapter(model: M, path: str | os.PathLike[str]) -> M:
 
 
 @dataclass(frozen=True)
-class Entry:
+class AdapterEntry:
     """One weight's part of an adapter, checked against the model."""
 
     path: str
     owner: nn.Module
     name: str
     layout: Layout | None
-    """None where the model has the equivalence already."""
+    """None if the model already has the equivalence."""
     spec: RotationSpec
     seed: int
     values: tuple[Tensor, ...]
 
     @classmethod
-    def parse(cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> "Entry":
-        """ValueError where the description, the tensors and the model's weight do not fit together."""
+    def parse(
+        cls, model: nn.Module, path: str, described: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> "AdapterEntry":
+        """ValueError unless the description, the tensors and the model's weight agree."""
         prefix, _, name = path.rpartition(".")
         owner = {_plain_name(own): module for own, module in model.named_modules()}.get(prefix)
         if owner is None:
@@ -146,19 +148,19 @@ class Entry:
             and skew.shape == (*matrix[:-2], spec.num_params)
             and skew.is_floating_point()
             and skew.isfinite().all()
-            and all(_fits(order, side) for order, side in zip(orders, (spec.R, spec.P), strict=True))
+            and all(_is_valid_order(order, side) for order, side in zip(orders, (spec.R, spec.P), strict=True))
         ):
-            raise ValueError(f"the adapter's numbers for {path} are damaged; take another copy of the file")
+            raise ValueError(f"the adapter's values for {path} are damaged; take another copy of the file")
         return cls(path, owner, name, layout, spec, described["seed"], (skew, *orders))
 
     @property
     def weight(self) -> int:
-        """Identifies the tensor of the model that this changes."""
+        """Identifies the model's tensor that this entry changes."""
         return id(self.owner if self.layout is None else self.owner._parameters[self.name])
 
     @torch.no_grad()
     def apply_(self) -> tuple[str, Equivalence, Tensor]:
-        """Put the equivalence on the weight where it is missing, and set its values."""
+        """Add the equivalence if it is missing, and set its values."""
         if self.layout is not None:
             register_equivalence(self.owner, self.name, self.layout, self.spec, self.seed)
         found = _equivalence_of(self.owner, self.name)
@@ -175,15 +177,15 @@ def _equivalence_of(owner: nn.Module, name: str) -> tuple[Equivalence, Tensor] |
     return next(((part, stored) for own, part, stored in equivalences(owner) if own == name), None)
 
 
-def _fits(order: Tensor, side: BlockSpec) -> bool:
-    """Whether these are different dimensions of a side, as many as rotate."""
+def _is_valid_order(order: Tensor, side: BlockSpec) -> bool:
+    """Whether order lists ``num_rotated`` different dimensions of a side."""
     if order.dtype != torch.int64 or order.shape != (side.num_rotated,):
         return False
     return not len(order) or (bool(0 <= order.min() and order.max() < side.n) and len(order.unique()) == len(order))
 
 
 def _digests(base: Tensor) -> tuple[str, str]:
-    """Of the values rounded to bfloat16, and to float16 and then bfloat16: models loaded in any of the three dtypes agree."""
+    """Digests of the bfloat16 values, directly and by way of float16, so models loaded in any of the three dtypes match."""
     values = base.detach().cpu()
     return _digest(values), _digest(values.half())
 
@@ -203,7 +205,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _plain_name(path: str) -> str:
-    """The name without the parts that torch.compile adds."""
+    """The name without torch.compile's ``_orig_mod``."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 

@@ -1,4 +1,4 @@
-"""Orthogonal equivalence on a layer and on a whole model, merging, and plain weights in a transformers state dict."""
+"""Orthogonal equivalence on a layer or a model, merging, and plain weights in a transformers state dict."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +29,9 @@ from manifold_tying.poet.spec import (
 M = TypeVar("M", bound=nn.Module)
 
 HEAD_NAMES = ("lm_head", "head", "embed_out", "score", "classifier", "interface", "unembedding", "output_layer")
-"""Names of layers that hold the vocabulary or the classes, left alone unless ``exclude`` says otherwise."""
+"""Layers that hold the vocabulary or the classes; skipped by default."""
 LORA_NAMES = ("lora_A", "lora_B", "lora_a", "lora_b")
-"""Names of a LoRA's own matrices in peft and torchtune, left alone unless ``include`` names them."""
+"""The matrices of a LoRA in peft and torchtune; skipped unless ``include`` names them."""
 
 
 def equivalence(
@@ -47,36 +47,38 @@ def equivalence(
     out_share: float | None = None,
     sides: Sides = "both",
 ) -> M:
-    """Train ``module.name`` as W = R W0 P: W0 stays, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
+    """Train ``module.name`` as W = R W0 P: W0 is fixed, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
 
-    The singular values of W are those of W0, as closely as R and P are orthogonal (see ``terms``). R and P start as the
-    identity, so init="keep" changes no bit of the weight, and a linear layer's output only by the rounding of another order
-    of summation. The only parameter is a float32 vector of skew entries (float64 under float64). Any optimizer trains it, and
-    :func:`merge` multiplies it into W0 every few hundred steps; everything else is buffers. An ``nn.Linear`` never keeps a
-    matrix of W's size for the backward. Shapes are as in :func:`stiefel`, but wide matrices are not transposed: R always acts
-    on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer rounds it at every merge, a
-    float32 layer under autocast does not.
+    W keeps the singular values of W0, as accurately as R and P are orthogonal (see ``terms``). R and P start as the identity:
+    with init="keep" the weight is unchanged bit for bit, and a linear layer's output changes only by rounding. The only
+    parameter is a float32 vector of skew entries (float64 for float64), which any optimizer trains; everything else is
+    buffers. Call :func:`merge` every few hundred steps to multiply R and P into W0.
+
+    An ``nn.Linear`` keeps no matrix of W's size for the backward. Shapes are those of :func:`stiefel`, but wide matrices are
+    not transposed: R acts on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer
+    rounds W0 at every merge; a float32 layer under autocast does not.
 
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.
-        scheme: "block", POET-BS: every dimension rotates, in blocks, the last one smaller where b does not divide; "full",
-            POET-FS: one block of random dimensions, the others stay until the next merge.
+        scheme: "block" (POET-BS) rotates every dimension, in blocks of b; the last block is smaller if b does not divide.
+            "full" (POET-FS) rotates one block of random dimensions until the next merge.
         block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
-        fraction: scheme "full" only, in place of block_size: b = fraction m for R and fraction n for P.
-        terms: of the Neumann series for the Cayley map; None for the exact map. Two terms are orthogonal to ‖A‖⁶: enough where
-            merges and the learning rate keep ‖A‖ below 0.3. Take None for finetuning and wherever the rate is not tuned.
-        init: of W0: "keep"; "normalized", Gaussian with rows of norm 1 (POET's own for pretraining); "uniform-spectrum",
-            Gaussian with every singular value set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²) as Llama's.
-        seed: of the orders and of a random init; drawn from torch's generator when None.
-        out_share: share of the parameters that goes to R, by the choice of its block size: 1.0 only R, 0.0 only P, None the
-            same block size (or fraction) on both sides. (POET, figure 5.) The number of parameters stays, so a side that
-            takes the other's share gets larger blocks.
-        sides: which sides rotate, in blocks of ``block_size``: "both", "in" (P alone, the inputs: orthogonal finetuning) or
-            "out" (R alone).
+        fraction: replaces block_size with scheme "full": b = fraction m for R and fraction n for P.
+        terms: terms of the Neumann series for the Cayley map; None for the exact map. Two terms are orthogonal to ‖A‖⁶:
+            enough if merges and the learning rate keep ‖A‖ below 0.3. Use None for finetuning and with untuned rates.
+        init: initial W0: "keep"; "normalized", Gaussian with rows of norm 1 (what POET uses for pretraining);
+            "uniform-spectrum", Gaussian with all singular values set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²),
+            as in Llama.
+        seed: seed for the permutations and a random init; None draws one from torch's generator.
+        out_share: share of the parameters that R gets, by choosing its block size: 1.0 only R, 0.0 only P, None the same
+            block size (or fraction) on both sides. (POET, figure 5.) The total stays the same, so the side with the larger
+            share has larger blocks.
+        sides: the sides that rotate, in blocks of ``block_size``: "both", "in" (P only, the inputs: orthogonal finetuning) or
+            "out" (R only).
 
     Raises:
-        ValueError: an option out of its range; blocks so small that nothing rotates; ``name`` as for :func:`stiefel`.
+        ValueError: an option is out of range; the blocks are so small that nothing rotates; ``name`` as for :func:`stiefel`.
 
     >>> layer = equivalence(nn.Linear(64, 32), block_size=16)
     >>> sum(p.numel() for p in layer.parametrizations.parameters()) == (64 + 32) * 15 // 2
@@ -103,7 +105,7 @@ def equivalence(
 
 
 def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
-    """Put the constraint on ``module.name``, whose weight becomes W0, and give nn.Linear the forward that goes with it."""
+    """Put the constraint on ``module.name``, whose weight becomes W0; an nn.Linear also gets the matching forward."""
     weight = getattr(module, name)
     part = Equivalence(layout, weight.dtype, spec, seed, weight)
     register(module, name, part)
@@ -113,7 +115,7 @@ def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: Rot
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """nn.Linear's forward under an equivalence, and nn.Linear's own where the weight has more or other parametrizations."""
+    """Forward of an nn.Linear with an equivalence; nn.Linear's own if the weight has other or further parametrizations."""
     lists = cast(Any, self).parametrizations
     parts: Any = lists["weight"] if "weight" in lists else []
     if len(parts) == 1 and isinstance(parts[0], Equivalence):
@@ -129,30 +131,30 @@ def equivalence_(
     verbose: bool = True,
     **options: Any,
 ) -> tuple[list[str], list[str]]:
-    """:func:`equivalence` on the weight of every ``nn.Linear`` that the patterns choose, in place: all or none.
+    """Apply :func:`equivalence` to the weight of every ``nn.Linear`` that the patterns select, in place: all or none.
 
-    Each layer draws its blocks, and a random init, from the seed and its full name, so layers differ and all processes and
-    resumed runs agree. Left alone are weights that are constrained already or shared with another module (a tied head), layers
+    Each layer derives its blocks, and a random init, from the seed and its full name: layers differ, while all ranks and
+    resumed runs agree. Skipped are weights that are constrained already or shared with another module (a tied head), layers
     in which nothing would rotate (one output, with only R learned), and the two matrices of a LoRA, whose product is the
-    update; include="*.lora_A.*" takes those as well.
+    update; include="*.lora_A.*" selects those as well.
 
-    The state dict of a transformers model then holds the plain weights, too, so a stock model loads what ``save_pretrained``
-    and the Trainer write.
+    The state dict of a transformers model then also holds the plain weights, so a stock model loads what
+    ``save_pretrained`` and the Trainer write.
 
     Args:
         model: changed in place.
         include: shell patterns of full names, as in ``model.named_modules()``.
-        exclude: patterns of names to leave; None for heads and token interfaces (:data:`HEAD_NAMES`) but those that a
-            pattern of ``include`` names ("lm_head", "*.lm_head"), () for none.
-        verbose: print what was taken and left.
-        options: of :func:`equivalence`.
+        exclude: patterns of names to skip; () for none. None skips heads and token interfaces (:data:`HEAD_NAMES`), except
+            those that a pattern of ``include`` names ("lm_head", "*.lm_head").
+        verbose: print which layers were selected and which were skipped.
+        options: options of :func:`equivalence`.
 
     Returns:
-        (taken, left): the full names of the linear layers with and without one.
+        (taken, left): the full names of the linear layers with and without an equivalence.
 
     Raises:
-        ValueError: the model has no ``nn.Linear``, a pattern matches none, an option is wrong, or a layer cannot be taken;
-            nothing is changed.
+        ValueError: the model has no ``nn.Linear``, a pattern matches none, an option is wrong, or a layer cannot be
+            constrained; nothing is changed.
 
     >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
     (['0'], ['2'])
@@ -160,13 +162,13 @@ def equivalence_(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not linears:
         raise ValueError(f"the model has no nn.Linear; {_other_matrices(model)}")
-    options = _completed(options)
+    options = _with_defaults(options)
     seed = options.pop("seed")
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     taken = [
         name
-        for name in _chosen(linears, include, exclude)
+        for name in _selected(linears, include, exclude)
         if not parametrize.is_parametrized(linears[name], "weight")
         and _owners(model, linears[name].weight) == 1
         and _rotates(name, linears[name], options)
@@ -179,12 +181,12 @@ def equivalence_(
     keep_plain_weights(model)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
-        print(f"left as they are: {', '.join(left) or 'none'}")
+        print(f"left unchanged: {', '.join(left) or 'none'}")
     return taken, left
 
 
-def _completed(options: dict[str, Any]) -> dict[str, Any]:
-    """All options of :func:`equivalence`; ValueError for wrong ones."""
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """All options of :func:`equivalence`, with defaults; ValueError for wrong ones."""
     parameters = inspect.signature(equivalence).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     if unknown := sorted(set(options) - set(defaults)):
@@ -194,8 +196,8 @@ def _completed(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _chosen(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:
-    """The names that the patterns choose; ValueError for a pattern that matches none."""
+def _selected(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:
+    """The names that the patterns select; ValueError for a pattern that matches none."""
     names = list(names)
     for pattern in (*include, *(exclude or ())):
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -214,17 +216,17 @@ def _chosen(names: Iterable[str], include: Sequence[str], exclude: Sequence[str]
 
 
 def _has_part(name: str, parts: Sequence[str]) -> bool:
-    """Whether one of the parts stands between dots of a name or pattern."""
+    """Whether one of the parts is a dot-separated component of the name or pattern."""
     return any(part.strip("*") in parts for part in name.split("."))
 
 
 def _other_matrices(model: nn.Module) -> str:
-    """Which other layers have a weight for :func:`equivalence`, for instance the Conv1D layers of GPT-2 in transformers."""
+    """Names the other layer classes that :func:`equivalence` takes, such as the Conv1D of GPT-2 in transformers."""
     weights = [(type(module).__name__, module._parameters.get("weight")) for module in model.modules()]
     kinds = sorted({kind for kind, weight in weights if weight is not None and weight.ndim >= 2})
     if not kinds:
-        return "there is no weight matrix in it"
-    return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer that is meant"
+        return "it has no weight matrix"
+    return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer to constrain"
 
 
 def _owners(model: nn.Module, weight: Tensor) -> int:
@@ -233,7 +235,7 @@ def _owners(model: nn.Module, weight: Tensor) -> int:
 
 
 def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
-    """Whether anything of this layer would rotate; ValueError for one that cannot be constrained."""
+    """Whether anything in this layer would rotate; ValueError if it cannot be constrained."""
     try:
         rows, columns = Layout.of(module, "weight").shape
     except ValueError as error:
@@ -243,13 +245,14 @@ def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
 
 
 def merge(module: nn.Module) -> int:
-    """W0 <- R W0 P for every equivalence at or below ``module``; W stays, and R and P start again with other blocks.
+    """W0 <- R W0 P for every equivalence in ``module``. W is unchanged; R and P restart at the identity with new blocks.
 
-    Computed in float32 (float64 for float64). The parameters stay the same objects and are zeroed in place, and their gradients
-    dropped; an optimizer's moments of them still belong to the old blocks. Warns where R and P were not orthogonal to 1e-3.
+    Computed in float32 (float64 for float64). The parameters stay the same objects: they are zeroed in place and lose their
+    gradients. An optimizer's moments still belong to the old blocks; :class:`MergeSchedule` resets them. Warns if R and P are
+    not orthogonal to within 1e-3.
 
     Returns:
-        how many weights were merged.
+        number of merged weights.
 
     >>> from manifold_tying import equivalence
     >>> layer = equivalence(nn.Linear(8, 8))
@@ -263,10 +266,10 @@ def merge(module: nn.Module) -> int:
 
 
 def keep_plain_weights(model: nn.Module) -> None:
-    """Add every constrained weight to the state dict of a model with ``save_pretrained``, beside its stored tensor.
+    """Add every constrained weight to the state dict of a model with ``save_pretrained``, next to its stored tensor.
 
-    A stock transformers model loads that plain weight, and would initialize it at random otherwise. A model with the
-    constraints ignores it. ``equivalence_`` calls this; call it once yourself after constraining single layers.
+    A stock transformers model loads the plain weight, which it would otherwise initialize randomly; a model with the
+    constraints ignores it. ``equivalence_`` calls this. Call it once yourself after constraining single layers.
     """
     if hasattr(model, "save_pretrained") and _add not in model._state_dict_hooks.values():
         model.register_state_dict_post_hook(_add)
@@ -280,7 +283,7 @@ def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: d
             weight = linalg.full_tensor(parts.original.detach())
             for part in parts:
                 weight = part(weight)
-            state[f"{prefix}{name}"] = weight.clone()  # safetensors refuses a tensor of two names
+            state[f"{prefix}{name}"] = weight.clone()  # safetensors rejects tensors that share memory
 
 
 def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -290,7 +293,7 @@ def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
 
 
 def _constrained(model: nn.Module) -> Iterator[tuple[str, str, ParametrizationList]]:
-    """(name of the weight, name of what is stored, constraint) of the layers that a stock model has, too."""
+    """(weight name, stored tensor name, constraint) of the layers that a stock model also has."""
     for name, owner, own in constraints(model):
         if not is_ours(owner):
             yield name, f"{name.removesuffix(own)}parametrizations.{own}.original", parametrized(owner)[own]

@@ -1,6 +1,6 @@
-"""One class for all linear layers under an equivalence, so that code compiled for one block of a model serves the others.
+"""One class for all linear layers with an equivalence, so that code compiled for one block of a model serves the others.
 
-torch gives each parametrized module a class of its own. Dynamo guards on classes, compiles every block again, and gives up at
+torch gives each parametrized module its own class. Dynamo guards on classes: it would recompile every block and give up at
 the eighth. A layer leaves the shared class when torch is about to change the class for that layer alone.
 """
 
@@ -15,10 +15,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def share_class(module: nn.Linear, forward: Callable[..., Tensor]) -> None:
-    """Give a layer whose weight alone is parametrized the class of all such layers, with that forward."""
+    """Give a layer whose only parametrized tensor is the weight the class that all such layers share, with that forward."""
     kind: Any = type(module)
     if set(parametrized(module)) != {"weight"}:
-        kind.forward = forward  # of this layer alone
+        kind.forward = forward  # this class belongs to the one layer
         return
     (layer,) = kind.__bases__
     if layer not in _classes:
@@ -28,22 +28,22 @@ def share_class(module: nn.Linear, forward: Callable[..., Tensor]) -> None:
 
 class _SharedClass(type):
     def __delattr__(cls, name: str) -> None:
-        # torch's remove_parametrizations deletes the property of a layer that other layers still need. It may stay, see `get`.
+        # remove_parametrizations deletes the property, which other layers still need; `get` handles a plain weight.
         if name != "weight" or name not in vars(cls):
             super().__delattr__(name)
 
 
 def _shared_class(layer: Any, kind: Any, forward: Callable[..., Tensor]) -> Any:
-    """The class that torch made for one module, for several."""
+    """A shared copy of the class that torch made for one module."""
     weight = kind.weight
 
     def get(self: Any) -> Any:
         if "weight" not in self.parametrizations:
-            raise AttributeError("weight")  # nn.Module then looks among its parameters
+            raise AttributeError("weight")  # nn.Module then looks it up in _parameters
         return weight.fget(self)
 
     def delete(self: Any, name: str) -> None:
-        # torch's register_parametrization takes a tensor off the layer, and then puts a property on its class.
+        # register_parametrization deletes the tensor from the layer, then adds a property to its class.
         if isinstance(type(self), _SharedClass):
             _own_class(self)
         layer.__delattr__(self, name)

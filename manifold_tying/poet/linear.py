@@ -1,7 +1,7 @@
-"""The linear layer with W = R W0 P: its two formulations, and which of them is cheaper.
+"""Linear layer with W = R W0 P: two formulations, and a cost model that picks the cheaper one.
 
-W0 has its rows and columns in the order in which they rotate, block after block. There R and P are block-diagonal, and only x
-and the result (or W) are permuted.
+The rows and columns of W0 are stored in rotation order, so that R and P are block-diagonal. Only x and the result (or W) are
+permuted.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ from manifold_tying.poet.rotation import (
 )
 from manifold_tying.poet.spec import Permutations, RotationSpec
 
-_CHUNK_ENTRIES = 2**21  # of a chunk of tokens: what fits a processor's cache
-_MIN_CHUNK_TOKENS = 1024  # each chunk's product reads all of W0, 180 MB of it in a layer of 11,008 x 4,096
+_CHUNK_ENTRIES = 2**21  # size of a chunk of tokens that fits a CPU cache
+_MIN_CHUNK_TOKENS = 1024  # each chunk reads all of W0: 180 MB in a layer of 11,008 x 4,096
 
-# Operations that take as long as one entry moved, and as one operation in float32 where the others are in bfloat16: fitted to
-# both formulations at 18 sizes on a CPU of 0.3 and 1 TFLOP/s. An H200's data sheet says 100, 600 and 14.
-_MOVE, _MOVE_LOW, _WIDE = 750, 2700, 12
+# Cost model: float32 operations that take as long as moving one entry (also in low precision), and as one float32 operation
+# in a bfloat16 layer. Fitted at 18 sizes on CPUs of 0.3 and 1 TFLOP/s. An H200's data sheet gives 100, 600 and 14.
+_FLOPS_PER_MOVE, _FLOPS_PER_MOVE_LOW, _FLOAT32_COST = 750, 2700, 12
 
 
 def poet_linear(
@@ -45,10 +45,10 @@ def poet_linear(
     *,
     input_centric: bool,
 ) -> Tensor:
-    """x Wᵀ + bias for W = R W0 P: x (..., n), W0 (m, n), bias (m,) to (..., m), in x's dtype (autocast's, where it is on).
+    """x Wᵀ + bias for W = R W0 P: x (..., n), W0 (m, n), bias (m,) to (..., m), in x's dtype or autocast's.
 
-    Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ, which never forms W and keeps x and x Pᵀ W0ᵀ for the backward. Weight-centric: W is formed
-    in the skew parameters' dtype, cast to x's, used, and formed again in the backward; it keeps x. Equal to rounding.
+    Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ never forms W; it saves x and x Pᵀ W0ᵀ for the backward. Weight-centric: forms W in the
+    skew parameters' dtype, casts it to x's, and forms it again in the backward; it saves x. Both agree to rounding.
     """
     x = x.to(linalg.autocast_dtype(x))
     is_compiling = torch.compiler.is_compiling()
@@ -62,12 +62,12 @@ def poet_linear(
 
 
 def poet_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    """W = R W0 P in the layer's order, W0 (..., m, n), in the skew parameters' dtype; keeps nothing of W's size."""
+    """W = R W0 P in the layer's order, W0 (..., m, n), in the skew parameters' dtype; saves nothing of W's size."""
     return _weight(W0, skew_params, spec, perms)
 
 
 def arrange(W: Tensor, perms: Permutations) -> Tensor:
-    """A matrix (..., m, n) from the layer's order to that in which it rotates."""
+    """Permute a matrix (..., m, n) from the layer's order to rotation order."""
     W = permute(W, perms.rows, perms.rows_inverse, -2)
     return permute(W, perms.columns, perms.columns_inverse)
 
@@ -94,7 +94,7 @@ def _plain_weight_centric(
 
 
 class _WeightCentric(Function):
-    """Not torch's checkpoint, since autograd would take the gradient's products of W's size in TF32 where that is on."""
+    """Replaces torch's checkpoint: autograd would compute the W-sized products of the gradient in TF32 if that is on."""
 
     @staticmethod
     def forward(
@@ -139,7 +139,7 @@ def _plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: Rotat
 
 @linalg.recomputed
 def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    """x Pᵀ, in the order in which W0's columns lie."""
+    """x Pᵀ, in the order of W0's stored columns."""
     P = orthogonal_blocks(spec.P, of_P, spec.terms, _matmul_dtype(x))
     return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
 
@@ -152,7 +152,7 @@ def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations
 
 
 class _InputCentric(Function):
-    """On a CPU a chunk of tokens at a time, whose intermediates stay in the cache."""
+    """On a CPU, tokens are processed in chunks whose intermediates stay in the cache."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ class _InputCentric(Function):
             block_matmul_into(scratch(1, m), v, R)
             permute_into(y[t], scratch(1, m), perms.rows_inverse)
             if rotated < m:
-                kept[t] = v[:, :rotated]  # the gradient of R needs no more
+                kept[t] = v[:, :rotated]  # all that the gradient of R needs
         linalg.save(ctx, (x, W0, skew_params, spec, perms), kept)
         return y
 
@@ -204,9 +204,9 @@ class _InputCentric(Function):
 
 
 def _chunks(x: Tensor, W: Tensor) -> Iterator[tuple[slice, Callable[[int, int], Tensor]]]:
-    """Chunks of tokens on a CPU, elsewhere one of all; with each, scratch(which, width): two matrices of as many rows.
+    """Chunks of tokens on a CPU, one chunk elsewhere; each with scratch(which, width), two buffers with a row per token.
 
-    The scratch memory is the same for all chunks: fresh memory costs a CPU more than what is written to it.
+    All chunks share the scratch memory: on a CPU fresh memory costs more than writing to it.
     """
     tokens, widest = len(x), max(W.shape)
     size = max(_MIN_CHUNK_TOKENS, _CHUNK_ENTRIES // widest) if x.device.type == "cpu" else tokens
@@ -223,7 +223,7 @@ def _chunks(x: Tensor, W: Tensor) -> Iterator[tuple[slice, Callable[[int, int], 
 def _blocks_with_gradient(
     spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
 ) -> tuple[Blocks, Blocks, Callable[[Blocks, Blocks], Tensor]]:
-    """R's and P's blocks, and what turns gradients of theirs into that of the skew parameters, in full precision."""
+    """Blocks of R and P, and a function that maps their gradients to that of the skew parameters, in full precision."""
     with torch.enable_grad():
         leaf = skew_params.detach().requires_grad_()
         R, P = both_blocks(spec, leaf, matmul_dtype)
@@ -240,7 +240,7 @@ def _zeros(blocks: Blocks) -> Blocks:
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype | None:
-    """Of the maps from skew matrices to blocks that multiply x; float16 does not have the range."""
+    """The matmul dtype of the Cayley maps whose blocks multiply x; float16 lacks the range."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else None
 
 
@@ -254,11 +254,11 @@ _input_centric = linalg.custom_gradient(_InputCentric, _plain_input_centric)
 
 
 def linear_flops(tokens: int, spec: RotationSpec, *, input_centric: bool, training: bool = True) -> int:
-    """Operations of a linear layer's products, those of the Cayley maps aside; nn.Linear's are 6Tmn, and 2Tmn forward alone.
+    """Floating-point operations of a linear layer's matmuls, without the Cayley maps.
 
-    With T tokens, W (m, n) and blocks of b on both sides the forward and backward take 4Tmn + 6T(m + n)b operations
-    input-centric, 6Tmn + 14mnb weight-centric: four products of mnb form W twice, three are its gradient. Without a
-    backward 2Tmn + 2T(m + n)b and 2Tmn + 4mnb.
+    T tokens, W (m, n), blocks of b on both sides. Forward and backward take 4Tmn + 6T(m + n)b input-centric and
+    6Tmn + 14mnb weight-centric (four products of mnb form W twice, three are its gradient); forward alone
+    2Tmn + 2T(m + n)b and 2Tmn + 4mnb. nn.Linear takes 6Tmn, and 2Tmn forward.
     """
     R, P = spec.R, spec.P
     of_tokens = tokens * (R.num_rotated * R.block + P.num_rotated * P.block)
@@ -270,9 +270,9 @@ def linear_flops(tokens: int, spec: RotationSpec, *, input_centric: bool, traini
 
 
 def permuted_elements(tokens: int, spec: RotationSpec, *, input_centric: bool, training: bool = True) -> int:
-    """How many elements are gathered into another order, which takes time and no operations.
+    """Number of elements that permutations gather, which costs time but no operations.
 
-    Input-centric T(2m + 3n), weight-centric 6mn in a forward and backward; without a backward T(m + n) and 2mn.
+    Forward and backward: T(2m + 3n) input-centric, 6mn weight-centric; forward alone: T(m + n) and 2mn.
     """
     m, n = spec.R.n * (spec.R.num_rotated > 0), spec.P.n * (spec.P.num_rotated > 0)
     if not input_centric:
@@ -283,17 +283,20 @@ def permuted_elements(tokens: int, spec: RotationSpec, *, input_centric: bool, t
 def prefers_input_centric(
     tokens: int, spec: RotationSpec, *, training: bool = True, low_precision: bool = False
 ) -> bool:
-    """Whether rotating the activations takes less time than forming W, by operations and elements moved.
+    """Whether rotating the activations is faster than forming W, by the cost model.
 
     Args:
-        low_precision: whether the activations, and so all products but those that form W, are 16 bits wide.
+        tokens: number of rows of x.
+        spec: sizes of R and P.
+        training: include the backward.
+        low_precision: the activations, and so all matmuls except those that form W, are 16-bit.
     """
 
     def cost(input_centric: bool) -> int:
         flops = linear_flops(tokens, spec, input_centric=input_centric, training=training)
         if low_precision and not input_centric:
-            flops += (_WIDE - 1) * linear_flops(0, spec, input_centric=False, training=training)
+            flops += (_FLOAT32_COST - 1) * linear_flops(0, spec, input_centric=False, training=training)
         moved = permuted_elements(tokens, spec, input_centric=input_centric, training=training)
-        return flops + (_MOVE_LOW if low_precision else _MOVE) * moved
+        return flops + (_FLOPS_PER_MOVE_LOW if low_precision else _FLOPS_PER_MOVE) * moved
 
     return cost(True) <= cost(False)

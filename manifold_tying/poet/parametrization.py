@@ -1,4 +1,4 @@
-"""Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and near the identity. (POET, section 3.)"""
+"""Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and close to the identity. (POET, section 3.)"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from manifold_tying.poet.spec import Permutations, RotationSpec
 
 
 class Equivalence(Constraint):
-    """W = R W0 P. The stored tensor is the skew vector, R's parameters and then P's, zero where R = P = I.
+    """W = R W0 P. The stored tensor is the skew vector: R's parameters, then P's; zeros mean R = P = I.
 
-    The state dict also has ``base`` (W0, in the layer's own shape, order and dtype), ``out_order`` and ``in_order`` (the rows
-    and columns that rotate), ``seed`` and ``merges`` (which determine the next permutations), and ``form`` (block size and
-    number of rotating dimensions of R and P, terms or 0), which must agree with the layer's.
+    The state dict also has ``base`` (W0, in the layer's shape, order and dtype), ``out_order`` and ``in_order`` (the rows and
+    columns that rotate), ``seed`` and ``merges`` (which determine the next permutations), and ``form`` (block size and number
+    of rotating dimensions of R and P, terms or 0), which must match the layer's.
 
-    In memory W0 is the buffer ``ordered_base``, a matrix with its rows and columns in the order in which they rotate. So
-    activations are permuted on their way in and out, and not in between.
+    In memory W0 is the buffer ``ordered_base``, with rows and columns in rotation order, so that activations are permuted
+    only at the input and the output.
     """
 
     ordered_base: Tensor
@@ -46,8 +46,8 @@ class Equivalence(Constraint):
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
         self.register_buffer("ordered_base", base, persistent=False)
 
-    def following(self) -> list[Tensor]:
-        return [self.like, self.ordered_base]
+    def layer_dtype_tensors(self) -> list[Tensor]:
+        return [self.dtype_marker, self.ordered_base]
 
     @property
     def _form(self) -> list[int]:
@@ -56,16 +56,16 @@ class Equivalence(Constraint):
 
     @property
     def perms(self) -> Permutations:
-        """The order in which W's rows and columns rotate."""
+        """Permutations of W's rows and columns to rotation order."""
         return Permutations.of(self.out_order, self.in_order, self.spec)
 
     @property
     def base(self) -> Tensor:
-        """W0 as the layer has it, a copy."""
+        """A copy of W0 in the layer's order."""
         return arrange_back(self.ordered_base, self.perms).view(self.layout.shape)
 
-    def _arranged(self, base: Tensor) -> Tensor:
-        """W0 of the layer's shape as a matrix in the order in which it rotates."""
+    def _to_rotation_order(self, base: Tensor) -> Tensor:
+        """W0 from the layer's shape to a matrix in rotation order."""
         return arrange(base.reshape(self.layout.matrix_shape), self.perms)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -84,7 +84,7 @@ class Equivalence(Constraint):
     ) -> None:
         key, assign = f"{prefix}base", local_metadata.get("assign_to_params_buffers", False)
         base = state_dict.get(key)
-        if problem := self._unfit(state_dict.get(f"{prefix}form"), base, assign):
+        if problem := self._load_error(state_dict.get(f"{prefix}form"), base, assign):
             error_msgs.append(f"{prefix}{problem}")
             return
         others = {name: value for name, value in state_dict.items() if name != key}
@@ -92,19 +92,19 @@ class Equivalence(Constraint):
             if strict:
                 missing_keys.append(key)
             if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
-                base = self.base  # stays as it is, and rotates in the loaded order
+                base = self.base  # keep W0, and rearrange it in the loaded order
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if base is not None and assign:
-            self.ordered_base = self._arranged(base.detach())
+            self.ordered_base = self._to_rotation_order(base.detach())
         elif base is not None:
-            self.ordered_base.copy_(self._arranged(base.detach().to(self.ordered_base.device)))
+            self.ordered_base.copy_(self._to_rotation_order(base.detach().to(self.ordered_base.device)))
 
-    def _unfit(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
-        """Why a state cannot be loaded, "" where it can."""
-        # All shapes may agree where the blocks do not, and then the weight would silently be another one.
+    def _load_error(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
+        """Why a state cannot be loaded; "" if it can."""
+        # Shapes can agree although the blocks differ; loading would then silently give another weight.
         if form is not None and linalg.has_data(form) and form.tolist() != self._form:
             return (
-                f"form: expected blocks of R and P, what they cover, and terms to be {self._form}, got "
+                f"form: expected block sizes and rotating dimensions of R and P, and terms, to be {self._form}, got "
                 f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
             )
         if base is not None and base.shape != self.layout.shape:
@@ -114,22 +114,22 @@ class Equivalence(Constraint):
         return ""
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
-        """The blocks and orders of R and P; not differentiated."""
+        """Blocks and orders of R and P, without gradients."""
         with torch.no_grad():
             R, P = both_blocks(self.spec, stored)
         return (R, self.out_order), (P, self.in_order)
 
     def forward(self, stored: Tensor) -> Tensor:
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
-        return W.view(self.layout.shape).to(self.like.dtype)
+        return W.view(self.layout.shape).to(self.dtype_marker.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + bias by the cheaper formulation; x (..., n) in the layer's dtype, or under autocast."""
+        """x Wᵀ + bias by the cheaper formulation; x (..., n) must have the layer's dtype unless autocast is on."""
         dtype = linalg.autocast_dtype(x)
         autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
-        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.like.dtype):
+        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype_marker.dtype):
             raise ValueError(
-                f"expected inputs (..., {self.spec.P.n}) in {self.like.dtype}, got {tuple(x.shape)} in {x.dtype}"
+                f"expected inputs (..., {self.spec.P.n}) in {self.dtype_marker.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         tokens = x.numel() // x.shape[-1]
         input_centric = prefers_input_centric(
@@ -141,18 +141,18 @@ class Equivalence(Constraint):
         return poet_linear(x, self.ordered_base, stored, self.spec, self.perms, bias, input_centric=input_centric)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The weight becomes the base, R and P the identity."""
+        """Make the weight the new base, with R and P the identity."""
         if weight.shape != self.layout.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
         if linalg.has_data(weight):
             linalg.check_finite(weight)
-        self.ordered_base.copy_(self._arranged(weight))
+        self.ordered_base.copy_(self._to_rotation_order(weight))
         dtype = linalg.compute_dtype(self.ordered_base.dtype)
         return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
     def merge_(self, stored: Tensor) -> None:
-        """W0 <- R W0 P, the stored vector <- 0 in place, the permutations <- the next ones."""
+        """W0 <- R W0 P, stored vector <- 0 in place, permutations <- the next ones."""
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         stored.zero_()
         self.merges += 1
@@ -160,13 +160,13 @@ class Equivalence(Constraint):
 
     @torch.no_grad()
     def set_permutations(self, base: Tensor, out_order: Tensor, in_order: Tensor) -> None:
-        """Take base, in the layer's order, as W0, and rotate other dimensions."""
+        """Set W0 to ``base``, in the layer's order, and the dimensions that rotate."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
-        self.ordered_base.copy_(self._arranged(base))
+        self.ordered_base.copy_(self._to_rotation_order(base))
 
     @staticmethod
-    def watch_all(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
+    def warn_on_drift(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
         check_drift(found)
 
     def _draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ class Equivalence(Constraint):
 
 
 def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
-    """(full name, constraint, stored vector) of every equivalence at or below module."""
+    """(full name, constraint, stored vector) of every equivalence in module."""
     found = []
     for path, owner, name in constraints(module):
         parts = parametrized(owner)[name]
@@ -188,12 +188,12 @@ def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
 
 
 Found = Sequence[tuple[str, Equivalence, Tensor]]
-"""(full name, constraint, stored vector), as :func:`equivalences` finds them."""
+"""(full name, constraint, stored vector), the result of :func:`equivalences`."""
 
 
 def merge_all(found: Found) -> None:
-    """Merge each, or none where a vector is not finite; warn about the worst where one is not orthogonal to 1e-3."""
-    # Sharded vectors are gathered. Every rank has all of W0 and merges it in the same way.
+    """Merge all, or none if a vector is not finite; warn about the worst if one is not orthogonal to within 1e-3."""
+    # Every rank has all of W0: gather the sharded vectors, then each rank merges identically.
     vectors = [(path, part, linalg.full_tensor(stored.detach())) for path, part, stored in found]
     if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
         raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
@@ -205,5 +205,5 @@ def merge_all(found: Found) -> None:
 
 
 def check_drift(found: Found) -> None:
-    """Warn about the one whose R and P are furthest from orthogonal, if by more than 1e-3."""
+    """Warn about the equivalence whose R and P are furthest from orthogonal, if by more than 1e-3."""
     warn_if_not_orthogonal([(path, part.spec, stored) for path, part, stored in found])

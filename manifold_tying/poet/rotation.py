@@ -1,4 +1,4 @@
-"""From skew parameters to orthogonal blocks, products with them, and how far they are from orthogonal."""
+"""Orthogonal blocks from skew parameters, products with them, and their deviation from orthogonality."""
 
 import math
 import warnings
@@ -13,21 +13,21 @@ from manifold_tying import linalg
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 Blocks = list[Tensor]
-"""The blocks of one side, (..., k, b, b) for each run of equal ones: at most two runs, the second of one block."""
+"""Blocks of one side: a tensor (..., k, b, b) per run of equal blocks; at most two runs, the second of one block."""
 
 Side = tuple[Blocks, Tensor]
-"""The blocks of R or of P, and the dimensions that they rotate, in order."""
+"""Blocks of R or P, and the dimensions that they rotate, in order."""
 
-_LARGEST_DEFECT = 1e-3
+_MAX_DEFECT = 1e-3
 _POWER_STEPS = 8
 
 
 def orthogonal_blocks(
     side: BlockSpec, skew_params: Tensor, terms: int | None, matmul_dtype: torch.dtype | None = None
 ) -> Blocks:
-    """One side's blocks from (..., num_params), in its dtype; the identity, exactly, for zeros. (POET, equation 6.)
+    """Blocks of one side from (..., num_params), in its dtype; zeros give exactly the identity. (POET, equation 6.)
 
-    Differentiable to any order. ``matmul_dtype`` as for :func:`linalg.cayley_neumann`.
+    Differentiable to any order. ``matmul_dtype`` as in :func:`linalg.cayley_neumann`.
     """
     skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
     if terms is None:
@@ -38,7 +38,7 @@ def orthogonal_blocks(
 def both_blocks(
     spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
 ) -> tuple[Blocks, Blocks]:
-    """R's blocks and P's."""
+    """Blocks of R and of P."""
     of_R, of_P = spec.split(skew_params)
     return (
         orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype),
@@ -52,7 +52,7 @@ def transposed(blocks: Blocks) -> Blocks:
 
 
 def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
-    """x_j G_j block by block, x (..., T, n) and blocks with the same leading dimensions; columns past them stay."""
+    """x_j G_j block by block, x (..., T, n), blocks with the same leading dimensions; remaining columns are unchanged."""
     if not blocks:
         return x
     if x.ndim == 2 and not linalg.is_tracing():
@@ -62,13 +62,13 @@ def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
     parts = [
         (x_j @ G.to(x.dtype)).transpose(-3, -2).flatten(-2) for G, x_j in zip(blocks, _columns(x, blocks), strict=True)
     ]
-    return _joined([*parts, x[..., num_rotated(blocks) :]], -1)
+    return _concat([*parts, x[..., num_rotated(blocks) :]], -1)
 
 
 def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
-    """:func:`block_matmul` of x (T, n) written to y, without a gradient; saves the pass that lines up the blocks' results."""
+    """:func:`block_matmul` of x (T, n) written to y, without a gradient; avoids concatenating the blocks' results."""
     for G, x_j, y_j in zip(blocks, _columns(x, blocks), _columns(y, blocks), strict=True):
-        if _copied_by_bmm(x, G):
+        if _bmm_copies(x, G):
             for x_i, G_i, y_i in zip(x_j, G.to(x.dtype), y_j, strict=True):
                 torch.mm(x_i, G_i, out=y_i)
         else:
@@ -79,7 +79,7 @@ def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
 
 
 def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
-    """G_j x_j block by block, x (..., n, T); rows past the blocks stay."""
+    """G_j x_j block by block, x (..., n, T); remaining rows are unchanged."""
     if not blocks:
         return x
     parts, start = [], 0
@@ -88,18 +88,18 @@ def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
         x_j = x[..., start : start + k * b, :].unflatten(-2, (k, b))
         parts.append((G.to(x.dtype) @ x_j).flatten(-3, -2))
         start += k * b
-    return _joined([*parts, x[..., start:, :]], -2)
+    return _concat([*parts, x[..., start:, :]], -2)
 
 
 def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
     """Add left_jᵀ right_j to each sum (k, b, b), left and right (T, n).
 
-    That is the gradient of G_j, where left is that of z_j G_jᵀ and right z_j, or left is z_j and right that of z_j G_j.
+    This is the gradient of G_j for (left, right) = (gradient of z_j G_jᵀ, z_j) or (z_j, gradient of z_j G_j).
     """
     for total, left_j, right_j in zip(sums, _columns(left, sums), _columns(right, sums), strict=True):
         if left.dtype == total.dtype:
             total.baddbmm_(left_j.mT, right_j)
-        elif _copied_by_bmm(left, total):
+        elif _bmm_copies(left, total):
             for total_i, left_i, right_i in zip(total, left_j, right_j, strict=True):
                 total_i.add_(left_i.mT @ right_i)
         else:
@@ -107,17 +107,17 @@ def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
 
 
 def num_rotated(blocks: Blocks) -> int:
-    """How many dimensions the blocks rotate."""
+    """Number of dimensions that the blocks rotate."""
     return sum(G.shape[-3] * G.shape[-1] for G in blocks)
 
 
-def _copied_by_bmm(x: Tensor, G: Tensor) -> bool:
-    """A CPU's batched product of 16-bit floats copies both sides. Products of smaller blocks cost less than their calls."""
+def _bmm_copies(x: Tensor, G: Tensor) -> bool:
+    """Whether bmm would copy both sides (16-bit floats on a CPU); for small blocks the copies cost less than separate calls."""
     return x.device.type == "cpu" and x.dtype.itemsize == 2 and G.shape[-1] >= 64
 
 
 def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
-    """For each run of blocks its columns of x (..., T, n), a view (..., k, T, b)."""
+    """For each run of blocks, its columns of x (..., T, n) as a view (..., k, T, b)."""
     start = 0
     for G in blocks:
         k, b = G.shape[-3], G.shape[-1]
@@ -125,7 +125,7 @@ def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
         start += k * b
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def _concat(parts: list[Tensor], dim: int) -> Tensor:
     parts = [part for part in parts if part.shape[dim]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -146,26 +146,26 @@ class _Permute(Function):
 def _gather(x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
     if dim == -2:
         return x.index_select(-2, order)
-    return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # on a CPU in half the time of index_select
+    return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # half the time of index_select on a CPU
 
 
 _permute = linalg.custom_gradient(_Permute, _gather, differentiable=True)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
-    """x with its last dimension (or rows, dim=-2) in another order; x itself where that is empty. Gathers backward, too."""
+    """Permute the last dimension of x (or the rows, dim=-2); an empty order means none. The backward gathers, too."""
     return _permute(x, order, inverse, dim) if len(order) else x
 
 
 def permute_into(y: Tensor, x: Tensor, order: Tensor) -> None:
-    """The last dimension of x (T, n) in another order, written to y without a gradient."""
-    if x.dtype.itemsize == 2 and x.device.type == "cpu":  # which would gather 16-bit floats by way of float32
+    """Permute the last dimension of x (T, n) into y, without a gradient."""
+    if x.dtype.itemsize == 2 and x.device.type == "cpu":  # 16-bit floats would be gathered through float32
         x, y = x.view(torch.int16), y.view(torch.int16)
     torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=y)
 
 
 def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
-    """x P for x (T, n) and P's blocks and dimensions; not differentiated."""
+    """x P for x (T, n), given P's blocks and dimensions; without a gradient."""
     return x.index_copy(-1, order, block_matmul(x.index_select(-1, order), blocks)) if len(order) else x
 
 
@@ -182,22 +182,22 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
             norm = skew_norm(spec, linalg.full_tensor(skew_params)).double()
             drifted.append((float(truncation_error(norm, spec.terms).nan_to_num(math.inf)), float(norm), path))
     worst, size, name = max(drifted, default=(0.0, 0.0, ""))
-    if worst > _LARGEST_DEFECT:
+    if worst > _MAX_DEFECT:
         warnings.warn(
-            f"{name}: the skew matrices have grown to a norm of {size:.2g}, so R and P are orthogonal to {worst:.1g} only and "
+            f"{name}: the skew matrices have grown to a norm of {size:.2g}, so R and P are only orthogonal to {worst:.1g} and "
             "the singular values drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
             stacklevel=4,  # the caller of save_adapter, or merge
         )
 
 
 def truncation_error(norm: Tensor, terms: int) -> Tensor:
-    """About ‖RᵀR - I‖ for that many terms: ‖A‖^(2 terms + 2) for an even number, 2‖A‖^(terms + 1) for an odd one."""
+    """Estimate of ‖RᵀR - I‖: ‖A‖^(2 terms + 2) for an even number of terms, 2‖A‖^(terms + 1) for an odd one."""
     return norm ** (2 * terms + 2) if terms % 2 == 0 else 2 * norm ** (terms + 1)
 
 
 @torch.no_grad()
 def skew_norm(spec: RotationSpec, skew_params: Tensor) -> Tensor:
-    """The largest spectral norm among the skew blocks, by power iteration: a few percent low at most."""
+    """Largest spectral norm of the skew blocks, by power iteration; at most a few percent too low."""
     of_R, of_P = spec.split(skew_params)
     runs = [*spec.R.split(of_R), *spec.P.split(of_P)]
     norms = [_spectral_norms(linalg.skew(v, b)).max() for v, b in runs]

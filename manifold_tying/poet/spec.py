@@ -1,7 +1,7 @@
-"""Everything about an equivalence W = R W0 P that is decided before a tensor is rotated: sizes, seeds, permutations, starts.
+"""Sizes, seeds, permutations and initial matrices of an equivalence W = R W0 P.
 
-R = Ψᵀ Diag(G_1, ..., G_k, G_last, I) Ψ with a permutation Ψ and blocks G_j that are Cayley(-Neumann) maps of skew matrices;
-P likewise. (POET, sections 3.1 and 3.2, equations 4 and 5.)
+R = Ψᵀ Diag(G_1, ..., G_k, G_last, I) Ψ with a permutation Ψ and blocks G_j, Cayley(-Neumann) maps of skew matrices; P
+likewise. (POET, sections 3.1 and 3.2, equations 4 and 5.)
 """
 
 import hashlib
@@ -19,12 +19,12 @@ Scheme = Literal["block", "full"]
 Sides = Literal["both", "in", "out"]
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
-_MOST_TERMS = 64  # each costs a product of blocks; the exact map is one solve
+_MAX_TERMS = 64  # each term costs a matmul per block; the exact map is one solve
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One side: ``num_rotated`` of ``n`` dimensions rotate, in blocks of ``block`` and a smaller last one."""
+    """One side: ``num_rotated`` of ``n`` dimensions rotate, in blocks of ``block``; the last block may be smaller."""
 
     n: int
     block: int
@@ -36,12 +36,12 @@ class BlockSpec:
         linalg.check_int("the dimensions that rotate", self.num_rotated, 0)
         if max(self.block, self.num_rotated) > self.n:
             raise ValueError(
-                f"expected block and rotating dimensions to fit into {self.n}, got {self.block}, {self.num_rotated}"
+                f"block ({self.block}) and rotating dimensions ({self.num_rotated}) must not exceed the dimension {self.n}"
             )
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """(number, size) of the equal blocks and of the last, smaller one; a block of one dimension cannot rotate."""
+        """(count, size) of the equal blocks and of a smaller last one; blocks of size 1 cannot rotate."""
         k, remainder = divmod(self.num_rotated, self.block)
         return [(count, b) for count, b in ((k, self.block), (1, remainder)) if count and b > 1]
 
@@ -51,7 +51,7 @@ class BlockSpec:
         return sum(k * _pairs(b) for k, b in self.runs)
 
     def split(self, skew_params: Tensor) -> list[tuple[Tensor, int]]:
-        """A vector (..., num_params) as one (..., k, b(b-1)/2) for each run of equal blocks, and its b."""
+        """Split (..., num_params) into one (..., k, b(b-1)/2) for each run of equal blocks, with its b."""
         parts, start = [], 0
         for k, b in self.runs:
             size = k * _pairs(b)
@@ -60,9 +60,9 @@ class BlockSpec:
         return parts
 
     def sample_permutation(self, seed: int, count: int, side: str) -> Tensor:
-        """Which dimensions rotate, in which order: the first ``num_rotated`` entries of a random permutation, int64 on the CPU.
+        """The dimensions that rotate, in order: the first ``num_rotated`` entries of a random permutation, int64 on the CPU.
 
-        A function of its arguments alone, so that every process and every resumed run draws the same.
+        Depends on the arguments only, so all ranks and resumed runs agree.
         """
         generator = torch.Generator("cpu").manual_seed(hash_seed(seed, side, count))
         return torch.randperm(self.n, generator=generator, device="cpu")[: self.num_rotated].clone()
@@ -70,12 +70,12 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class RotationSpec:
-    """The two sides of a matrix (m, n), R of m dimensions and P of n, and the terms of their Cayley maps."""
+    """Both sides of a matrix (m, n), R of m dimensions and P of n, and the terms of their Cayley maps."""
 
     R: BlockSpec
     P: BlockSpec
     terms: int | None = 2
-    """Of the Neumann series; None for the exact map."""
+    """Terms of the Neumann series; None for the exact map."""
 
     @classmethod
     def of(
@@ -106,16 +106,16 @@ class RotationSpec:
 
     @property
     def num_params(self) -> int:
-        """Number of skew parameters; 0 where nothing rotates."""
+        """Number of skew parameters; 0 if nothing rotates."""
         return self.R.num_params + self.P.num_params
 
     def split(self, skew_params: Tensor) -> tuple[Tensor, Tensor]:
-        """R's skew parameters and P's from (..., num_params). Slices, since torch 2.13 cannot compile a checkpointed split."""
+        """Split (..., num_params) into R's and P's. Slices: torch 2.13 cannot compile a checkpointed ``split``."""
         return skew_params[..., : self.R.num_params], skew_params[..., self.R.num_params :]
 
 
 class Permutations(NamedTuple):
-    """All rows and columns of W, those that rotate first, and the inverses; empty where none rotates. int64."""
+    """All rows and columns of W, int64, those that rotate first, and the inverses; empty for a side without rotation."""
 
     rows: Tensor
     columns: Tensor
@@ -124,12 +124,12 @@ class Permutations(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor, spec: RotationSpec) -> "Permutations":
-        """From the dimensions that rotate, block after block; the others follow in their own order."""
-        rows, columns = _completed(rows, spec.R.n), _completed(columns, spec.P.n)
+        """From the dimensions that rotate, in order of the blocks; the others follow in ascending order."""
+        rows, columns = _complete_permutation(rows, spec.R.n), _complete_permutation(columns, spec.P.n)
         return cls(rows, columns, _inverse(rows), _inverse(columns))
 
 
-def _completed(order: Tensor, n: int) -> Tensor:
+def _complete_permutation(order: Tensor, n: int) -> Tensor:
     if len(order) in (0, n):
         return order
     others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
@@ -141,13 +141,13 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def random_seed() -> int:
-    """From torch's default generator of the CPU, whatever the default device is."""
+    """A seed from torch's default CPU generator, independent of the default device."""
     drawn = torch.randint(2**62, (), device="cpu")
     return int(drawn) if linalg.has_data(drawn) else 0
 
 
 def hash_seed(*parts: int | str) -> int:
-    """A seed of 63 bits from numbers and names, the same in every process (``hash`` is not)."""
+    """A 63-bit seed from numbers and names, the same in every process (unlike ``hash``)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -157,18 +157,18 @@ def _pairs(b: int) -> int:
 
 
 def _params_of(scheme: Scheme, size: int, b: int) -> float:
-    """Skew parameters of one side, where b divides size. (POET, table 1.)"""
+    """Skew parameters of one side if b divides size. (POET, table 1.)"""
     return (size if scheme == "block" else b) * (b - 1) / 2
 
 
 def _block_for(scheme: Scheme, size: int, params: float) -> int:
-    """The block size with about so many skew parameters."""
+    """The block size that comes closest to this number of skew parameters."""
     b = 1 + 2 * params / size if scheme == "block" else (1 + math.sqrt(1 + 8 * params)) / 2
     return max(1, round(b))
 
 
 def initial_matrix(shape: Sequence[int], init: Init, seed: int) -> Tensor:
-    """W0 (..., m, n) in float32 on the CPU, from the seed alone; see :func:`equivalence`. (POET, section 3.1.)"""
+    """W0 (..., m, n), float32 on the CPU, determined by the seed; see :func:`equivalence`. (POET, section 3.1.)"""
     generator = torch.Generator("cpu").manual_seed(hash_seed(seed, "init"))
     W0 = torch.randn(*shape, generator=generator, device="cpu")
     if init == "normalized":
@@ -191,7 +191,7 @@ def check_options(
     out_share: float | None,
     sides: Sides = "both",
 ) -> None:
-    """ValueError unless the options of :func:`equivalence` are what it takes."""
+    """ValueError unless the options of :func:`equivalence` are valid."""
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
@@ -210,15 +210,15 @@ def check_options(
 
 
 def check_terms(terms: Any) -> None:
-    """ValueError unless it is None or a number of terms from 1 to 64."""
+    """ValueError unless terms is None or an integer from 1 to 64."""
     if terms is not None:
         linalg.check_int("terms", terms, 1, ", or None for the exact map")
-        if terms > _MOST_TERMS:
-            raise ValueError(f"expected at most {_MOST_TERMS} terms, got {terms}; None is the exact map")
+        if terms > _MAX_TERMS:
+            raise ValueError(f"expected at most {_MAX_TERMS} terms, got {terms}; None is the exact map")
 
 
 def check_seed(seed: Any) -> None:
-    """ValueError unless it is a whole number that fits into int64."""
+    """ValueError unless seed is a nonnegative integer that fits into int64."""
     linalg.check_int("seed", seed, 0)
     if seed >= 2**63:
         raise ValueError(f"expected a seed below 2**63, got {seed}")

@@ -1,4 +1,4 @@
-"""Token interfaces: embedding and head as one module."""
+"""Token interfaces: embedding and head in one module."""
 
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy

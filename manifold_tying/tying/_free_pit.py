@@ -8,31 +8,31 @@ from torch import Tensor, nn
 from manifold_tying import linalg
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 from manifold_tying.tying._tables import INITIAL_STD
-from manifold_tying.tying._vocabulary import Vocabulary
+from manifold_tying.tying._vocabulary import VocabularyShard
 
-# Smallest over largest diagonal entry of the Cholesky factor of WᵀW, which bounds 1 / cond(W) from above.
-LEAST_PIVOT = 1e-6
+# Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
+MIN_PIVOT_RATIO = 1e-6
 
 
 class FreePIT(PIT):
-    """PIT that stores one table W (V, d): W_out = Wᵀ and E = W (WᵀW)⁻¹. What ``PIT(memory="free")`` returns.
+    """PIT that stores one table W (V, d): W_out = Wᵀ and E = W (WᵀW)⁻¹. ``PIT(memory="free")`` returns this class.
 
     Every W of full column rank has unique polar factors W = Z T with ZᵀZ = I and T symmetric positive definite. So
-    W_out = T Zᵀ and E = Z T⁻¹: training W by any optimizer trains Z and T, and W_out E = I holds by algebra.
-    ``memory``, ``transform`` and ``cholesky_factor`` compute Z, T and L from W when asked for.
+    W_out = T Zᵀ and E = Z T⁻¹: any optimizer that trains W trains Z and T, and W_out E = I holds algebraically.
+    ``memory``, ``transform`` and ``cholesky_factor`` compute Z, T and L from W on access.
 
     WᵀW, its inverse and the rows of E are computed in float64 and rounded once, so ‖W_out E - I‖_F / √d is at most
-    6e-8 cond(W) in float32. (WᵀW)⁻¹ is kept until W changes, except on a GPU while gradients are needed: to ask
-    whether W has changed makes the host wait for the device.
+    6e-8 cond(W) in float32. (WᵀW)⁻¹ is cached until W changes, except on a GPU while gradients are needed: checking whether W
+    has changed would sync.
 
     Args:
         vocab_size: V >= d.
         hidden_size: d.
         memory: "free".
-        std: of the entries of W at the start.
+        std: standard deviation of the initial W.
 
     Raises:
-        ValueError: vocab_size < hidden_size, or, from ``embed`` and the attributes, a W of deficient rank.
+        ValueError: vocab_size < hidden_size; also raised by ``embed`` and the attributes if W is rank-deficient.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = INITIAL_STD) -> None:
@@ -40,7 +40,7 @@ class FreePIT(PIT):
         self.std = std
         dtype = linalg.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * std)
-        self._kept: tuple[Any, Tensor] | None = None  # a fingerprint of W and (WᵀW)⁻¹
+        self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹
 
     @classmethod
     def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> PIT:
@@ -51,7 +51,7 @@ class FreePIT(PIT):
         return pit
 
     @property
-    def memory(self) -> Tensor:  # type: ignore[override]  # computed, so it cannot be assigned
+    def memory(self) -> Tensor:  # type: ignore[override]  # read-only
         """Z, (V, d): the orthonormal polar factor of W."""
         return linalg.polar(linalg.full_tensor(self.table))[0]
 
@@ -69,7 +69,7 @@ class FreePIT(PIT):
     def head_weight(self) -> Tensor:
         if self.bridge is None:
             return self.table
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             return self.table @ self.bridge.mT
 
     def _table(self) -> Tensor:
@@ -78,7 +78,7 @@ class FreePIT(PIT):
     def _divide(self, rows: Tensor) -> Tensor:
         """rows (WᵀW)⁻¹."""
         inverse = None if linalg.in_transform() else self._inverse_gram()
-        return _divide(rows, linalg.to_local(self.table), inverse, Vocabulary.of(self.table))
+        return _divide(rows, linalg.to_local(self.table), inverse, VocabularyShard.of(self.table))
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden)
@@ -99,15 +99,15 @@ class FreePIT(PIT):
         linalg.sharded_normal_(self.table).mul_(self.std)
 
     def _inverse_gram(self) -> Tensor:
-        """(WᵀW)⁻¹ in float64, computed again only where W has changed."""
+        """(WᵀW)⁻¹ in float64, recomputed only when W has changed."""
         W = self.table.detach()
         may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not linalg.has_data(linalg.to_local(W)) or not may_ask:
             return _inverse_gram(W)
-        mark = (_fingerprint(W), W.dtype, W.device)
-        if self._kept is None or self._kept[0] != mark:
-            self._kept = mark, _inverse_gram(W)
-        return self._kept[1]
+        key = (_fingerprint(W), W.dtype, W.device)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = key, _inverse_gram(W)
+        return self._cached[1]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, memory='free'" + (", bridge=True" if self.bridge is not None else "")
@@ -115,10 +115,10 @@ class FreePIT(PIT):
 
 @torch.no_grad()
 def _fingerprint(W: Tensor) -> float:
-    """vᵀWᵀWv for a fixed v, by one product with a vector: it changes when WᵀW does.
+    """vᵀWᵀWv for a fixed v, by one matrix-vector product: it changes when WᵀW does.
 
-    Version counters would be cheaper, but whatever writes through ``.data`` leaves them as they are: EMA weights, some
-    optimizers, fused kernels of other libraries.
+    Version counters would be cheaper, but writes through ``.data`` bypass them: EMA weights, some optimizers, fused kernels
+    of other libraries.
     """
     rows = linalg.to_local(W)
     v = torch.arange(1, rows.shape[1] + 1, dtype=W.dtype, device=W.device).sin()
@@ -128,15 +128,15 @@ def _fingerprint(W: Tensor) -> float:
 
 @torch.no_grad()
 def _inverse_gram(W: Tensor) -> Tensor:
-    """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError for a W of deficient rank.
+    """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError if W is rank-deficient.
 
-    NaN where W is not finite, and on a device that the host does not wait for also where the rank is deficient.
+    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient.
     """
     G = linalg.row_reduce(W)(linalg.gram_in_double(linalg.to_local(W)))
     L, info = torch.linalg.cholesky_ex(G)
     if G.device.type == "cpu" and linalg.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
-        if torch.isfinite(G).all() and (info != 0 or pivots.min() < LEAST_PIVOT * pivots.max()):
+        if torch.isfinite(G).all() and (info != 0 or pivots.min() < MIN_PIVOT_RATIO * pivots.max()):
             raise ValueError(
                 f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
                 "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
@@ -148,7 +148,7 @@ class _Divide(torch.autograd.Function):
     """rows G⁻¹ with G = WᵀW. With e = rows G⁻¹ and Y = ē G⁻¹ the gradients are Y for rows and -W (eᵀY + Yᵀe) for W."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard) -> Tensor:
         e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
         linalg.save(ctx, (rows, W, inverse, vocabulary), e)
         return e
@@ -164,9 +164,9 @@ class _Divide(torch.autograd.Function):
         return Y, grad_W, None, None
 
 
-def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: Vocabulary) -> Tensor:
+def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: VocabularyShard) -> Tensor:
     wide = W.double()
-    L = torch.linalg.cholesky(vocabulary.summed(wide.mT @ wide))
+    L = torch.linalg.cholesky(vocabulary.reduce_from_ranks(wide.mT @ wide))
     return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary head that never holds all the logits."""
+"""Cross-entropy of a vocabulary head that never holds all logits."""
 
 from typing import Any
 
@@ -7,29 +7,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.tying._vocabulary import Vocabulary
+from manifold_tying.tying._vocabulary import VocabularyShard
 
-# Parts that the tokens are processed in, as few as keep the memory below a tenth of all logits in the dtype of the products:
-# a product of few rows is slow, and each part reads and writes the table's whole gradient. One part's logits are held and
-# worked on in place, those of lower precision by way of a float32 copy of a piece of the rows.
+# Token chunks: the fewest that keep peak memory under 10 % of the logits in the matmul dtype. Matmuls with few rows are slow,
+# and each chunk reads and writes the gradient of the full table. In low precision each chunk is copied to float32 in pieces.
 CHUNKS = 12
 CHUNKS_LOW_PRECISION = 18
-PIECES = 4  # of a part in lower precision
+PIECES = 4  # float32 pieces per chunk
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """Mean over the counted positions of logsumexp(x) - x[target], x = hidden tableᵀ, in nats, a float32 scalar.
+    """Mean of logsumexp(x) - x[target] over the counted positions, x = hidden tableᵀ, in nats, a float32 scalar.
 
     Args:
         hidden: (..., d).
-        table: (V, d); as a DTensor sharded by rows the logits stay with the rows, and the processes, which all have the same
-            hidden states and targets, sum what a softmax needs: three numbers per token, and the gradient of ``hidden``.
+        table: (V, d). For a DTensor sharded by rows the logits stay sharded; the ranks, which all have the same hidden states
+            and targets, all-reduce three numbers per token and the gradient of ``hidden``.
         targets: (...), int64 in [0, V) or ``ignore_index``.
-        ignore_index: positions with this target do not count; the loss is 0 when none counts.
+        ignore_index: positions with this target do not count; the loss is 0 if none counts.
 
-    The tokens are processed in chunks, and each chunk's gradient is taken while its logits are there. The products run in
-    the dtype of autocast, else in that of ``hidden``; softmax, sums over chunks and the scalar are float32 (or float64).
-    A second derivative and any torch.func transform hold all the logits.
+    The tokens are processed in chunks, and the gradient of each chunk is computed while its logits are in memory. The matmuls
+    run in the autocast dtype, otherwise in that of ``hidden``; softmax, sums over chunks and the result are float32 (or
+    float64). Second derivatives and torch.func transforms hold all logits.
     """
     if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
         raise ValueError(
@@ -40,10 +39,10 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
     dtype = linalg.autocast_dtype(hidden)
-    grad = torch.is_grad_enabled()  # off inside of an autograd.Function, so it is asked here
+    grad = torch.is_grad_enabled()  # must be read here: it is off inside an autograd.Function
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows, vocabulary = linalg.to_local(table), Vocabulary.of(table)
+    rows, vocabulary = linalg.to_local(table), VocabularyShard.of(table)
     return _chunked(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
 
 
@@ -51,21 +50,21 @@ def _loss_and_gradients(
     hidden: Tensor,
     table: Tensor,
     targets: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyShard,
     ignore_index: int,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss and its gradients with respect to hidden and to the rows of the table at hand, where wanted."""
+    """Mean loss and, where wanted, its gradients with respect to hidden and to this rank's rows of the table."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     h, W = hidden.to(dtype), table.to(dtype)
     counted = targets != ignore_index
     weight = counted.to(wide) / counted.sum().clamp_min(1)
-    index, here = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
+    index, is_local = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
     loss = torch.zeros((), dtype=wide, device=h.device)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.processes)
+    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.world_size)
     rows = max(1, -(-len(h) // parts))
     logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
     # Compiled code makes no copies, and its size is in the number of pieces.
@@ -79,17 +78,17 @@ def _loss_and_gradients(
             given = p[first : first + piece]
             own = slice(start + first, start + first + len(given))
             x = given if copy is None else copy[: len(given)].copy_(given)
-            picked = vocabulary.pick(x, index[own], here[own])
-            largest = vocabulary.largest(x)
+            target_logit = vocabulary.gather(x, index[own], is_local[own])
+            largest = vocabulary.max(x)
             total = x.sub_(largest).exp_().sum(1, keepdim=True)
-            picked, total = vocabulary.add(picked, total)
+            target_logit, total = vocabulary.all_reduce(target_logit, total)
             # Out of place: see linalg._cayley on what a forward returns.
-            loss = loss + ((total.log() + largest - picked)[:, 0] * weight[own]).sum()
+            loss = loss + ((total.log() + largest - target_logit)[:, 0] * weight[own]).sum()
             if grad_hidden is None and grad_table is None:
                 continue
             x.mul_(weight[own, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
             if x.shape[1]:
-                x.scatter_add_(1, index[own], -weight[own, None] * here[own])
+                x.scatter_add_(1, index[own], -weight[own, None] * is_local[own])
             if x is not given:
                 given.copy_(x)
         if grad_hidden is not None:
@@ -101,7 +100,7 @@ def _loss_and_gradients(
                 for block in linalg.row_chunks(grad_table):
                     grad_table[block] += p[:, block].mT @ h[part]
     if grad_hidden is not None:
-        (grad_hidden,) = vocabulary.add(grad_hidden)
+        (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
     return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
 
 
@@ -112,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         table: Tensor,
         targets: Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: VocabularyShard,
         ignore_index: int,
         dtype: torch.dtype,
         wanted: tuple[bool, bool],
@@ -125,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        # Scaled in place and given away, so that no second (V, d) tensor is held; a second backward computes them again.
+        # Scaled in place and released, so that no second (V, d) tensor is held; a second backward recomputes them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             with linalg.disable_autocast(grad.device):
@@ -138,19 +137,19 @@ def _with_all_logits(
     hidden: Tensor,
     table: Tensor,
     targets: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: VocabularyShard,
     ignore_index: int,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
 ) -> Tensor:
     wide = linalg.compute_dtype(dtype)
     counted = targets != ignore_index
-    index, here = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
+    index, is_local = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
     with linalg.disable_autocast(hidden.device):
-        x = F.linear(vocabulary.shared(hidden.to(dtype)), table.to(dtype)).to(wide)
-        largest = vocabulary.largest(x.detach())
-        total = vocabulary.summed((x - largest).exp().sum(1, keepdim=True))
-        losses = total.log() + largest - vocabulary.summed(vocabulary.pick(x, index, here))
+        x = F.linear(vocabulary.copy_to_ranks(hidden.to(dtype)), table.to(dtype)).to(wide)
+        largest = vocabulary.max(x.detach())
+        total = vocabulary.reduce_from_ranks((x - largest).exp().sum(1, keepdim=True))
+        losses = total.log() + largest - vocabulary.reduce_from_ranks(vocabulary.gather(x, index, is_local))
         return (losses[:, 0] * counted).sum() / counted.sum().clamp_min(1)
 
 

@@ -1,4 +1,4 @@
-"""PIT with its memory on the Stiefel manifold and the transform as a Cholesky factor."""
+"""PIT with the memory on the Stiefel manifold and the transform as a Cholesky factor."""
 
 import math
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 from manifold_tying.tying._start import check_bounds
-from manifold_tying.tying._transform import divide_by_transform
+from manifold_tying.tying._transform import solve_transform
 
 
 class ManifoldPIT(PIT):
-    """PIT that stores Z, a point of St(V, d), and L with T = L Lᵀ: what ``PIT(memory="frozen" | "trainable")`` returns.
+    """PIT that stores Z on St(V, d) and L with T = L Lᵀ. ``PIT(memory="frozen" | "trainable")`` returns this class.
 
-    Starts from a random orthonormal memory and T = I.
+    The initial memory is a random orthonormal matrix, the initial T is I.
 
     Args:
         vocab_size: V >= d.
         hidden_size: d.
-        memory: "frozen" (the paper's default) or "trainable", to be moved by a Riemannian optimizer.
-        retraction: by which that optimizer keeps ZᵀZ = I, see :class:`manifold_tying.Stiefel`.
+        memory: "frozen" (the paper's default) or "trainable", by a Riemannian optimizer.
+        retraction: how that optimizer moves Z, see :class:`manifold_tying.Stiefel`.
         diagonal: "softplus" or "exp", the map that keeps L's diagonal positive.
-        bounds: optional (low, high) clamp of L's diagonal, with low <= 1 <= high, where it starts.
+        bounds: (low, high) clamp of L's diagonal, with low <= 1 <= high, since it starts at 1; None for no clamp.
 
     Raises:
-        ValueError: vocab_size < hidden_size, an unknown retraction or diagonal, or bounds without 0 < low < high and
+        ValueError: vocab_size < hidden_size, unknown retraction or diagonal, or bounds without 0 < low < high and
             low <= 1 <= high.
     """
 
@@ -64,19 +64,19 @@ class ManifoldPIT(PIT):
         if clamp is not None:
             low, high = L.diagonal().aminmax()
             check_bounds(low.item(), high.item(), clamp)
-        with torch.device("meta"):  # a random memory would be drawn and projected in vain
+        with torch.device("meta"):  # avoids drawing and projecting a random memory
             pit = cls(*Z.shape, **options)
         stored = parametrized(pit)
-        cast(CholeskyFactor, stored["cholesky_factor"][0]).bounds = clamp  # here 1 need not lie between them
+        cast(CholeskyFactor, stored["cholesky_factor"][0]).bounds = clamp  # here 1 may lie outside
         pit = pit.to(dtype).to_empty(device=Z.device)
         with torch.no_grad():
-            stored["memory"].original.copy_(Z)  # orthonormal already; assigning pit.memory would project again
+            stored["memory"].original.copy_(Z)  # already orthonormal; assigning pit.memory would project again
         pit.cholesky_factor = L.to(dtype)
         return pit
 
     @property
     def head_weight(self) -> Tensor:
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             right = self.transform if self.bridge is None else self.transform @ self.bridge.mT
             return self.memory @ right
 
@@ -85,13 +85,13 @@ class ManifoldPIT(PIT):
 
     def _divide(self, rows: Tensor) -> Tensor:
         """rows T⁻¹, by two triangular solves."""
-        return divide_by_transform(rows, self.cholesky_factor)
+        return solve_transform(rows, self.cholesky_factor)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """h T and Z.
 
-        h T is larger than the logits by about √(V/d), beyond the range of float16 where they are well inside it: for products
-        in float16 a power of two near that goes from h T to Z.
+        h T is larger than the logits by about √(V/d), so it can overflow float16 when the logits do not. For float16 matmuls
+        a power of two close to that factor moves from h T to Z.
         """
         if linalg.autocast_dtype(hidden) != torch.float16:
             return self._readout(hidden), self.memory
@@ -99,21 +99,21 @@ class ManifoldPIT(PIT):
         return self._readout(hidden, factor), self.memory * factor
 
     def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
-        """h T / divisor in float32, in the dtype of h."""
+        """h T / divisor, computed in float32, in the dtype of h."""
         check_hidden(hidden)
         with linalg.full_precision(hidden.device):
             L = self.cholesky_factor
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
                 h = h @ self.bridge
-            h = (h @ L) @ L.mT if len(h) < len(L) else h @ (L @ L.mT)  # whichever takes less
+            h = (h @ L) @ L.mT if len(h) < len(L) else h @ (L @ L.mT)  # whichever is cheaper
             return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             memory = linalg.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()
-            return self._with_bridge(divide_by_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
+            return self._with_bridge(solve_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -129,11 +129,11 @@ class ManifoldPIT(PIT):
         super()._apply(fn, recurse)
         widened = before == torch.float32 and self.memory.dtype == torch.float64 and not self.memory.is_meta
         if widened and parametrize.is_parametrized(self, "memory"):
-            self.memory = self.memory.detach()  # orthonormal to float32 rounding so far, and a frozen one would stay so
+            self.memory = self.memory.detach()  # project again: it is only orthonormal to float32 rounding
         return self
 
     def extra_repr(self) -> str:
-        # by its parameter's name, which materialize(pit) shortens
+        # materialize(pit) shortens the parameter's name
         stored = next(p for name, p in self.named_parameters() if "memory" in name)
         kind = "trainable" if stored.requires_grad else "frozen"
         return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")

@@ -1,4 +1,4 @@
-"""A model and its token interfaces on many devices, by torch's FSDP2 and DTensor."""
+"""Sharding a model and its token interfaces with torch's FSDP2 and DTensor."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +9,7 @@ from manifold_tying.parametrizations import OnStiefel, constraints, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.interface import TokenInterface
 
-if TYPE_CHECKING:  # importing them takes as long as half of torch, and few need them
+if TYPE_CHECKING:  # importing these takes half as long as importing torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -26,26 +26,26 @@ def shard_model(
     mp_policy: "MixedPrecisionPolicy | None" = None,
     reshard_after_forward: bool = True,
 ) -> M:
-    """``fully_shard`` a model in place: every token interface, every block and the rest are one group each.
+    """Apply ``fully_shard`` to a model in place: every token interface, every block and the rest are one group each.
 
-    What it adds to calling ``fully_shard`` yourself: an interface's methods gather its parameters, as only ``forward`` does
-    by default; L and the memory are gathered in float32 whatever ``mp_policy`` says, since T⁻¹ is a matter of float32; and
-    constraints whose maps a policy of low precision would spoil are refused. Build the optimizer afterwards, on the sharded
-    parameters: ``RiemannianAdam(param_groups(model))``. Construction on the meta device goes ``shard_model``, ``to_empty``,
+    Beyond calling ``fully_shard`` yourself, it makes all methods of an interface gather its parameters (by default only
+    ``forward`` does); gathers L and the memory in float32 regardless of ``mp_policy``, because T⁻¹ needs float32; and rejects
+    constraints whose maps a low-precision policy would spoil. Build the optimizer afterwards, on the sharded parameters:
+    ``RiemannianAdam(param_groups(model))``. For a model on the meta device call ``shard_model``, ``to_empty``, then
     ``reset_parameters`` of all parts.
 
     Args:
-        model: with the same values on every process, or on the meta device. Activation checkpointing, torch.compile and
-            constraints (``stiefel``, ``equivalence_``, ...) come before.
-        mesh: 1-D to shard, 2-D to replicate along the first dimension and shard along the second; all processes where None.
+        model: has the same values on every rank, or is on the meta device. Apply activation checkpointing, torch.compile and
+            constraints (``stiefel``, ``equivalence_``, ...) first.
+        mesh: 1-D to shard, 2-D to replicate along the first dimension and shard along the second; None for all ranks.
         blocks: modules to gather one at a time, for instance ``model.blocks``.
-        methods: of the model that are called in place of ``forward``.
-        mp_policy: of the blocks, the rest and plain tables.
+        methods: methods of the model that are called instead of ``forward``.
+        mp_policy: policy for the blocks, the rest and plain tables.
         reshard_after_forward: free gathered parameters between forward and backward.
 
     Raises:
-        ValueError: a group that ``mp_policy`` casts below float32 has a trivialization (``orthogonal``, ``spd``,
-            ``equivalence``). Leave the policy out and use ``torch.autocast``.
+        ValueError: a group that ``mp_policy`` casts below float32 has a constraint with a map (``orthogonal``, ``spd``,
+            ``equivalence``). Omit the policy and use ``torch.autocast``.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -76,24 +76,24 @@ def shard_model(
 
 
 def shard_vocabulary(interface: I_, mesh: "DeviceMesh") -> I_:
-    """Give each process of a 1-D mesh its share of the rows of the tables, in place: nothing of them is ever gathered.
+    """Shard the rows of an interface's tables over a 1-D mesh, in place; the tables are never gathered.
 
-    For processes that work on the same tokens, as in tensor parallelism. A lookup sums the vectors found, one all-reduce of
-    (tokens, d); the loss reduces three numbers per token (a maximum and two sums) and the gradient of the hidden states,
-    (tokens, d); ``logits`` stay sharded by vocabulary, a DTensor. L is replicated, and its gradient comes out the same
-    everywhere. The memory's optimizer step takes one all-reduce of d x d per product, as under FSDP2.
+    For ranks that process the same tokens, as in tensor parallelism. A lookup takes one all-reduce of (tokens, d). The loss
+    all-reduces three numbers per token (a maximum and two sums) and the gradient of the hidden states, (tokens, d).
+    ``logits`` returns a DTensor sharded by vocabulary. L is replicated and gets the same gradient on every rank. The memory's
+    optimizer step takes one all-reduce of d x d per product, as under FSDP2.
 
     Args:
-        interface: with the same values on every process (the same seed), or on the meta device; not sharded yet.
-        mesh: of the processes.
+        interface: has the same values on every rank (the same seed), or is on the meta device; not sharded yet.
+        mesh: 1-D device mesh.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     V, d = interface.vocab_size, interface.hidden_size
     if mesh.ndim != 1:
-        raise ValueError(f"expected a 1-D mesh, got one of {mesh.ndim} dimensions; pass mesh['name'] of one of them")
+        raise ValueError(f"expected a 1-D mesh, got {mesh.ndim} dimensions; pass mesh['name'] for one of them")
     if V == d:
-        raise ValueError(f"expected more tokens than columns, to tell tables from d x d matrices, got {V} of both")
+        raise ValueError(f"expected vocab_size > hidden_size, to tell tables from d x d matrices, but both are {V}")
     for module in list(interface.modules()):
         for name, p in list(module.named_parameters(recurse=False)):
             if p.shape == (V, d):
@@ -107,6 +107,6 @@ def _check_trivializations(model: nn.Module, interfaces: list[TokenInterface]) -
     for path, owner, name in constraints(model):
         if owner not in apart and not isinstance(parametrized(owner)[name][0], OnStiefel):
             raise ValueError(
-                f"the policy's param_dtype would cast what {path} is computed from below float32; leave the policy out and "
-                "run under torch.autocast"
+                f"mp_policy.param_dtype would cast the stored tensor of {path} below float32; omit the policy and run under "
+                "torch.autocast"
             )

@@ -1,4 +1,4 @@
-"""Pseudo-Inverse Tying: embedding and head as coupled projections of one orthonormal token memory."""
+"""Pseudo-Inverse Tying: embedding and head are coupled projections of one orthonormal token memory."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, cast, get_args
@@ -13,7 +13,7 @@ from manifold_tying.parametrizations import Bounds, Diagonal
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._start import decompose
 from manifold_tying.tying._tables import INITIAL_STD
-from manifold_tying.tying._vocabulary import lookup, scores
+from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
 Memory = Literal["free", "frozen", "trainable"]
@@ -23,24 +23,24 @@ Transform = Literal["identity", "head", "embedding"]
 class PIT(TokenInterface):
     """E = Z T⁻¹ and W_out = T Zᵀ with ZᵀZ = I and T symmetric positive definite, so that W_out E = I (PIT, section 4).
 
-    ``memory`` says what is stored. ``PIT(...)`` returns the class for it:
+    ``memory`` selects what is stored, and so the class that ``PIT(...)`` returns:
 
-    - "free": one table W = Z T (V, d), its polar factors. Then W_out = Wᵀ and E = W (WᵀW)⁻¹, the head's pseudo-inverse, so
-      that training Z and T together is training W, by any optimizer. See :class:`FreePIT`.
+    - "free": one table W (V, d) with polar factors W = Z T, so W_out = Wᵀ and E = W (WᵀW)⁻¹, the head's pseudo-inverse. Any
+      optimizer trains W, and with it Z and T. See :class:`FreePIT`.
     - "frozen" (the paper's form) or "trainable": Z on the Stiefel manifold and T = L Lᵀ; a trainable Z needs an optimizer of
       :mod:`manifold_tying.optim`. See :class:`ManifoldPIT`.
 
-    Parameters are float32 (or float64 after ``.double()``) whatever the model's dtype; the maps by T and T⁻¹ run in it, with
-    autocast off.
+    Parameters are float32 (float64 after ``.double()``) regardless of the model's dtype. The maps by T and T⁻¹ run in that
+    dtype, with autocast off.
 
     Args:
         vocab_size: V >= d.
         hidden_size: d.
-        memory: what is stored, see above.
-        retraction: of a trainable memory, see :class:`ManifoldPIT`.
-        diagonal: of the transform of a frozen or trainable memory, see :class:`ManifoldPIT`.
-        bounds: of that diagonal, see :class:`ManifoldPIT`.
-        std: of a free table's entries at the start, see :class:`FreePIT`.
+        memory: "free", "frozen" or "trainable", see above.
+        retraction: for a trainable memory, see :class:`ManifoldPIT`.
+        diagonal: for a frozen or trainable memory, see :class:`ManifoldPIT`.
+        bounds: for a frozen or trainable memory, see :class:`ManifoldPIT`.
+        std: for a free table, see :class:`FreePIT`.
 
     Attributes:
         memory: Z, (V, d).
@@ -48,22 +48,22 @@ class PIT(TokenInterface):
         transform: T, (d, d).
 
     Raises:
-        ValueError: vocab_size < hidden_size, an unknown memory, an option of another memory, or a wrong value of one.
+        ValueError: vocab_size < hidden_size, unknown memory, an option that this memory does not have, or a wrong value.
     """
 
-    # Abstract in all but name: FreePIT and ManifoldPIT fill in what raises NotImplementedError here. With abstract methods
-    # type checkers would refuse every ``PIT(...)``.
+    # Not an ABC, because type checkers would reject ``PIT(...)``: FreePIT and ManifoldPIT override what raises
+    # NotImplementedError here.
     memory: Tensor
     cholesky_factor: Tensor
     bridge: nn.Parameter | None
-    _like: Tensor
+    _dtype_marker: Tensor
 
-    # The sizes have defaults because copy and pickle call it without arguments.
+    # copy and pickle call __new__ without arguments, hence the defaults.
     def __new__(cls, vocab_size: int = 0, hidden_size: int = 0, *, memory: Memory = "free", **options: Any) -> Self:
-        """An instance of the class that stores ``memory``."""
+        """An instance of the class for ``memory``."""
         if cls is not PIT:
             return super().__new__(cls)
-        return super().__new__(cast(type[Self], _form(memory, options)))
+        return super().__new__(cast(type[Self], _pit_class(memory, options)))
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class PIT(TokenInterface):
         bounds: Bounds | None = None,
         std: float = INITIAL_STD,
     ) -> None:
-        """What all forms have; see the class for the arguments."""
+        """See the class for the arguments."""
         super().__init__(vocab_size, hidden_size)
         if vocab_size < hidden_size:
             raise ValueError(
                 f"expected vocab_size >= hidden_size, since d orthonormal columns need V >= d rows; got V={vocab_size}, "
                 f"d={hidden_size}; use a larger vocabulary or a narrower model"
             )
-        # Follows the model's dtype through .to(...), where the parameters stay wide: the dtype that embeddings come out in.
-        self.register_buffer("_like", torch.empty(0), persistent=False)
+        # Empty tensor that tracks the model's dtype, in which embeddings are returned; the parameters stay float32.
+        self.register_buffer("_dtype_marker", torch.empty(0), persistent=False)
         self.register_parameter("bridge", None)
 
     @classmethod
@@ -99,25 +99,25 @@ class PIT(TokenInterface):
     ) -> "PIT":
         """PIT from an existing table E0 = U H (polar factors): Z = U. (PIT, section 4.1.)
 
-        No T makes it equal to transpose tying by E0, unless H² = I: E0ᵀE0 = H², where PIT has W_out E = I.
+        No T reproduces transpose tying by E0 unless H² = I: E0ᵀE0 = H², whereas PIT has W_out E = I.
 
         Args:
             weight: E0 (V, d), V >= d, of full column rank.
-            transform: where T starts: "identity" (the paper), "head" (T = H, so W_out = E0ᵀ) or "embedding" (T = H⁻¹, so
+            transform: the initial T: "identity" (the paper), "head" (T = H, so W_out = E0ᵀ) or "embedding" (T = H⁻¹, so
                 E = E0).
-            bridge: keep the tied model's function exactly by a trainable d x d matrix, H at the start, applied to
-                embeddings and to hidden states, with T = I whatever ``transform`` says. W_out E = I then holds for Z and T
-                alone and no longer for the maps of the model.
+            bridge: preserve the tied model's function exactly, by a trainable d x d matrix, initially H, that is applied to
+                embeddings and hidden states. T is then I regardless of ``transform``, and W_out E = I holds for Z and T only,
+                not for the model's maps.
             memory: as for :class:`PIT`.
-            options: of :class:`ManifoldPIT`, with bounds around the diagonal of the L that this T has.
+            options: options of :class:`ManifoldPIT`; bounds must contain the diagonal of the L of this T.
 
         Raises:
-            ValueError: as for :class:`PIT`; an unknown transform; a table that is no floating (V, d) with V >= d, holds NaN
-                or Inf, or is not of full column rank; bounds that would change the diagonal of L.
+            ValueError: as for :class:`PIT`; unknown transform; the table is not a floating (V, d) with V >= d, contains NaN
+                or Inf, or is rank-deficient; bounds would change the diagonal of L.
         """
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
-        form = _form(memory, options)
+        form = _pit_class(memory, options)
         U, H = decompose(weight)
         T = linalg.eye_like(H)
         if transform != "identity" and not bridge:
@@ -129,22 +129,22 @@ class PIT(TokenInterface):
 
     @classmethod
     def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> "PIT":
-        """The interface of float64 factors, with parameters in ``dtype``."""
+        """The interface with these float64 factors and parameters in ``dtype``."""
         raise NotImplementedError
 
     def to_free(self) -> "PIT":
-        """The same pair E, W_out (and bridge) as one free table W = Z T, which any optimizer trains; a copy."""
+        """A copy with the same E, W_out (and bridge) as one free table W = Z T, which any optimizer trains."""
         with torch.no_grad():
             Z = linalg.full_tensor(self.memory)
-            free = _form("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
+            free = _pit_class("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
-            return free.to(self._like.dtype)
+            return free.to(self._dtype_marker.dtype)
 
     @property
     def transform(self) -> Tensor:
         """T = L Lᵀ, (d, d)."""
-        with linalg.full_precision(self._like.device):
+        with linalg.full_precision(self._dtype_marker.device):
             L = self.cholesky_factor
             return L @ L.mT
 
@@ -156,8 +156,8 @@ class PIT(TokenInterface):
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of E at ids (...), (..., d).
 
-        The map by T⁻¹ is applied to each distinct token once. On GPUs and in compiled code, which are not to wait for their
-        number, that is every looked-up row, or the whole vocabulary where it is smaller.
+        T⁻¹ is applied once to each distinct token. On GPUs and in compiled code, where counting them would sync, it is applied
+        to every looked-up row, or to the full vocabulary if that is smaller.
         """
         check_ids(ids)
         with linalg.full_precision(ids.device):
@@ -169,36 +169,36 @@ class PIT(TokenInterface):
                 and not torch.compiler.is_compiling()
             ):
                 rows, index = ids.unique(return_inverse=True)
-                e = F.embedding(index, self._divide(lookup(rows, table)))
+                e = F.embedding(index, self._divide(vocab_embedding(rows, table)))
             elif ids.numel() > self.vocab_size and not linalg.is_dtensor(table):
                 e = F.embedding(ids, self._divide(table))
             else:
-                e = self._divide(lookup(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
+                e = self._divide(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
             if self.bridge is not None:
                 e = e @ self.bridge
-        return e.to(self._like.dtype)
+        return e.to(self._dtype_marker.dtype)
 
     def _table(self) -> Tensor:
-        """The stored matrix (V, d) whose rows tokens look up."""
+        """The stored matrix (V, d) that tokens index."""
         raise NotImplementedError
 
     def _divide(self, rows: Tensor) -> Tensor:
-        """Rows of the table (n, d) to rows of E."""
+        """Map rows of the table (n, d) to rows of E."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden W_out, (..., V)."""
-        return scores(*self._factors(hidden))
+        return vocab_logits(*self._factors(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
         return linear_cross_entropy(*self._factors(hidden), targets, ignore_index=ignore_index)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Two matrices (..., d) and (V, d), the first in the dtype of hidden, whose product are the logits."""
+        """Matrices (..., d), in the dtype of hidden, and (V, d), whose product is the logits."""
         raise NotImplementedError
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """(E, W_out), computed in float64 and cast once, to the parameters' dtype by default; with a bridge (E B, B W_out)."""
+        """(E, W_out), computed in float64 and cast once, by default to the parameters' dtype; with a bridge (E B, B W_out)."""
         raise NotImplementedError
 
     def _with_bridge(self, E: Tensor, W_out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -208,38 +208,38 @@ class PIT(TokenInterface):
         return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
 
     def reset_parameters(self) -> None:
-        """New parameters from torch's default generator, as at construction; RuntimeError with a bridge.
+        """Draw new parameters from torch's default generator, as in the constructor; RuntimeError with a bridge.
 
-        Also the way up from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with the same
-        seed on all of them, processes get what one process would.
+        Also initializes a module from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with
+        the same seed, ranks get the values that one process would draw.
         """
         if self.bridge is not None:
-            raise RuntimeError("a bridge comes from a table; make the interface anew by from_embedding")
+            raise RuntimeError("a bridge comes from a table; create a new interface by from_embedding")
 
     def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
-        """Optional regularizers: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""
+        """Optional regularizer: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""
         logs = self.cholesky_factor.diagonal().log()
         return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Device moves and .double() as usual; .half() and .bfloat16() reach ``_like`` alone."""
+        """Device moves and .double() as usual; .half() and .bfloat16() only cast ``_dtype_marker``."""
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrowed and tensor is not self._like else moved
+            return tensor.to(moved.device) if narrowed and tensor is not self._dtype_marker else moved
 
         return super()._apply(wide, recurse)
 
 
 def check_hidden(hidden: Tensor) -> None:
-    """ValueError for what is no hidden state."""
+    """ValueError unless hidden is floating point."""
     if not hidden.is_floating_point():
         raise ValueError(f"expected hidden states in floating point, got {hidden.dtype}; for token ids call embed")
 
 
-def _form(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
-    """The class that stores this memory; ValueError for an unknown one, or for options of the other."""
+def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
+    """The class for this memory; ValueError if it is unknown or does not have one of the options."""
     if memory not in get_args(Memory):
         raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
     others = ("retraction", "diagonal", "bounds") if memory == "free" else ("std",)

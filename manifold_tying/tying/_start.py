@@ -1,4 +1,4 @@
-"""Where a PIT interface starts from: the polar factors of a table, and bounds that leave the start alone."""
+"""Initial values of a PIT interface: the polar factors of a table, and a check of the bounds."""
 
 import torch
 from torch import Tensor
@@ -8,16 +8,16 @@ from manifold_tying.parametrizations import Bounds
 
 
 def check_bounds(low: float, high: float, bounds: Bounds) -> None:
-    """ValueError where a clamp would change a diagonal of L, from low to high, that an interface starts from."""
+    """ValueError if clamping would change an initial diagonal of L, which ranges from low to high."""
     if not bounds[0] <= low <= high <= bounds[1]:
         raise ValueError(
-            f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamped, it would "
-            "be another T than asked for. Widen them, or start from another transform"
+            f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamping would "
+            "change T. Widen the bounds, or choose another transform"
         )
 
 
 def decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Polar factors of a table in float64; ValueError with the reason where PIT cannot start from it."""
+    """Polar factors of a table in float64; ValueError, with the reason, if PIT cannot start from it."""
     if weight.ndim != 2:
         raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
     linalg.compute_dtype(weight.dtype)

@@ -1,4 +1,4 @@
-"""The two usual token interfaces: separate tables, and one table used on both sides."""
+"""The two usual token interfaces: separate tables, and one table for both sides."""
 
 import math
 from abc import abstractmethod
@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying.tying._loss import linear_cross_entropy
-from manifold_tying.tying._vocabulary import lookup, scores
+from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
-INITIAL_STD = 0.02  # of a fresh table, as GPT-2 and Llama have it
+INITIAL_STD = 0.02  # as in GPT-2 and Llama
 
 
 class _PlainTables(TokenInterface):
-    """E and W_outᵀ are tables (V, d), the second one times a learned exp(``log_scale``) if there is one."""
+    """E and W_outᵀ are tables (V, d); the second is multiplied by a learned exp(``log_scale``) if there is one."""
 
     def __init__(self, vocab_size: int, hidden_size: int, std: float, logit_scale: bool) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
-        # (1,) and not (), which FSDP2 could not shard
+        # shape (1,): FSDP2 cannot shard a scalar
         self.log_scale = nn.Parameter(torch.zeros(1)) if logit_scale else None
 
     @property
@@ -36,10 +36,10 @@ class _PlainTables(TokenInterface):
 
     def embed(self, ids: Tensor) -> Tensor:
         check_ids(ids)
-        return lookup(ids, self._embedding)
+        return vocab_embedding(ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return scores(self._scaled(hidden), self._head)
+        return vocab_logits(self._scaled(hidden), self._head)
 
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
         return linear_cross_entropy(self._scaled(hidden), self._head, targets, ignore_index=ignore_index)
@@ -49,10 +49,10 @@ class _PlainTables(TokenInterface):
         return E.clone(), self._scaled(head).detach().T.clone(memory_format=torch.contiguous_format)
 
     def reset_parameters(self) -> None:
-        """Draw the tables anew from torch's default generator, as at construction.
+        """Draw new tables from torch's default generator, as in the constructor.
 
-        Also the way up from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with the same
-        seed on all of them, processes get what one process would.
+        Also initializes a module from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with
+        the same seed, ranks get the values that one process would draw.
         """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -63,13 +63,13 @@ class _PlainTables(TokenInterface):
 
 
 class Untied(_PlainTables):
-    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ (V, d), both N(0, std²) at the start.
+    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ, head (V, d); both N(0, std²) initially.
 
     Args:
         vocab_size: V.
         hidden_size: d.
-        std: of the fresh tables' entries.
-        logit_scale: multiply the logits by a learned exp(``log_scale``), 1 at the start.
+        std: standard deviation of the initial tables.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), initially 1.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Untied(_PlainTables):
 
 
 class TransposeTying(_PlainTables):
-    """One table on both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) at the start.
+    """One table for both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) initially.
 
     Args:
         vocab_size: V.
         hidden_size: d.
-        std: of the fresh table's entries.
-        logit_scale: multiply the logits by a learned exp(``log_scale``), 1 at the start.
+        std: standard deviation of the initial table.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), initially 1.
         input_gradient_scale: multiplies the lookup's part of the table's gradient, which the head's part otherwise
             outweighs (arXiv 2603.26663). The values do not change.
 

@@ -1,4 +1,4 @@
-"""Division by T = L Lᵀ, with a gradient that costs no more than it has to."""
+"""Division by T = L Lᵀ, with a cheap gradient."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from manifold_tying import linalg
 
 
-def divide_by_transform(rows: Tensor, L: Tensor) -> Tensor:
-    """rows T⁻¹, (n, d) by two triangular solves: no inverse is formed."""
+def solve_transform(rows: Tensor, L: Tensor) -> Tensor:
+    """rows T⁻¹, (n, d), by two triangular solves, without forming an inverse."""
     return _divide(rows, L)
 
 
@@ -22,7 +22,7 @@ class _Divide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        # With E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹: nothing but EᵀḠ has n rows where Z is frozen.
+        # E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹. With a frozen Z only EᵀḠ has n rows.
         quotient, L = ctx.saved_tensors
         grad_rows = grad_L = None
         if ctx.needs_input_grad[0]:
@@ -34,8 +34,8 @@ class _Divide(torch.autograd.Function):
 
 
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
-    # As (T⁻¹ rowsᵀ)ᵀ, whose result lies row by row. One that lay column by column went wrong compiled: on a CPU, torch up to
-    # 2.13 miscomputes a norm of such a tensor and its gradient, without a word (PyTorch's issue 185702).
+    # (T⁻¹ rowsᵀ)ᵀ gives a row-major result. Compiled for a CPU, torch up to 2.13 silently miscomputes the norm of a
+    # column-major one and its gradient (pytorch/pytorch#185702).
     half = torch.linalg.solve_triangular(L, rows.mT, upper=False)
     return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
 

@@ -1,4 +1,4 @@
-"""The rows of a vocabulary's table that a process has, and what the processes add up where each has some of them."""
+"""A rank's rows of a vocabulary table, and the reductions over the ranks that share the table."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from manifold_tying import linalg
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Rows ``first`` to ``first + rows`` of a table are here, the others with the processes of ``group``; None: all here."""
+class VocabularyShard:
+    """This rank has rows ``first`` to ``first + rows`` of a table, the ranks of ``group`` the others; None: not sharded."""
 
     rows: int
     first: int = 0
@@ -21,8 +21,8 @@ class Vocabulary:
     total: int = 0
 
     @classmethod
-    def of(cls, table: Tensor) -> "Vocabulary":
-        """That of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
+    def of(cls, table: Tensor) -> "VocabularyShard":
+        """The shard of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
         if not linalg.is_dtensor(table):
             return cls(len(table))
         first, dtensor = linalg.row_offset(table), table
@@ -33,14 +33,14 @@ class Vocabulary:
         return cls(len(linalg.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
 
     @property
-    def processes(self) -> int:
-        """How many have a share."""
+    def world_size(self) -> int:
+        """Number of ranks that share the table."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def index(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the rows at hand for token ids, and whether each is at hand; some row's number where it is not.
+        """Local row numbers of token ids, and whether each row is local; the number is arbitrary if it is not.
 
-        IndexError for an id that no process has, where the numbers can be looked at without waiting for a GPU.
+        IndexError for an id that no rank has, if that can be checked without a sync.
         """
         if self.group is None:
             return ids, torch.ones_like(ids, dtype=torch.bool)
@@ -52,43 +52,43 @@ class Vocabulary:
         index = ids - self.first
         return index.clamp(0, max(0, self.rows - 1)), (index >= 0) & (index < self.rows)
 
-    def pick(self, x: Tensor, index: Tensor, here: Tensor) -> Tensor:
-        """x (n, rows) at the index (n, 1), 0 where it is not here."""
-        return x.gather(1, index) * here if self.rows else x.sum(1, keepdim=True)
+    def gather(self, x: Tensor, index: Tensor, is_local: Tensor) -> Tensor:
+        """x (n, rows) at the index (n, 1), 0 if the row is not local."""
+        return x.gather(1, index) * is_local if self.rows else x.sum(1, keepdim=True)
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest entry of each row (n, 1) on all processes."""
+    def max(self, x: Tensor) -> Tensor:
+        """The maximum of each row (n, 1) over all ranks."""
         largest = x.amax(1, keepdim=True) if self.rows else x.new_full((len(x), 1), -torch.inf)
         if self.group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         return largest
 
-    def add(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """The sums over all processes, by one all-reduce."""
+    def all_reduce(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Sums over all ranks, by one all-reduce."""
         if self.group is None:
             return parts
         joined = torch.stack(parts) if len(parts) > 1 else parts[0].contiguous()[None]
         dist.all_reduce(joined, group=self.group)
         return joined.unbind()
 
-    def shared(self, x: Tensor) -> Tensor:
-        """The same tensor, used by every process for its rows; its gradient is the sum of what they find."""
-        return x if self.group is None else _SumGradients.apply(x, self)
+    def copy_to_ranks(self, x: Tensor) -> Tensor:
+        """Identity in the forward, all-reduce in the backward, for a tensor that every rank uses with its rows."""
+        return x if self.group is None else _CopyToRanks.apply(x, self)
 
-    def summed(self, x: Tensor) -> Tensor:
-        """:meth:`add` of one tensor, differentiable; what comes after it is the same on every process."""
-        return x if self.group is None else _Sum.apply(x, self)
+    def reduce_from_ranks(self, x: Tensor) -> Tensor:
+        """All-reduce in the forward, identity in the backward, for a tensor that every rank then uses alike."""
+        return x if self.group is None else _ReduceFromRanks.apply(x, self)
 
 
-def scores(hidden: Tensor, table: Tensor) -> Tensor:
-    """hidden tableᵀ, (..., V), the table in hidden's dtype; for a DTensor sharded by rows a DTensor sharded by vocabulary."""
+def vocab_logits(hidden: Tensor, table: Tensor) -> Tensor:
+    """hidden tableᵀ, (..., V), in hidden's dtype; a DTensor sharded by vocabulary for a DTensor sharded by rows."""
     if not linalg.is_dtensor(table):
         return F.linear(hidden, table.to(hidden.dtype))
     from torch.distributed.tensor import DTensor, Shard
 
     parts: Any = table
     columns = [Shard(hidden.ndim - 1) if placement.is_shard() else placement for placement in parts.placements]
-    x = Vocabulary.of(table).shared(hidden)
+    x = VocabularyShard.of(table).copy_to_ranks(hidden)
     shape = torch.Size((*hidden.shape[:-1], len(table)))
     return DTensor.from_local(
         F.linear(x, linalg.to_local(table).to(hidden.dtype)),
@@ -100,55 +100,55 @@ def scores(hidden: Tensor, table: Tensor) -> Tensor:
     )
 
 
-class _SumGradients(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, vocabulary: VocabularyShard) -> Tensor:
         ctx.vocabulary = vocabulary
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.vocabulary), None
+        return _ReduceFromRanks.apply(grad, ctx.vocabulary), None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, vocabulary: Vocabulary) -> Tensor:
+    def forward(ctx: Any, x: Tensor, vocabulary: VocabularyShard) -> Tensor:
         ctx.vocabulary = vocabulary
-        return vocabulary.add(x.clone())[0]
+        return vocabulary.all_reduce(x.clone())[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumGradients.apply(grad, ctx.vocabulary), None
+        return _CopyToRanks.apply(grad, ctx.vocabulary), None
 
 
-def lookup(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of a table (V, d) at ids (...), (..., d); of a DTensor sharded by rows by one all-reduce of the result.
+def vocab_embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table (V, d) at ids (...), (..., d); for a DTensor sharded by rows, by one all-reduce of the result.
 
-    Its processes all look up the same ids.
+    All ranks must look up the same ids.
     """
     if not linalg.is_dtensor(table):
         return F.embedding(ids, table)
-    return _Lookup.apply(ids, linalg.to_local(table), Vocabulary.of(table))
+    return _VocabEmbedding.apply(ids, linalg.to_local(table), VocabularyShard.of(table))
 
 
-class _Lookup(torch.autograd.Function):
+class _VocabEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, rows: Tensor, vocabulary: Vocabulary) -> Tensor:
-        index, here = vocabulary.index(ids)
-        ctx.save_for_backward(index, here)
-        ctx.shape = rows.shape  # what lies here of (V, d)
+    def forward(ctx: Any, ids: Tensor, rows: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        index, is_local = vocabulary.index(ids)
+        ctx.save_for_backward(index, is_local)
+        ctx.shape = rows.shape  # of the local shard
         ctx.vocabulary = vocabulary
-        found = rows[index] * here[..., None] if len(rows) else rows.new_zeros(*ids.shape, rows.shape[1])
-        return vocabulary.add(found)[0]
+        found = rows[index] * is_local[..., None] if len(rows) else rows.new_zeros(*ids.shape, rows.shape[1])
+        return vocabulary.all_reduce(found)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         if not ctx.needs_input_grad[1]:
             return None, None, None
-        # What comes after the lookup is the same on every process, and so is its gradient: each takes that of its rows.
-        index, here = ctx.saved_tensors
-        found = (ctx.vocabulary.shared(grad) * here[..., None]).flatten(0, -2)
-        if not ctx.shape[0]:  # still connected: a second derivative is a collective
+        # The result's gradient is the same on every rank; each rank takes the part of its rows.
+        index, is_local = ctx.saved_tensors
+        found = (ctx.vocabulary.copy_to_ranks(grad) * is_local[..., None]).flatten(0, -2)
+        if not ctx.shape[0]:  # keep the graph connected: a second derivative runs a collective
             return None, found[:0], None
         return None, found.new_zeros(ctx.shape).index_add_(0, index.flatten(), found), None

@@ -165,7 +165,7 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),
         ("constrained after", "constrain it first, then shard"),
-        ("materialized", "distributed over processes"),
+        ("materialized", "is a DTensor"),
         ("id", "expected token ids from 0 to 8"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.linalg._polar_factors import polar_products
+from manifold_tying.linalg._polar_factors import polar_matmuls
 
 METHODS = get_args(linalg.Orthonormalization)
 seeds = st.integers(0, 2**31 - 1)
@@ -167,7 +167,7 @@ def test_defect_is_the_formula_in_float64() -> None:
 
 
 def by_products(Y: Tensor) -> bool:
-    return polar_products(Y, linalg.gram(Y)) is not None
+    return polar_matmuls(Y, linalg.gram(Y)) is not None
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_nan_and_infinity_are_refused(function: str) -> None:
         Y = torch.randn(2, 6, 3).to(dtype)
         f(Y)
         Y[1, 4, 2] = bad
-        with pytest.raises(ValueError, match="expected a finite matrix, got NaN or Inf"):
+        with pytest.raises(ValueError, match="expected a finite matrix, but it contains NaN or Inf"):
             f(Y)
 
 
@@ -584,7 +584,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "cayley not square": (lambda: linalg.cayley(torch.randn(3, 2)), r"square matrix \(..., b, b\), got \(3, 2\)"),
     "cayley of integers": (lambda: linalg.cayley(torch.ones(2, 2).int()), "got torch.int32"),
-    "half a term": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 1.5), "whole number >= 1, got 1.5"),  # type: ignore[arg-type]
+    "half a term": (lambda: linalg.cayley_neumann(torch.zeros(2, 2), 1.5), "integer >= 1, got 1.5"),  # type: ignore[arg-type]
     "skew of too many": (lambda: linalg.skew(torch.zeros(4), 3), "expected 3 entries for b=3, got 4"),
     "unskew not square": (lambda: linalg.unskew(torch.zeros(2, 3)), r"got \(2, 3\)"),
 }

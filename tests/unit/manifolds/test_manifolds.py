@@ -148,7 +148,7 @@ def test_stiefel_options_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown retraction 'euler'; choose one of polar, qr, cayley, cayley-neumann"):
         Stiefel("euler")  # type: ignore[arg-type]
     for terms in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="whole number >= 1, got"):
+        with pytest.raises(ValueError, match="integer >= 1, got"):
             Stiefel("cayley-neumann", terms=terms)  # type: ignore[arg-type]
     assert "cayley" in repr(Stiefel("cayley"))
 

@@ -123,11 +123,11 @@ def test_head_dim_is_derived_and_free_to_differ() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 1.5}, "num_layers to be a whole number >= 1, got 1.5"),
+        ({"num_layers": 1.5}, "num_layers to be an integer >= 1, got 1.5"),
         ({"num_heads": 5, "num_kv_heads": 5}, "num_heads must divide hidden_size, got hidden_size=32, num_heads=5"),
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got num_heads=4, num_kv_heads=3"),
         ({"num_heads": 32}, "head_dim must be even, got 1.*change num_heads or give an even head_dim"),
-        ({"head_dim": -2}, r"head_dim to be a whole number >= 0 \(0: derived\), got -2"),
+        ({"head_dim": -2}, r"head_dim to be an integer >= 0 \(0: derived\), got -2"),
         ({"norm": "batchnorm"}, "unknown norm 'batchnorm'; choose one of rmsnorm, layernorm"),
         ({"rope_theta": 0.0}, r"rope_theta must be positive, got 0\.0"),
         ({"norm_eps": -1e-5}, "norm_eps must be positive, got -1e-05"),

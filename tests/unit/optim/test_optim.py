@@ -387,7 +387,7 @@ def test_points_that_are_none_are_refused() -> None:
     X = torch.linalg.qr(torch.randn(8, 3))[0].contiguous()
     cases: list[tuple[Tensor, Any, str]] = [
         (1.1 * X, mt.Stiefel(), "is not on Stiefel"),
-        (X.flatten(), mt.Stiefel(), "flattened"),
+        (X.flatten(), mt.Stiefel(), "FSDP1 and ZeRO-3 flatten"),
         (X.T.contiguous(), mt.Stiefel(), "tall"),
         (X.bfloat16(), mt.Stiefel(), "float32 or wider"),
         (2 * torch.ones(3), geoopt.PoincareBall(), "is not on"),

@@ -131,7 +131,7 @@ def test_a_flattened_point_is_refused() -> None:
     del parts.weight.original
     flat: Tensor = nn.Parameter(kept.data.flatten())
     parts.weight.register_parameter("original", flat)
-    with pytest.raises(ValueError, match=r"0\.parametrizations\.weight\.original has a shape"):
+    with pytest.raises(ValueError, match=r"0\.parametrizations\.weight\.original has shape"):
         RiemannianAdam(param_groups(nn.Sequential(layer)))
 
 

@@ -626,7 +626,7 @@ def test_a_model_keeps_its_heads_and_its_layers_differ(capsys: pytest.CaptureFix
     model = Model()
     assert equivalence_(model, seed=1, block_size=4) == (BODY, ["lm_head"])
     shown = capsys.readouterr().out
-    assert "4 linear layers: blocks.0.query, " in shown and "left as they are: lm_head" in shown
+    assert "4 linear layers: blocks.0.query, " in shown and "left unchanged: lm_head" in shown
     first, second = model.blocks[0], model.blocks[1]
     assert isinstance(first, nn.ModuleDict) and isinstance(second, nn.ModuleDict)
     assert constraint(first["query"]).in_order.tolist() != constraint(second["query"]).in_order.tolist()
@@ -699,13 +699,13 @@ def test_on_the_meta_device_and_up_from_it() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "unknown scheme 'svd'; choose one of block, full": {"scheme": "svd"},
     "unknown init 'zeros'; choose one of keep, normalized": {"init": "zeros"},
-    "whole number >= 2, got 2.5": {"block_size": 2.5},
+    "integer >= 2, got 2.5": {"block_size": 2.5},
     'fraction needs scheme="full"': {"fraction": 0.5},
     "expected 0 < fraction <= 1, got 0.0": {"fraction": 0.0, "scheme": "full"},
     "expected 0 < fraction <= 1, got '0.5'": {"fraction": "0.5", "scheme": "full"},
     "nothing to rotate; choose a larger block_size": {"fraction": 0.01, "scheme": "full"},
-    "terms to be a whole number >= 1, or None": {"terms": 0},
-    "seed to be a whole number >= 0, got -1": {"seed": -1},
+    "terms to be an integer >= 1, or None": {"terms": 0},
+    "seed to be an integer >= 0, got -1": {"seed": -1},
     "expected 0 <= out_share <= 1": {"out_share": 1.1},
 }
 

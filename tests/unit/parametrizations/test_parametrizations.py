@@ -313,7 +313,11 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], Sequence[Callable[..., Any]]]]
     (r"Holder.weight to be a matrix .* got \(4,\)", lambda: Holder(torch.randn(4)), EACH),
     ("Linear.bias to be a matrix", lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, "bias")]),
     ("real floating dtype, got torch.int32", lambda: Holder(torch.ones(4, 4).int()), EACH),
-    ("Holder.weight to be finite, got NaN or Inf", lambda: Holder(torch.eye(4).fill_diagonal_(math.nan)), EACH),
+    (
+        "Holder.weight to be finite, but it contains NaN or Inf",
+        lambda: Holder(torch.eye(4).fill_diagonal_(math.nan)),
+        EACH,
+    ),
     (
         "Linear has no parameter 'wieght' of its own; its parameters: weight, bias",
         lambda: nn.Linear(3, 3),
