@@ -18,13 +18,12 @@ from manifold_tying.training._files import write_whole, writing_to
 from manifold_tying.training._folder import CONFIG, RESULT
 from manifold_tying.training._identity import CORPUS, differing, other_text
 from manifold_tying.training._lock import locked
-from manifold_tying.training._loop import Observer, train
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve, used_rates, used_settings
 from manifold_tying.training._record import finite
 from manifold_tying.training._run_data import load_data_together, run_data
-from manifold_tying.training._step import Diverged
+from manifold_tying.training.loop import Diverged, Observer, train
 
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 

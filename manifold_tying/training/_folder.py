@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,55 +14,49 @@ from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._files import Damaged, write_whole, writing_to
 from manifold_tying.training._identity import ARM
 from manifold_tying.training._machine import machine
+from manifold_tying.training._processes import Processes
 from manifold_tying.training._record import METRICS, read_logs
-from manifold_tying.training._step import Run
 
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # apart from the configuration: a resumed run may be called otherwise, and elsewhere
 
 
-def open_folder(run: Run) -> int:
-    """Make the run's folder or load the newest whole checkpoint there; returns the step that was reached.
+def open_folder(
+    config: TrainConfig, arm: str, identity: dict[str, Any], processes: Processes, load: Callable[[Path], int]
+) -> int:
+    """Make the run's folder, or ``load`` its newest intact checkpoint; returns the step reached.
 
-    Newer ones, damaged ones among them, are set aside.
+    Newer checkpoints and damaged ones are set aside.
     """
-    config, processes = run.config, run.processes
     found = None
     start, damaged = 0, {}
     for path in processes.first(lambda: _candidates(config)):
         try:
-            start, found = run.load(path), path
+            start, found = load(path), path
             break
         except Damaged as error:
             if config.resume_from is not None:
                 raise
             damaged[path] = str(error).removesuffix(advice(path))
-
-    ends = start == config.settings.steps
     processes.on_first(lambda: read_logs(config.out, start))  # refuses before anything is changed
 
     def write() -> None:
         with writing_to(config.out):
-            if (
-                not ends and (config.out / RESULT).exists()
-            ):  # of a run that went further: not to be taken for this one's
-                os.replace(config.out / RESULT, config.out / f"aside-{RESULT}")
+            result = config.out / RESULT
+            if start < config.settings.steps and result.exists():  # of a run that went further
+                os.replace(result, result.with_name(f"aside-{RESULT}"))
             for path, what in damaged.items():
-                print(
-                    f"{what}Set aside as {set_aside(path).name}; going on from {found.name if found else 'the start'}"
-                )
+                where = found.name if found else "the start"
+                print(f"{what}Set aside as {set_aside(path).name}; going on from {where}")
             if found is not None:
                 set_newer_aside(found)
-            write_whole(config.out / CONFIG, json.dumps({ARM: run.arm, **run.identity}, indent=1).encode())
-            origin = {"command": called_as("train") or train_command(config), "machine": machine(_device(config))}
+            write_whole(config.out / CONFIG, json.dumps({ARM: arm, **identity}, indent=1).encode())
+            device = torch.device(config.settings.device)
+            origin = {"command": called_as("train") or train_command(config), "machine": machine(device)}
             write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
 
     processes.on_first(write)
     return start
-
-
-def _device(config: TrainConfig) -> torch.device:
-    return torch.device(config.settings.device)
 
 
 def _candidates(config: TrainConfig) -> list[Path]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from manifold_tying.training._config import Settings, TrainConfig
-from manifold_tying.training._evaluation import Batch
 from manifold_tying.training._identity import identity_of
 from manifold_tying.training._processes import Processes
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
+from manifold_tying.training.evaluate import Batch
 
 
 @dataclass(frozen=True)

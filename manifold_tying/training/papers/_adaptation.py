@@ -14,9 +14,9 @@ from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._folder import RESULT
 from manifold_tying.training._hugging_face_model import OUT
-from manifold_tying.training._loop import train
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training._record import finite
+from manifold_tying.training.loop import train
 from manifold_tying.training.papers._arithmetic import problems, write_problems
 from manifold_tying.training.papers._exact_match import exact_match
 
