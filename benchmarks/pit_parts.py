@@ -29,8 +29,8 @@ from manifold_tying.training._build import transform_rates
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._run_data import load_data, run_data
 from manifold_tying.training.evaluate import validation_loss
+from manifold_tying.training.loop import load_data, run_data
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 

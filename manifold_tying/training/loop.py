@@ -1,6 +1,5 @@
-"""A training run from top to bottom: set up or resume, the steps, one step, and what ends a run."""
+"""A training run from top to bottom: set up or resume, the steps, one step, how a run ends early, and its data."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -19,25 +18,24 @@ from manifold_tying.recipe import rate_factor
 from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._checkpoint import load_checkpoint
 from manifold_tying.training._config import Settings, TrainConfig
-from manifold_tying.training._files import write_whole
-from manifold_tying.training._folder import RESULT, open_folder
-from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
-from manifold_tying.training._identity import CORPUS
+from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._identity import CORPUS, identity_of
 from manifold_tying.training._lock import locked
-from manifold_tying.training._machine import check_device, peak_memory, reset_peak_memory
+from manifold_tying.training._machine import check_device, reset_peak_memory
 from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import LossOf, Processes, without_sync
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._record import Record, finite
-from manifold_tying.training._run_data import load_data_together, run_data
 from manifold_tying.training._saving import stage_checkpoint
 from manifold_tying.training._signals import Termination, termination
 from manifold_tying.training._writer import CheckpointWriter
+from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
 from manifold_tying.training.evaluate import Batch, Diverged, InterfaceCheck, autocast, evaluate
+from manifold_tying.training.rundir import open_folder, write_row
 from manifold_tying.tying import PIT
 
 MAX_SKIPPED = 10  # steps in a row, with on_nan="skip"
 Observer = Callable[[dict[str, Any]], None]
+_ALONE = Processes()
 
 
 @dataclass
@@ -89,7 +87,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     settings, device = config.settings, check_device(config.settings.device)
     processes = Processes.of(settings)
     arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
-    data = run_data(load_data_together(config, processes), settings, config.seed)
+    data = run_data(load_data(config, processes), settings, config.seed)
     reset_peak_memory(device)
     model = build_model(config)
     loss_fn = processes.place(model, settings.compile)
@@ -101,22 +99,23 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         writer = stack.enter_context(
             CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints)
         )
-        state.step = open_folder(config, arm, state.identity, processes, lambda path: state.load(path, processes))
+        state.step, record = open_folder(
+            config, arm, state.identity, processes, load=lambda path: state.load(path, processes)
+        )
+        if record:
+            stack.callback(record.close)
+        state.skipped = processes.first(lambda: record.skipped if record else 0)
         # Saved with its group: a resumed run finds the peak, not the rate of the step it stopped at.
         for group in optimizer.param_groups:
             group.setdefault("peak_lr", group["lr"])
-        record = processes.together(lambda: Record(config.out, state.step) if processes.writes else None)
-        if record:
-            stack.callback(record.close)
         stop = stack.enter_context(termination(announced=processes.writes))
-        state.skipped = processes.first(lambda: record.skipped if record else 0)
         measure = partial(evaluate, model, data.held_out, device, processes, lambda: stop.requested)
         check_interface = InterfaceCheck(model, config, arm, processes, writer)
 
         if state.step == 0:
             probed = state.probes.measure()
             if record:
-                record.write_probes({"step": 0, "tokens": 0, "weights": probed["weights"]})
+                record.write_probes(0, 0, probed["weights"])
         elif _evaluates(state.step, settings) and processes.first(lambda: record and "val_loss" not in record.last):
             measured = measure()  # a signal cut this evaluation short
             if measured is None:
@@ -142,7 +141,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
                 probed = state.probes.measure()
                 weights = probed.pop("weights")
                 if record:
-                    record.write_probes({"step": state.step, "tokens": metrics["tokens"], "weights": weights})
+                    record.write_probes(state.step, metrics["tokens"], weights)
                 measured = measure()
                 metrics |= probed | (measured or {})
             if record:
@@ -163,7 +162,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
                 _exit_early(stop, state.step, config, processes, evaluated=measured is not None)
 
         writer.wait()
-        row = processes.first(lambda: _write_row(config, arm, state, record))
+        row = processes.first(lambda: write_row(config, arm, state.identity, model, record))
     if processes.any(stop.requested):  # too late for this run, but an ablation starts no other one
         if processes.writes:
             print(f"{stop.name}: the run in {config.out} is complete")
@@ -248,11 +247,8 @@ def _nan_message(
 ) -> str:
     """Which gradients are not finite, and what to do."""
     kept = writer.kept()
-    bad = [
-        name
-        for name, p in state.model.named_parameters()
-        if p.grad is not None and not linalg.to_local(p.grad).isfinite().all()
-    ]
+    grads = {name: linalg.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+    bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
     names = list(dict.fromkeys(name for found in processes.gather(bad) for name in found))
     listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
@@ -277,25 +273,47 @@ def _exit_early(
     raise SystemExit(stop.status)
 
 
-def _write_row(config: TrainConfig, arm: str, state: TrainState, record: Record | None) -> dict[str, Any]:
-    """Write ``OUT/result.json``, and the model of a run with ``init_from``; returns the row."""
-    assert record is not None, "rank 0 has a record"
-    settings, last = config.settings, record.last
-    losses = record.losses[-max(1, settings.steps // 10) :]
-    row = {
-        "arm": arm,
-        "seed": config.seed,
-        "val_loss": last["val_loss"],
-        "train_loss": sum(losses) / len(losses) if losses else math.nan,
-        "tokens": settings.steps * settings.tokens_per_step,
-        "seconds": record.seconds,
-        "tokens_per_second": settings.steps * settings.tokens_per_step / record.seconds,
-        "peak_memory_bytes": peak_memory(check_device(settings.device)),
-        **{name: last[name] for name in ("defect", "delta_ti", "cond_transform", "orthogonality_error")},
-        "trainable_parameters": sum(p.numel() for p in state.model.parameters() if p.requires_grad),
-        **{name: state.identity[CORPUS][name] for name in ("evaluated_tokens", "held_out_sha256")},
-    }
-    if isinstance(state.model, HuggingFaceModel) and settings.init_from is not None:
-        state.model.write(config.out / OUT, settings.init_from)
-    write_whole(config.out / RESULT, json.dumps(finite(row), indent=1).encode())
-    return row
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and a fingerprint of it."""
+
+    batches: Batches
+    held_out: list[Batch]
+    identity: dict[str, Any]
+
+
+def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
+    """The batches of a run; ValueError where there are too few tokens for one."""
+    batches = Batches(tokens.train, batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=seed)
+    held_out = validation_batches(
+        tokens.val,
+        batch_size=max(settings.batch_size // settings.accumulate, 1),
+        sequence_length=settings.sequence_length,
+        max_tokens=max(settings.val_tokens, settings.sequence_length),
+    )
+    return RunData(batches, held_out, identity_of(tokens, sum(targets.numel() for _, targets in held_out)))
+
+
+def load_data(
+    config: TrainConfig, processes: Processes = _ALONE, progress: Callable[[str], None] | None = None
+) -> TokenData:
+    """The tokens of a run, prepared by rank 0 where they are not cached. ``progress`` hears of a small held-out text."""
+    if processes.size > 1:
+        processes.on_first(lambda: load_data(config, progress=progress))
+        return processes.together(lambda: load_data(config))
+    settings, length = config.settings, config.settings.sequence_length
+    wanted = max(settings.val_tokens, length)
+    tokens = open_tokens(
+        prepare(
+            settings.data,
+            vocab_size=settings.vocab_size,
+            tokens_needed=settings.steps * settings.tokens_per_step + settings.val_tokens,
+            held_out_needed=wanted + 1,  # the target of the last input
+            tokenizer=settings.tokenizer,
+            progress=progress,
+        )
+    )
+    there, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
+    if progress and there < wanted:
+        progress(f"{settings.data} is small: evaluating on {there:,} held-out tokens, not on {wanted:,}")
+    return tokens
