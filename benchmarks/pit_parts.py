@@ -26,11 +26,11 @@ from manifold_tying.optim import param_groups
 from manifold_tying.recipe import rate_factor
 from manifold_tying.training import Settings, TrainConfig
 from manifold_tying.training._build import transform_rates
-from manifold_tying.training._evaluation import evaluate
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._run_data import load_data, run_data
+from manifold_tying.training.evaluate import validation_loss
+from manifold_tying.training.loop import load_data, run_data
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 
@@ -159,7 +159,7 @@ def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, An
         model.loss(ids, targets).backward()
         torch.nn.utils.clip_grad_norm_(clipped, settings.clip)
         optimizer.step()
-    loss = evaluate(model.loss, data.held_out, torch.device("cpu"), Processes.of(settings))
+    loss = validation_loss(model.loss, data.held_out, torch.device("cpu"), Processes.of(settings))
     E, W_out = model.interface.materialize()
     off = (W_out.double() @ E.double() - torch.eye(shape.hidden_size)).norm().item()
     return {"variant": name, "tokens": tokens, "seed": seed, "val_loss": loss, "delta_ti": off}

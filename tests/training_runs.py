@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from manifold_tying.models import PRESETS
-from manifold_tying.training import Settings, TrainConfig
-from manifold_tying.training import _loop as loop
+from manifold_tying.training import Settings, TrainConfig, loop
 
 TINY = "tiny-for-tests"
 SHAPE = dataclasses.replace(

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from training_runs import RUNS, STEPS, config
 
 from manifold_tying import cli
-from manifold_tying.training import AblateConfig, ablate, train
-from manifold_tying.training import _loop as loop
+from manifold_tying.training import AblateConfig, ablate, loop, train
 from manifold_tying.training import _saving as saving
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work

@@ -8,5 +8,5 @@ with _needs_extra("train", "training and the command line need"):
     from manifold_tying.training._checkpoint import checkpoints as checkpoints
     from manifold_tying.training._config import Settings as Settings
     from manifold_tying.training._config import TrainConfig as TrainConfig
-    from manifold_tying.training._loop import train as train
     from manifold_tying.training._open import load_model as load_model
+    from manifold_tying.training.loop import train as train

@@ -15,16 +15,13 @@ from manifold_tying.training._arms import ARMS, BODIES, parse_arm, run_folder
 from manifold_tying.training._command import called_as, train_command
 from manifold_tying.training._config import POET_SETTINGS, Settings, TrainConfig
 from manifold_tying.training._files import write_whole, writing_to
-from manifold_tying.training._folder import CONFIG, RESULT
 from manifold_tying.training._identity import CORPUS, differing, other_text
 from manifold_tying.training._lock import locked
-from manifold_tying.training._loop import Observer, train
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve, used_rates, used_settings
-from manifold_tying.training._record import finite
-from manifold_tying.training._run_data import load_data_together, run_data
-from manifold_tying.training._step import Diverged
+from manifold_tying.training.loop import Diverged, Observer, load_data, run_data, train
+from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
@@ -206,7 +203,7 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
         s = run.settings
         key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step, s.val_tokens, s.sequence_length)
         if key not in known:
-            known[key] = run_data(load_data_together(run, processes, progress), s, run.seed).identity
+            known[key] = run_data(load_data(run, processes, progress), s, run.seed).identity
         found.append(known[key])
     return found
 

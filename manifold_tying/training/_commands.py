@@ -9,11 +9,10 @@ from rich.console import Console
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training._config import TrainConfig
-from manifold_tying.training._loop import train
 from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._run_data import load_data_together
+from manifold_tying.training.loop import load_data, train
 
 DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
 
@@ -42,7 +41,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
     with process_group(config.settings):
         processes = Processes.of(config.settings)
         console.quiet = not processes.writes
-        load_data_together(resolve(config), processes, console.print)
+        load_data(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))
     console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}", soft_wrap=True)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from manifold_tying.training._checkpoint import STATE, checkpoints
 from manifold_tying.training._inspect import interface_summary
-from manifold_tying.training._record import METRICS
 from manifold_tying.training._saving import export_model
+from manifold_tying.training.rundir import METRICS
 from manifold_tying.tying import convert, export, load, save
 from manifold_tying.tying.huggingface._checkpoint import load_stock
 from manifold_tying.tying.huggingface._files import NOTE, README, is_note, note_name

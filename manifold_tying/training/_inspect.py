@@ -14,7 +14,7 @@ from torch import Tensor
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics._bases import table_blocks
 from manifold_tying.diagnostics._inspect import saved_interface
-from manifold_tying.training._interface_health import health_warnings
+from manifold_tying.training.evaluate import health_warnings
 
 WARNING = "warning"
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from manifold_tying.training._loop import Observer
+from manifold_tying.training.loop import Observer
 
 
 class Started(Protocol):

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from manifold_tying.training._checkpoint import checkpoints
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._saving import Staged, write_checkpoint
 
@@ -47,6 +48,11 @@ class CheckpointWriter:
         newest, self._newest = self._newest, None
         if newest is not None:
             newest.result()
+
+    def kept(self) -> list[str]:
+        """Names of the checkpoints, oldest first, once the newest is written."""
+        self.wait()
+        return self._processes.first(lambda: [path.name for path in checkpoints(self._run)])
 
     def __enter__(self) -> "CheckpointWriter":
         return self

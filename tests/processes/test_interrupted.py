@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from training_runs import STEPS, config, lines, text
 
-from manifold_tying.training import AblateConfig, ablate, train
-from manifold_tying.training import _loop as loop
+from manifold_tying.training import AblateConfig, ablate, loop, train
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from manifold_tying.training._config import Settings
 from manifold_tying.training._hugging_face_model import OUT
 from manifold_tying.training._numbers import mean
 from manifold_tying.training._progress import Started
-from manifold_tying.training._record import METRICS
 from manifold_tying.training._records import lines_of
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table, nats, scientific
+from manifold_tying.training.rundir import METRICS
 
 # Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
 Printed = tuple[float, float, float]

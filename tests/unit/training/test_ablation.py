@@ -12,8 +12,7 @@ import torch
 from training_runs import SHAPE, TINY, config, text
 
 from manifold_tying.cli import main
-from manifold_tying.training import AblateConfig, Settings, ablate
-from manifold_tying.training import _loop as loop
+from manifold_tying.training import AblateConfig, Settings, ablate, loop
 from manifold_tying.training._ablation import parse_arm
 
 KEYS = {
@@ -38,13 +37,13 @@ def test_every_arm_and_seed_is_in_the_summary_and_sees_the_same_batches(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[torch.Tensor]] = {}
-    real = loop.gradients
+    real = loop.train_step
 
-    def spy(run: Any, batch: Any, *rest: Any) -> Any:
-        seen.setdefault(run.config.out.name, []).append(torch.stack(batch))
-        return real(run, batch, *rest)
+    def spy(state: Any, batch: Any, loss_fn: Any, config: Any, *rest: Any) -> Any:
+        seen.setdefault(config.out.name, []).append(torch.stack(batch))
+        return real(state, batch, loss_fn, config, *rest)
 
-    monkeypatch.setattr(loop, "gradients", spy)
+    monkeypatch.setattr(loop, "train_step", spy)
     rows = ablate(AblateConfig(out=tmp_path / "out", seeds=2, settings=settings(corpus)))
     assert [(row["arm"], row["seed"]) for row in rows] == [(arm, seed) for seed in (0, 1) for arm in ARMS]
     assert json.loads((tmp_path / "out/summary.json").read_text()) == rows

@@ -20,8 +20,8 @@ from manifold_tying.training import Settings, TrainConfig, load_model, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._config import Interface
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._run_data import load_data
 from manifold_tying.training.data import Batches, open_tokens, prepare
+from manifold_tying.training.loop import load_data
 from manifold_tying.tying.huggingface import PITEmbedding
 
 V, D, N = 300, 16, 16

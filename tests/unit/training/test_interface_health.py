@@ -13,7 +13,7 @@ import manifold_tying as mt
 from manifold_tying import diagnostics
 from manifold_tying.cli import main
 from manifold_tying.training import checkpoints, train
-from manifold_tying.training._interface_health import health_warnings
+from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.report import load_experiment
 from manifold_tying.training.report._findings import health
 
@@ -60,7 +60,7 @@ def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Far below what this run reaches: past 1e-2 its rounding, and so the machine, decides whether the interface is lost.
-    monkeypatch.setattr("manifold_tying.training._interface_health.LARGEST_DELTA_TI", 1e-5)
+    monkeypatch.setattr("manifold_tying.training.evaluate.LARGEST_DELTA_TI", 1e-5)
     out = tmp_path / "run"
     with pytest.warns(RuntimeWarning) as warned:
         train(config(out, corpus, "pit-frozen", transform_lr=0.3, off_diagonal_scale=1.0))

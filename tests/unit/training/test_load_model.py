@@ -10,10 +10,10 @@ from training_runs import config, lines, text
 
 from manifold_tying import diagnostics
 from manifold_tying.training import checkpoints, load_model, train
-from manifold_tying.training._evaluation import evaluate
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._run_data import load_data
 from manifold_tying.training.data import validation_batches
+from manifold_tying.training.evaluate import validation_loss
+from manifold_tying.training.loop import load_data
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_checkpoint_has_the_loss_that_was_measured(
     found = {}
     for path in checkpoints(tmp_path):
         model: Any = load_model(path)
-        found[json.loads((path / "state.json").read_text())["step"]] = evaluate(
+        found[json.loads((path / "state.json").read_text())["step"]] = validation_loss(
             model.loss, batches, torch.device("cpu"), Processes()
         )
     assert found == measured and len(set(found.values())) == 4

@@ -18,13 +18,13 @@ from manifold_tying.models import PRESETS
 from manifold_tying.training import AblateConfig, Settings, TrainConfig
 from manifold_tying.training._ablation import parse_arm
 from manifold_tying.training._build import build_model
-from manifold_tying.training._folder import RESULT
 from manifold_tying.training._numbers import significant
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adaptation, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._budgets import candidates, trial_specs
 from manifold_tying.training.papers._table import Table, agreement
+from manifold_tying.training.rundir import RESULT
 
 
 @pytest.fixture(autouse=True)

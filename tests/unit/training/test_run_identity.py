@@ -11,8 +11,8 @@ from training_runs import config, text
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._recipe import resolve
-from manifold_tying.training._run_data import load_data, run_data
 from manifold_tying.training.data import open_tokens
+from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.report import load_experiments
 from manifold_tying.training.report._comparison import comparable, differences
 
@@ -97,7 +97,7 @@ def test_a_small_corpus_says_on_how_much_it_is_evaluated(tmp_path: Path) -> None
     corpus = text(tmp_path)
     run = resolve(config(tmp_path / "run", corpus, val_tokens=10**6, steps=2))
     said: list[str] = []
-    tokens = load_data(run, said.append)
+    tokens = load_data(run, progress=said.append)
     there = (len(tokens.val) - 1) // 16 * 16
     assert said[-1] == f"text:{corpus} is small: evaluating on {there:,} held-out tokens, not on 1,000,000"
     row = train(run)

@@ -14,9 +14,9 @@ from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._checkpoint import load_checkpoint
-from manifold_tying.training._evaluation import evaluate
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
+from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.tying import PIT
 
 
@@ -195,7 +195,7 @@ def test_nan_in_the_gradient_of_a_memory_is_seen(tmp_path: Path, corpus: Path, m
         dict(model.named_parameters())[name].register_hook(lambda grad: grad * float("nan"))
         return model
 
-    monkeypatch.setattr("manifold_tying.training._loop.build_model", poisoned)
+    monkeypatch.setattr("manifold_tying.training.loop.build_model", poisoned)
     expected = rf"step 1 of pit-trainable, seed 0: the loss is .* gradient of parameter {re.escape(name)} holds NaN"
     with pytest.raises(ValueError, match=expected):
         train(config(tmp_path / "run", corpus))
@@ -205,7 +205,7 @@ def test_an_evaluation_weighs_batches_by_their_tokens() -> None:
     """The last batch is shorter than the others."""
     ids = torch.arange(7.0)
     batches = [(ids[:4], ids[:4]), (ids[4:6], ids[4:6]), (ids[6:], ids[6:])]
-    assert evaluate(lambda ids, _: ids.mean(), batches, torch.device("cpu"), Processes()) == ids.mean().item()
+    assert validation_loss(lambda ids, _: ids.mean(), batches, torch.device("cpu"), Processes()) == ids.mean().item()
 
 
 @pytest.mark.cuda

@@ -1,0 +1,120 @@
+"""What an evaluation measures, the validation loss and the token interface, and the limits of W_out E = I."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifold_tying import diagnostics
+from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._processes import LossOf, Processes, gathered
+from manifold_tying.training._writer import CheckpointWriter
+from manifold_tying.tying import PIT
+
+Batch = tuple[Tensor, Tensor]
+LARGEST_CONDITION = 1e3  # up to here W_out E = I holds to 1e-4 in float32 (a test holds it)
+LARGEST_DELTA_TI = 1e-2
+LOST_DELTA_TI = 1.0  # only ‖W_out E - I‖₂ < 1 guarantees that W_out E is invertible
+
+
+class Diverged(ValueError):
+    """Loss or gradient became NaN or Inf, or the token interface lost W_out E = I; raised on all ranks."""
+
+
+def evaluate(
+    model: Model, batches: list[Batch], device: torch.device, processes: Processes, interrupted: Callable[[], bool]
+) -> dict[str, Any] | None:
+    """Validation loss and interface metrics; None if ``interrupted()`` became true on a rank."""
+    loss = validation_loss(model.loss, batches, device, processes, interrupted)
+    return None if loss is None else {"val_loss": loss, **interface_metrics(model)}
+
+
+@torch.no_grad()
+def validation_loss(
+    loss_fn: LossOf,
+    batches: list[Batch],
+    device: torch.device,
+    processes: Processes,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean cross-entropy in nats per token; None if ``interrupted()`` was true on a rank before a batch."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(0, len(batches), processes.size):
+        if processes.any(interrupted()):
+            return None
+        index = start + processes.rank
+        ids, targets = batches[min(index, len(batches) - 1)]  # FSDP2 needs every rank in every forward
+        with autocast(device):
+            loss = loss_fn(ids.to(device), targets.to(device)).double() * targets.numel()
+        total += loss if index < len(batches) else 0.0
+    return processes.total(total).item() / sum(targets.numel() for _, targets in batches)
+
+
+@torch.no_grad()
+def interface_metrics(model: Model) -> dict[str, float | None]:
+    """Defect of the memory, ΔTI of the tables, cond(T); None where the interface has none."""
+    interface = model.interface
+    with gathered(interface):
+        delta_ti = diagnostics.delta_ti(*interface.materialize())
+        if not isinstance(interface, PIT):
+            return {"defect": None, "delta_ti": delta_ti, "cond_transform": None}
+        defect, factor = diagnostics.defect(interface.memory).item(), interface.cholesky_factor
+        # A diverged model still gets its line in the log.
+        condition = diagnostics.condition_from_factor(factor) if factor.isfinite().all() else math.nan
+        return {"defect": defect, "delta_ti": delta_ti, "cond_transform": condition}
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16 on CUDA, nothing elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict[str, str]:
+    """Warnings by metric; empty for plain tables and a healthy PIT interface. A bridge gives up W_out E = I on purpose."""
+    condition, delta_ti = metrics.get("cond_transform"), metrics.get("delta_ti")
+    if condition is None:
+        return {}
+    found, advice = {}, "Train with a lower --transform-lr (with a free table, --lr)"
+    if abs(condition) > LARGEST_CONDITION:  # earlier versions could write a negative one
+        what = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits"
+        found["cond_transform"] = f"{what}. {advice}"
+    if not bridge and delta_ti is not None and delta_ti > LARGEST_DELTA_TI:
+        what = f"ΔTI = ‖W_out E - I‖ is {delta_ti:.2g}, above {LARGEST_DELTA_TI:g}: W_out no longer inverts E"
+        found["delta_ti"] = f"{what} to working accuracy. {advice}"
+    return found
+
+
+class InterfaceCheck:
+    """Warns once of each interface metric out of bounds, and stops a run whose interface is lost."""
+
+    def __init__(
+        self, model: Model, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
+    ) -> None:
+        self._bridge = isinstance(model.interface, PIT) and model.interface.bridge is not None
+        self._config, self._arm, self._processes, self._writer = config, arm, processes, writer
+        self._warned: set[str] = set()
+
+    def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Check the metrics of an evaluation; Diverged, on all ranks, where a PIT interface has lost W_out E = I."""
+        where = f"step {step} of {self._arm}, seed {self._config.seed}"
+        pit = not self._bridge and metrics["cond_transform"] is not None
+        # A loss that is not finite is reported as such, elsewhere.
+        if self._processes.any(pit and math.isfinite(metrics["val_loss"]) and metrics["delta_ti"] >= LOST_DELTA_TI):
+            settings, kept = self._config.settings, self._writer.kept()
+            what, flag, rate = "the free table", "lr", settings.lr
+            if settings.transform_lr is not None:
+                what, flag, rate = "T", "transform-lr", settings.transform_lr
+            raise Diverged(
+                f"{where}: the token interface is lost. ΔTI = ‖W_out E - I‖ is {metrics['delta_ti']:.2g} and cond(T) is "
+                f"{metrics['cond_transform']:.2g}; from ΔTI = 1 on W_out need not undo E at all. Lower the learning rate "
+                f"of {what} (--{flag}, here {rate:g}) and choose another --out"
+                + (f"; {kept[-1]} is kept" if kept else "")
+            )
+        for metric, text in health_warnings(metrics, bridge=self._bridge).items():
+            if metric not in self._warned and self._processes.writes:
+                warnings.warn(f"{where}: {text}", RuntimeWarning, stacklevel=2)
+            self._warned.add(metric)

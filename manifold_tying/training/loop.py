@@ -1,0 +1,319 @@
+"""A training run from top to bottom: set up or resume, the steps, one step, how a run ends early, and its data."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from manifold_tying import linalg
+from manifold_tying.optim import MergeSchedule, RiemannianAdam
+from manifold_tying.recipe import rate_factor
+from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters
+from manifold_tying.training._checkpoint import load_checkpoint
+from manifold_tying.training._config import Settings, TrainConfig
+from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training._identity import CORPUS, identity_of
+from manifold_tying.training._lock import locked
+from manifold_tying.training._machine import check_device, reset_peak_memory
+from manifold_tying.training._probes import Probes
+from manifold_tying.training._processes import LossOf, Processes, without_sync
+from manifold_tying.training._recipe import resolve
+from manifold_tying.training._saving import stage_checkpoint
+from manifold_tying.training._signals import Termination, termination
+from manifold_tying.training._writer import CheckpointWriter
+from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
+from manifold_tying.training.evaluate import Batch, Diverged, InterfaceCheck, autocast, evaluate
+from manifold_tying.training.rundir import open_folder, write_row
+from manifold_tying.tying import PIT
+
+MAX_SKIPPED = 10  # steps in a row, with on_nan="skip"
+Observer = Callable[[dict[str, Any]], None]
+_ALONE = Processes()
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds, and how far the run has come."""
+
+    model: Model
+    optimizer: RiemannianAdam
+    merges: MergeSchedule | None
+    probes: Probes
+    identity: dict[str, Any]  # the settings and a fingerprint of the text
+    step: int = 0
+    skipped: int = 0  # steps in a row, up to now
+    clipped: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clipped = clipped_parameters(self.model)
+
+    def save(self, writer: CheckpointWriter, processes: Processes) -> None:
+        """Copy the state; the writer's thread writes the copy. Raises the error of the checkpoint before."""
+        saved = self.step, self.model, self.optimizer, self.identity
+        writer.write(lambda: stage_checkpoint(*saved, schedule=self.merges, probes=self.probes, processes=processes))
+
+    def load(self, path: Path, processes: Processes) -> int:
+        """Load a checkpoint and return its step."""
+        loaded = self.model, self.optimizer, self.identity
+        return load_checkpoint(path, *loaded, schedule=self.merges, probes=self.probes, processes=processes)
+
+
+def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | None = None) -> dict[str, Any]:
+    """Run it to its end and return the summary row, which is also written to ``OUT/result.json``.
+
+    Where torch.distributed has been initialized, all ranks of the default group call this and share the work as
+    ``settings.parallel`` says; rank 0 writes.
+
+    Args:
+        config: the run.
+        arm: its name in the row; where None the interface's, with the body where that is not AdamW's.
+        observer: called by rank 0 after every step with that step's metrics and "tokens_per_second".
+
+    Raises:
+        ValueError: the folder holds another run or is in use, the corpus is too small or not the one that the run began
+            with, or a gradient or the validation loss at the end is NaN or Inf.
+        OSError: something cannot be written; what was written before is intact.
+        SystemExit: SIGTERM or Ctrl-C; the step in flight was finished and saved. Status 143 or 130. The resumed run makes
+            up for an evaluation that was cut short. A second Ctrl-C is KeyboardInterrupt at once.
+    """
+    config = resolve(config)
+    settings, device = config.settings, check_device(config.settings.device)
+    processes = Processes.of(settings)
+    arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
+    data = run_data(load_data(config, processes), settings, config.seed)
+    reset_peak_memory(device)
+    model = build_model(config)
+    loss_fn = processes.place(model, settings.compile)
+    optimizer = build_optimizer(model, settings)
+    merges = build_merges(model, optimizer, settings)
+    state = TrainState(model, optimizer, merges, Probes(model, merges), {**config.as_json(), CORPUS: data.identity})
+    with ExitStack() as stack:
+        processes.on_first(lambda: stack.enter_context(locked(config.out)))
+        writer = stack.enter_context(
+            CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints)
+        )
+        state.step, record = open_folder(
+            config, arm, state.identity, processes, load=lambda path: state.load(path, processes)
+        )
+        if record:
+            stack.callback(record.close)
+        state.skipped = processes.first(lambda: record.skipped if record else 0)
+        # Saved with its group: a resumed run finds the peak, not the rate of the step it stopped at.
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
+        stop = stack.enter_context(termination(announced=processes.writes))
+        measure = partial(evaluate, model, data.held_out, device, processes, lambda: stop.requested)
+        check_interface = InterfaceCheck(model, config, arm, processes, writer)
+
+        if state.step == 0:
+            probed = state.probes.measure()
+            if record:
+                record.write_probes(0, 0, probed["weights"])
+        elif _evaluates(state.step, settings) and processes.first(lambda: record and "val_loss" not in record.last):
+            measured = measure()  # a signal cut this evaluation short
+            if measured is None:
+                _exit_early(stop, state.step, config, processes, evaluated=False)
+            if record:
+                record.complete(measured)
+            check_interface(state.step, measured)
+
+        while state.step < settings.steps:
+            began = time.perf_counter()
+            metrics, stopping = train_step(state, data.batches.batch(state.step), loss_fn, config, processes, stop)
+            if state.skipped == MAX_SKIPPED or (state.skipped and settings.on_nan == "stop"):
+                raise Diverged(_nan_message(state, metrics["loss"], config, arm, processes, writer))
+            seconds = time.perf_counter() - began
+            if merges:
+                state.probes.step()
+                began = time.perf_counter()  # merging is a part of training, probing is not
+                merges.step()
+                seconds += time.perf_counter() - began
+
+            measured = {}
+            if _evaluates(state.step, settings):
+                probed = state.probes.measure()
+                weights = probed.pop("weights")
+                if record:
+                    record.write_probes(state.step, metrics["tokens"], weights)
+                measured = measure()
+                metrics |= probed | (measured or {})
+            if record:
+                record.write(metrics, seconds)
+                if observer is not None:
+                    observer(metrics | {"tokens_per_second": settings.tokens_per_step / seconds})
+            if measured:
+                check_interface(state.step, measured)
+
+            stopping = stopping or measured is None or (processes.size == 1 and stop.requested)
+            ends, every = state.step == settings.steps, settings.checkpoint_every
+            if ends or stopping or (every and state.step % every == 0):
+                if record:
+                    record.flush()
+                state.save(writer, processes)
+            if stopping and not (ends and measured):
+                writer.wait()
+                _exit_early(stop, state.step, config, processes, evaluated=measured is not None)
+
+        writer.wait()
+        row = processes.first(lambda: write_row(config, arm, state.identity, model, record))
+    if processes.any(stop.requested):  # too late for this run, but an ablation starts no other one
+        if processes.writes:
+            print(f"{stop.name}: the run in {config.out} is complete")
+        raise SystemExit(stop.status)
+    if row["val_loss"] is None or not math.isfinite(row["val_loss"]):
+        raise Diverged(
+            f"the validation loss of {arm}, seed {config.seed}, is not finite after its {settings.steps} steps. Lower the "
+            "learning rate, and choose another --out"
+        )
+    return row
+
+
+def train_step(
+    state: TrainState, batch: Batch, loss_fn: LossOf, config: TrainConfig, processes: Processes, stop: Termination
+) -> tuple[dict[str, Any], bool]:
+    """Update the model unless a gradient is NaN or Inf. Returns the metrics, and whether one of several ranks is to stop."""
+    settings, device = config.settings, torch.device(config.settings.device)
+    progress = state.step, settings.steps, settings.warmup_steps or 0
+    for group in state.optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * rate_factor(*progress, group.get("slows_after"))
+
+    state.model.zero_grad()
+    total = torch.zeros(2, device=device)  # mean loss; number of ranks that are to stop
+    micro_batches = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
+    for number, (ids, targets) in enumerate(micro_batches, start=1):
+        local = [processes.share(tensor).to(device, non_blocking=True) for tensor in (ids, targets)]
+        share = len(local[0]) / len(ids)
+        with without_sync(loss_fn, number < len(micro_batches)):
+            with autocast(device):
+                loss = loss_fn(*local)
+            total[0] += loss.detach() * share / settings.accumulate
+            # DDP and FSDP2 average over the ranks, whose shares may differ in size.
+            penalized = loss * (share * processes.size) + _penalty(settings, state.model)
+            (penalized / settings.accumulate).backward()
+    if processes.size > 1:
+        total[1] = float(stop.requested)
+        processes.total(total)
+
+    norm = _grad_norm(state.clipped)
+    # Of the interface, too: the memory is not clipped, but its gradient has to be finite.
+    interface = [p for p in state.model.interface.parameters() if p.grad is not None]
+    others = [_grad_norm(interface)] if interface else []
+    # The one host sync of a step. All ranks read the same values and agree on what follows.
+    values = torch.stack([*total, norm, *others]).tolist()
+    mean_loss, stopping, grad_norm, *_ = values
+    taken = all(map(math.isfinite, values))
+    if taken:
+        clip = state.merges.clip(settings.clip) if state.merges else settings.clip
+        torch.nn.utils.clip_grads_with_norm_(state.clipped, clip, norm)
+        state.optimizer.step()
+    state.step += 1
+    state.skipped = 0 if taken else state.skipped + 1
+    metrics = {
+        "step": state.step,
+        "tokens": state.step * settings.tokens_per_step,
+        "loss": mean_loss,
+        "lr": settings.lr * rate_factor(*progress) if settings.lr else 0.0,
+        "grad_norm": grad_norm,
+        **({} if taken else {"skipped": True}),
+    }
+    return metrics, stopping > 0
+
+
+def _grad_norm(parameters: list[Tensor]) -> Tensor:
+    return linalg.full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def _penalty(settings: Settings, model: Model) -> Tensor | float:
+    log_det, diagonal = settings.log_det_penalty, settings.diagonal_penalty
+    if (log_det or diagonal) and isinstance(model.interface, PIT):
+        return model.interface.penalty(log_det=log_det, diagonal_scale=diagonal)
+    return 0.0
+
+
+def _evaluates(step: int, settings: Settings) -> bool:
+    """Whether an evaluation follows this many steps; one follows the last."""
+    return step % (settings.eval_every or settings.steps) == 0 or step == settings.steps
+
+
+def _nan_message(
+    state: TrainState, loss: float, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
+) -> str:
+    """Which gradients are not finite, and what to do."""
+    kept = writer.kept()
+    grads = {name: linalg.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+    bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    names = list(dict.fromkeys(name for found in processes.gather(bad) for name in found))
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
+    text = f"step {state.step} of {arm}, seed {config.seed}: the loss is {loss:g}, the {what}"
+    if state.skipped > 1:
+        text += f", for the {state.skipped}th step in a row"
+    if kept:
+        text += f"; {kept[-1]} is kept, and --resume goes on from it"
+    return f"{text}. Lower the learning rate, or leave single steps out with --on-nan skip"
+
+
+def _exit_early(
+    stop: Termination, step: int, config: TrainConfig, processes: Processes, *, evaluated: bool
+) -> NoReturn:
+    """End a saved run that a signal stopped before it was complete."""
+    if processes.writes:
+        missing = "" if evaluated else ", whose evaluation the resumed run makes up for,"
+        print(
+            f"{stop.name}: saved step {step} of {config.settings.steps}{missing} in {config.out}. "
+            "Resume with --resume, or with the same ablate command"
+        )
+    raise SystemExit(stop.status)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and a fingerprint of it."""
+
+    batches: Batches
+    held_out: list[Batch]
+    identity: dict[str, Any]
+
+
+def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
+    """The batches of a run; ValueError where there are too few tokens for one."""
+    batches = Batches(tokens.train, batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=seed)
+    held_out = validation_batches(
+        tokens.val,
+        batch_size=max(settings.batch_size // settings.accumulate, 1),
+        sequence_length=settings.sequence_length,
+        max_tokens=max(settings.val_tokens, settings.sequence_length),
+    )
+    return RunData(batches, held_out, identity_of(tokens, sum(targets.numel() for _, targets in held_out)))
+
+
+def load_data(
+    config: TrainConfig, processes: Processes = _ALONE, progress: Callable[[str], None] | None = None
+) -> TokenData:
+    """The tokens of a run, prepared by rank 0 where they are not cached. ``progress`` hears of a small held-out text."""
+    if processes.size > 1:
+        processes.on_first(lambda: load_data(config, progress=progress))
+        return processes.together(lambda: load_data(config))
+    settings, length = config.settings, config.settings.sequence_length
+    wanted = max(settings.val_tokens, length)
+    tokens = open_tokens(
+        prepare(
+            settings.data,
+            vocab_size=settings.vocab_size,
+            tokens_needed=settings.steps * settings.tokens_per_step + settings.val_tokens,
+            held_out_needed=wanted + 1,  # the target of the last input
+            tokenizer=settings.tokenizer,
+            progress=progress,
+        )
+    )
+    there, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
+    if progress and there < wanted:
+        progress(f"{settings.data} is small: evaluating on {there:,} held-out tokens, not on {wanted:,}")
+    return tokens

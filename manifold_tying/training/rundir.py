@@ -1,0 +1,275 @@
+"""The folder of a run: settings, logs (one JSON object per line), TensorBoard events and the result; made, or resumed.
+
+What depends on the clock has a file of its own, so that a resumed run writes the metrics of an uninterrupted one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from manifold_tying._json import parsed, read_bytes
+from manifold_tying.training._checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
+from manifold_tying.training._command import called_as, train_command
+from manifold_tying.training._config import TrainConfig
+from manifold_tying.training._files import Damaged, write_whole, writing_to
+from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
+from manifold_tying.training._identity import ARM, CORPUS
+from manifold_tying.training._machine import check_device, machine, peak_memory
+from manifold_tying.training._processes import Processes
+
+CONFIG, RESULT = "config.json", "result.json"
+ORIGIN = "run.json"  # not in config.json: another command and another machine may resume the run
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+PROBES = "probes.jsonl"  # before the first step and at every evaluation
+EVALUATED = ("val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error")
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log up to a checkpoint (``entries``, ``kept``), and the lines after it."""
+
+    path: Path
+    entries: list[dict[str, Any]]
+    kept: bytes
+    rest: bytes
+
+    def cut(self) -> None:
+        """Move the lines after the checkpoint to the end of aside-NAME."""
+        if self.rest:
+            newline = b"" if self.rest.endswith(b"\n") else b"\n"
+            with self.path.with_name(f"aside-{self.path.name}").open("ab") as aside:
+                aside.write(self.rest + newline)
+            write_whole(self.path, self.kept)
+
+
+def open_folder(
+    config: TrainConfig, arm: str, identity: dict[str, Any], processes: Processes, load: Callable[[Path], int]
+) -> "tuple[int, Record | None]":
+    """Make the run's folder, or ``load`` its newest intact checkpoint. Returns the step reached and, on rank 0, the logs.
+
+    Newer checkpoints and damaged ones are set aside.
+    """
+    found = None
+    start, damaged = 0, {}
+    for path in processes.first(lambda: _candidates(config)):
+        try:
+            start, found = load(path), path
+            break
+        except Damaged as error:
+            if config.resume_from is not None:
+                raise
+            damaged[path] = str(error).removesuffix(advice(path))
+    # Refuses before anything is changed.
+    logs = processes.together(lambda: read_logs(config.out, start) if processes.writes else [])
+
+    def write() -> None:
+        with writing_to(config.out):
+            result = config.out / RESULT
+            if start < config.settings.steps and result.exists():  # of a run that went further
+                os.replace(result, result.with_name(f"aside-{RESULT}"))
+            for path, what in damaged.items():
+                where = found.name if found else "the start"
+                print(f"{what}Set aside as {set_aside(path).name}; going on from {where}")
+            if found is not None:
+                set_newer_aside(found)
+            write_whole(config.out / CONFIG, json.dumps({ARM: arm, **identity}, indent=1).encode())
+            device = torch.device(config.settings.device)
+            origin = {"command": called_as("train") or train_command(config), "machine": machine(device)}
+            write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
+
+    processes.on_first(write)
+    return start, processes.together(lambda: Record(config.out, logs, start) if processes.writes else None)
+
+
+def _candidates(config: TrainConfig) -> list[Path]:
+    """Checkpoints to resume from, the best first; ValueError where nobody asked to resume the run that is there."""
+    if config.resume_from is not None:
+        return [find_checkpoint(config.out, config.resume_from)]
+    saved = checkpoints(config.out)
+    if not config.resume and (saved or (config.out / METRICS).exists()):
+        raise ValueError(f"{config.out} holds a run already; go on with it (--resume) or choose another folder")
+    return saved[::-1]
+
+
+def read_logs(directory: Path, start: int) -> list[Log]:
+    """Metrics, timing and probes up to the checkpoint of step ``start``, checked; nothing is written.
+
+    ValueError where a line up to the checkpoint is missing or damaged. The evaluation of the newest step may be missing,
+    since a signal can cut it short.
+    """
+    metrics = _read_log(directory / METRICS, range(1, start + 1), start)
+    for number, line in enumerate(metrics.entries, start=1):
+        measured = EVALUATED if "val_loss" in line else ()
+        _check(metrics.path, number, start, line, () if line.get("skipped") else ("loss",), measured)
+    timing = _read_log(directory / TIMING, range(1, start + 1), start)
+    for number, line in enumerate(timing.entries, start=1):
+        _check(timing.path, number, start, line, ("seconds",))
+        if line["seconds"] <= 0:
+            raise _damaged(timing.path, number, start, f"expected seconds > 0, got {line['seconds']}")
+    probed = [0] if start else []
+    probed += [line["step"] for line in metrics.entries if "val_loss" in line]
+    probes = _read_log(directory / PROBES, probed, start)
+    if start and start not in probed and (first := probes.rest.splitlines(keepends=True)[:1]):
+        with suppress(ValueError):  # the line that preceded an evaluation which was cut short
+            _entry(probes.path, len(probed) + 1, start, first[0], start)
+            probes = _read_log(directory / PROBES, [*probed, start], start)
+    return [metrics, timing, probes]
+
+
+class Record:
+    """Appends to the logs of a run and to its TensorBoard events.
+
+    Attributes:
+        seconds: training time so far, of the run that is resumed too.
+        losses: training loss of every step so far that was not skipped.
+        skipped: how many of the newest steps in a row were skipped before the run was resumed.
+        last: the metrics of the newest step.
+    """
+
+    def __init__(self, directory: Path, logs: list[Log], start: int) -> None:
+        for log in logs:
+            log.cut()
+        metrics, timing, _ = (log.entries for log in logs)
+        self.losses = [line["loss"] for line in metrics if not line.get("skipped")]
+        taken = [line["step"] for line in metrics if not line.get("skipped")]
+        self.skipped = start - (taken[-1] if taken else 0)
+        self.last: dict[str, Any] = metrics[-1] if metrics else {}
+        self.seconds: float = timing[-1]["seconds"] if timing else 0.0
+        self._directory = directory
+        self._metrics, self._timing, self._probes = (log.path.open("a", encoding="utf-8") for log in logs)
+        self._events = SummaryWriter(str(directory), purge_step=start + 1)
+
+    def write(self, metrics: dict[str, Any], seconds: float) -> None:
+        """One step: its metrics, and the time that it took."""
+        if not metrics.get("skipped"):
+            self.losses.append(metrics["loss"])
+        self.last = metrics
+        self.seconds += seconds
+        with _named(self._directory):
+            self._metrics.write(json.dumps(finite(metrics)) + "\n")
+            self._timing.write(json.dumps({"step": metrics["step"], "seconds": round(self.seconds, 6)}) + "\n")
+            self._plot(metrics)
+
+    def complete(self, measured: dict[str, Any]) -> None:
+        """Add an evaluation to the newest step, whose line was written without it."""
+        self.last = self.last | measured
+        self.flush()
+        with _named(self._directory):
+            self._metrics.close()
+            path = Path(self._metrics.name)
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]
+            write_whole(path, "".join([*lines, json.dumps(finite(self.last)) + "\n"]).encode())
+            self._metrics = path.open("a", encoding="utf-8")
+            self._plot({"step": self.last["step"], **measured})
+
+    def _plot(self, metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name not in ("step", "skipped") and value is not None:
+                self._events.add_scalar(name, value, metrics["step"])
+
+    def write_probes(self, step: int, tokens: int, weights: dict[str, Any]) -> None:
+        """The probes of single weights, at an evaluation."""
+        with _named(self._directory):
+            self._probes.write(json.dumps({"step": step, "tokens": tokens, "weights": weights}) + "\n")
+
+    def flush(self) -> None:
+        """Everything written so far reaches the disk; called before a checkpoint that counts on it."""
+        with _named(self._directory):
+            self._events.flush()
+            for file in (self._metrics, self._timing, self._probes):
+                file.flush()
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        with _named(self._directory):
+            for file in (self._metrics, self._timing, self._probes, self._events):
+                file.close()
+
+
+def write_row(
+    config: TrainConfig, arm: str, identity: dict[str, Any], model: Model, record: Record | None
+) -> dict[str, Any]:
+    """Write ``OUT/result.json``, and the model of a run with ``init_from``; returns the row."""
+    assert record is not None, "rank 0 has a record"
+    settings, last = config.settings, record.last
+    losses = record.losses[-max(1, settings.steps // 10) :]
+    row = {
+        "arm": arm,
+        "seed": config.seed,
+        "val_loss": last["val_loss"],
+        "train_loss": sum(losses) / len(losses) if losses else math.nan,
+        "tokens": settings.steps * settings.tokens_per_step,
+        "seconds": record.seconds,
+        "tokens_per_second": settings.steps * settings.tokens_per_step / record.seconds,
+        "peak_memory_bytes": peak_memory(check_device(settings.device)),
+        **{name: last[name] for name in ("defect", "delta_ti", "cond_transform", "orthogonality_error")},
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        **{name: identity[CORPUS][name] for name in ("evaluated_tokens", "held_out_sha256")},
+    }
+    if isinstance(model, HuggingFaceModel) and settings.init_from is not None:
+        model.write(config.out / OUT, settings.init_from)
+    write_whole(config.out / RESULT, json.dumps(finite(row), indent=1).encode())
+    return row
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """NaN and Inf, which JSON does not have, as null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Name the folder in an OSError: TensorBoard's thread raises a full disk without the name of a file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write the logs: {error.strerror or error}", str(directory)) from error
+
+
+def _read_log(path: Path, steps: Sequence[int], start: int) -> Log:
+    """The lines of these steps, which must come first; ValueError where one of them is missing or damaged."""
+    lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
+    if len(lines) < len(steps):
+        raise ValueError(
+            f"{path} has {len(lines)} of the {len(steps)} lines before the checkpoint of step {start}; "
+            "restore the file, or start in another folder"
+        )
+    kept, rest = lines[: len(steps)], lines[len(steps) :]
+    entries = [_entry(path, i, start, line, step) for i, (line, step) in enumerate(zip(kept, steps, strict=True), 1)]
+    return Log(path, entries, b"".join(kept), b"".join(rest))
+
+
+def _entry(path: Path, number: int, start: int, line: bytes, step: int) -> dict[str, Any]:
+    try:
+        entry = parsed(line.decode())
+    except ValueError as error:
+        raise _damaged(path, number, start, f"not JSON ({error})") from error
+    if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step") != step:
+        raise _damaged(path, number, start, f"expected a whole line of step {step}, got {line[:60]!r}")
+    return entry
+
+
+def _check(
+    path: Path, number: int, start: int, line: dict[str, Any], numbers: Sequence[str], nullable: Sequence[str] = ()
+) -> None:
+    for name in (*numbers, *nullable):
+        value = line.get(name)
+        real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not real and not (name in nullable and name in line and value is None):
+            got = repr(value) if name in line else "nothing"
+            raise _damaged(path, number, start, f"expected a number under {name!r}, got {got}")
+
+
+def _damaged(path: Path, number: int, start: int, what: str) -> ValueError:
+    return ValueError(
+        f"{path}, line {number}: {what}. The run cannot resume from its checkpoint of step {start} without it, and nothing "
+        "was changed; restore the file, or start in another folder"
+    )
