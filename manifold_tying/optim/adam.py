@@ -39,9 +39,9 @@ class RiemannianAdam(RiemannianOptimizer):
     since X⁺ is the nearest point to Y; the other retractions project it, too. On any other geoopt manifold this is geoopt's
     RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
 
-    With ``fused=True`` on one GPU a step never syncs. This needs the polar retraction, second_moment="element" and at most
-    2048 columns (wider points are faster with the sync). A NaN or Inf gradient then masks the update on the device and is
-    reported at one of the next steps; every hundredth step syncs to check that the fixed number of iterations still converges.
+    With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
+    iterations still converges. This needs the polar retraction, second_moment="element" and at most 2048 columns (wider points
+    are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
     ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
     steps do not check for NaN and project every gradient.
 

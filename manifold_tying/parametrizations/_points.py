@@ -77,13 +77,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         names = group.get("names") or group.get("param_names")
         for i, p in enumerate(group["params"]):
             holder = getattr(p, "holder", None)
-            if (
-                holder is None
-                or p.grad is None
-                or id(p) in warned
-                or manifold_of(p) is None
-                or _is_riemannian(optimizer, p)
-            ):
+            if holder is None or p.grad is None or id(p) in warned or manifold_of(p) is None or _retracts(optimizer, p):
                 continue
             warned.add(id(p))
             moved.append(str(names[i] if names else holder.label))
@@ -103,6 +97,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 _check_untraced = torch._disable_dynamo(_check_optimizer)
 
 
-def _is_riemannian(optimizer: Optimizer, p: Tensor) -> bool:
+def _retracts(optimizer: Optimizer, p: Tensor) -> bool:
     """Whether a geoopt optimizer steps p on its manifold: only for its own parameter class."""
     return isinstance(optimizer, geoopt.optim.mixin.OptimMixin) and isinstance(p, geoopt.ManifoldParameter)

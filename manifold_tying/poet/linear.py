@@ -285,11 +285,7 @@ def prefers_input_centric(
 ) -> bool:
     """Whether rotating the activations is faster than forming W, by the cost model.
 
-    Args:
-        tokens: number of rows of x.
-        spec: sizes of R and P.
-        training: include the backward.
-        low_precision: the activations, and so all matmuls except those that form W, are 16-bit.
+    ``low_precision``: the activations, and so all matmuls except those that form W, are 16-bit.
     """
 
     def cost(input_centric: bool) -> int:

@@ -110,7 +110,7 @@ def test_scales_come_through_param_groups_and_a_copy_of_the_state() -> None:
         (torch.ones(3), {}, r"shape \(2, 3\)"),
         (-torch.ones(2, 3), {}, "from -1 to -1"),
         (torch.full((2, 3), float("nan")), {}, "finite"),
-        (torch.ones(2, 3), {"weight_decay": 0.1}, "weight_decay=0 only"),
+        (torch.ones(2, 3), {"weight_decay": 0.1}, "needs weight_decay=0"),
     ],
 )
 def test_bad_scales(scale: Tensor, options: dict[str, Any], message: str) -> None:
