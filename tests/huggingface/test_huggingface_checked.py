@@ -93,7 +93,7 @@ def test_a_model_that_computes_with_its_table_is_refused() -> None:
     ],
 )
 def test_a_body_that_does_not_turn_is_not_rotated(make_model: Any) -> None:
-    stays_as_it_was(make_model(), "does not turn with it", transform="rotation")
+    stays_as_it_was(make_model(), "where it cannot be rotated", transform="rotation")
     model = make_model()  # the control: nothing else is the matter with them
     before = logits(model)
     assert difference(logits(mt.convert(model, bridge=True)), before) <= 1e-5

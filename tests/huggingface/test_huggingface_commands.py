@@ -102,7 +102,7 @@ def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path
         run_inspect(InspectConfig(tmp_path), console)
     with pytest.raises(ValueError, match="another folder"):
         run_convert(ConvertConfig(stock, stock), console)
-    with pytest.raises(ValueError, match="no converted model"):
+    with pytest.raises(ValueError, match="not a converted model"):
         run_export(ExportConfig(stock, tmp_path / "out"), console)
     assert not (tmp_path / "out").exists()
 

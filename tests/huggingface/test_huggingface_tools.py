@@ -216,7 +216,7 @@ def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, br
 def test_resizing_a_free_table_keeps_the_logits(size: int, tmp_path: Path) -> None:
     model = mt.convert(build("Phi"))
     old, kept, hidden = interface(model), torch.arange(min(V, size)), torch.randn(3, D)
-    with pytest.warns(UserWarning, match="Logits and the body stay") as caught:
+    with pytest.warns(UserWarning, match="Logits and the body did not change") as caught:
         model.resize_token_embeddings(size)
     new = interface(model)
     assert torch.equal(new.head_weight[kept], old.head_weight[kept]) and new.vocab_size == size

@@ -51,7 +51,7 @@ def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
         write(attached(build()), tmp_path)  # save_pretrained writes the adapter alone
     assert contents(tmp_path) == before
-    with pytest.raises(ValueError, match="is as it was"):
+    with pytest.raises(ValueError, match="is unchanged"):
         write(attached(build()), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

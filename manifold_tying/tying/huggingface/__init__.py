@@ -1,4 +1,4 @@
-"""Hugging Face models: tied tables to a PIT interface and back to a stock checkpoint. Imports transformers when it is used."""
+"""Convert tied tables of Hugging Face models to PIT, and export stock checkpoints. Imports transformers on first use."""
 
 from manifold_tying.tying.huggingface._adapters import train_interface as train_interface
 from manifold_tying.tying.huggingface._checkpoint import load as load

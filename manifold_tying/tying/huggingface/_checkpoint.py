@@ -1,4 +1,4 @@
-"""Converted models on disk: a transformers checkpoint with the interface in the place of the tables."""
+"""Save and load converted models: transformers checkpoints with the interface instead of the tables."""
 
 import os
 import warnings
@@ -32,15 +32,15 @@ LARGEST_DEFECT = 1e-3
 
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
-    """Write a converted model: safetensors, config.json, generation_config.json; :func:`load` has back the same numbers.
+    """Write a converted model: safetensors, config.json, generation_config.json. :func:`load` restores it bit for bit.
 
-    ``AutoModelForCausalLM.from_pretrained`` reads it wherever manifold_tying is imported, and refuses it elsewhere: under the
-    name of the stock table there is an empty tensor. For other programs write a stock checkpoint by :func:`export`.
-    ``model.save_pretrained``, as the Trainer calls it, writes the same.
+    ``AutoModelForCausalLM.from_pretrained`` reads it if manifold_tying is imported. Otherwise loading fails, because the stock
+    table is stored as an empty tensor. For other programs write a stock checkpoint with :func:`export`.
+    ``model.save_pretrained``, which the Trainer calls, writes the same files.
 
     Args:
-        model: converted by :func:`convert`.
-        path: a folder, made where it is missing. Weights that are there already are replaced, once the new ones are complete.
+        model: a model converted by :func:`convert`.
+        path: output folder, created if missing. Existing weights are replaced once the new ones are complete.
     """
     check_model(model)
     check_adapters(model)
@@ -48,59 +48,59 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     ours = {id(part) for part in embedding.interface.modules()}
     if body := [name for name, owner, _ in constraints(model) if id(owner) not in ours]:
         raise ValueError(
-            f"expected plain weights around the interface, but {', '.join(body)} are constrained, which a checkpoint of "
-            "transformers cannot say; call manifold_tying.materialize on those layers first, or keep model.state_dict()"
+            f"expected plain weights outside the interface, but {', '.join(body)} are constrained. A transformers checkpoint "
+            "cannot store constraints: call manifold_tying.materialize on those layers, or save model.state_dict() instead"
         )
     check_memory(embedding.interface)
-    record(model)  # anew: PEFT unties the config when it merges, and Z may have been frozen or released since
+    record(model)  # again: PEFT unties the config when it merges, and Z may have been frozen or unfrozen
     write(model, Path(path))
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
-    """The model that :func:`save` wrote, bit for bit, in the class that it had.
+    """Load a model that :func:`save` wrote, bit for bit and in its original class.
 
     Args:
-        path: its folder.
-        options: of the class's ``from_pretrained``, for instance dtype=torch.bfloat16: Z and L stay float32 then.
+        path: folder of the checkpoint.
+        options: passed to the class's ``from_pretrained``. With dtype=torch.bfloat16, Z and L stay float32.
 
     Raises:
-        ValueError: no converted checkpoint, or one whose parts disagree: config.json, tensors and their shapes, ZᵀZ = I.
+        ValueError: not a converted checkpoint, or config.json, the tensors and their shapes disagree, or ZᵀZ ≠ I.
     """
     import_transformers()
     folder = Path(path)
     if recorded_options(folder) is None:
         raise ValueError(
-            f"{folder / 'config.json'} is of no converted model: it has no entry of {METHOD!r}; load it with transformers and "
+            f"{folder} is not a converted model: its config.json has no entry of {METHOD!r}. Load it with transformers, then "
             "convert it"
         )
     return _read(folder, **options)
 
 
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
-    """A stock checkpoint in the class that its config.json names; no tensor of it is drawn at random.
+    """Load a stock checkpoint in the class that its config.json names; no tensor is randomly initialized.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         options: as for :func:`load`.
 
     Raises:
-        ValueError: a converted or quantized checkpoint, pickled weights, or one whose parts disagree.
+        ValueError: the checkpoint is converted, quantized or pickled, or its parts disagree.
     """
     if recorded_options(folder) is not None:
-        raise ValueError(f"{folder} is a converted checkpoint already; export it first to convert it in another way")
+        raise ValueError(f"{folder} is already converted; export it first to convert it with other options")
     if entry := read_config(folder).get("quantization_config"):
         raise ValueError(
-            f"expected a checkpoint in floating point, but {folder / 'config.json'} says that it is quantized "
-            f"({entry.get('quant_method')!r:.80}); convert the model that it was made from"
+            f"expected a floating-point checkpoint, but according to {folder / 'config.json'} it is quantized "
+            f"({entry.get('quant_method')!r:.80}); convert the unquantized model"
         )
     return _read(folder, spare=True, **options)
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    """The model; with ``spare``, modules that its class does not have, such as a pooler, are left out with a warning."""
-    build_empty(folder)  # names config.json where transformers would fail in the middle of reading the weights
+    """Load the model. ``spare`` skips modules that its class lacks, such as a pooler, with a warning."""
+    build_empty(folder)  # fails early and names config.json; transformers would fail while reading the weights
     read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
-    # Mismatched shapes are in the report, too. Without the option the error advises to ignore them.
+    # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     try:
         model, report = model_class(folder).from_pretrained(folder, output_loading_info=True, **options)
@@ -111,31 +111,29 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     if spare and unexpected and all(_is_spare(model, name) for name in unexpected):
         del wrong["unexpected_keys"]
         warnings.warn(
-            f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: left out", stacklevel=4
+            f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
         )
     if wrong:
         raise ValueError(
-            f"the parts of the checkpoint in {folder} disagree, and no tensor may be left out or drawn at random: {wrong}. "
+            f"the parts of the checkpoint in {folder} disagree: {wrong}. No tensor may be skipped or randomly initialized. "
             "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"
         )
     return model
 
 
 def _is_spare(model: "PreTrainedModel", name: str) -> bool:
-    """Whether a tensor is of a module that the class does not have; one of a numbered layer or of a module there is missed."""
+    """Whether the tensor's module is absent from the class and is not part of a numbered layer, so it can be skipped."""
     owner = name.rpartition(".")[0]
     return owner not in dict(model.named_modules()) and not any(part.isdigit() for part in name.split("."))
 
 
 @torch.no_grad()
 def check_memory(interface: PIT) -> None:
-    """ValueError unless every number is finite and ZᵀZ is about I, tried on a few vectors; a free table has full rank."""
+    """ValueError unless all entries are finite and ZᵀZ ≈ I on a few random vectors, or a free table has full rank."""
     if any(tensor.is_meta for tensor in interface.parameters()):
-        return  # offloaded: not in memory now
+        return  # offloaded
     if broken := [name for name, tensor in interface.named_parameters() if not torch.isfinite(tensor).all()]:
-        raise ValueError(
-            f"expected finite numbers in the interface, got NaN or Inf in {', '.join(broken)}: the weights are damaged"
-        )
+        raise ValueError(f"expected a finite interface, got NaN or Inf in {', '.join(broken)}: the weights are damaged")
     if isinstance(interface, FreePIT):
         interface.embed(torch.zeros(1, dtype=torch.int64, device=interface.table.device))
         return
@@ -145,7 +143,7 @@ def check_memory(interface: PIT) -> None:
     error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
     if not error <= LARGEST_DEFECT:
         raise ValueError(
-            f"expected a memory with ZᵀZ = I, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are "
-            "damaged, or an optimizer that leaves the manifold has trained them (take manifold_tying.optim, with "
-            "param_groups(model)). The nearest such memory: interface.memory = interface.memory"
+            f"expected a memory with ZᵀZ = I, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are damaged, or an optimizer "
+            "that leaves the manifold trained them. Train with manifold_tying.optim and param_groups(model); to project Z "
+            "back, assign interface.memory = interface.memory"
         )

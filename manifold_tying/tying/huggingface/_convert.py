@@ -1,4 +1,4 @@
-"""Transpose tying to Pseudo-Inverse Tying, in a transformers model, in place."""
+"""Convert a transformers model from transpose tying to Pseudo-Inverse Tying, in place."""
 
 import copy
 import warnings
@@ -45,46 +45,45 @@ def convert(
     retraction: Retraction | None = None,
     diagonal: Diagonal | None = None,
 ) -> M:
-    """Replace the tied tables of a transformers causal language model by a :class:`manifold_tying.PIT` interface, in place.
+    """Replace the tied tables of a transformers causal language model with a :class:`manifold_tying.PIT` interface, in place.
 
-    The table E0 = U H (polar factors, float64) becomes the memory Z = U and a transform T = L Lᵀ. (PIT, section 4.1.) Around
-    them the model stays as it is: multipliers, soft-capping, an embedding's own scale, the head's bias, the padding row.
+    The table E0 = U H (polar factors, float64) becomes the memory Z = U and a transform T = L Lᵀ (PIT, section 4.1). The rest
+    of the model does not change: multipliers, soft-capping, the embedding's own scale, the head's bias, the padding row.
 
-    Without a bridge this is the start of a training, not an equal model: E0ᵀE0 = H², where PIT has W_out E = I, so no T gives
-    the same function unless H² = I. :func:`conversion_losses` says what each choice costs on your data.
+    Without a bridge the converted model must be trained; it computes another function. E0ᵀE0 = H² while PIT has W_out E = I,
+    so no T preserves the function unless H² = I. :func:`conversion_losses` measures the cost of each choice on your data.
 
     Args:
         model: any transformers model with an embedding and a head. Z and L are float32 (float64 in a float64 model).
-        transform: "identity" (T = I, the paper), "head" (T = H: the head computes what it did) or "embedding" (T = H⁻¹: the
-            embedding does); or "rotation": "embedding" after a rotation of the residual stream, for Llama-like models, which
-            keeps the function as far as the final norm's gain is even.
-        bridge: keep the model's function exactly: T = I, and a trainable d x d matrix, H at the start, applied to embeddings
-            and to hidden states. It gives up W_out E = I at the level of the model: only Z and T have it then, not the maps
-            from tokens to hidden states and back.
-        memory: "free", one table that any optimizer trains; or Z and T apart, with Z "frozen" (the paper's form) or
-            "trainable" by :mod:`manifold_tying.optim`, through ``param_groups(model)``: an ordinary optimizer leaves the
-            manifold.
-        retraction: of a trainable memory, see :class:`manifold_tying.PIT`.
-        diagonal: of the transform of a frozen or trainable memory, see :class:`manifold_tying.PIT`.
-        source: for a model with two different tables, the one to keep, "input" or "output". The other is lost, with a warning.
+        transform: "identity" (T = I, the paper), "head" (T = H: preserves the head) or "embedding" (T = H⁻¹: preserves the
+            embedding). "rotation" rotates the residual stream of a Llama-like model, then applies "embedding". It preserves
+            the function up to the spread of the final norm's gain.
+        bridge: preserve the model's function exactly: T = I, and a trainable d x d matrix, initially H, is applied to
+            embeddings and to hidden states. Z and T still satisfy W_out E = I, but the maps from tokens to hidden states and
+            back do not.
+        memory: "free", one table that any optimizer trains; or separate Z and T, with Z "frozen" (as in the paper) or
+            "trainable" by :mod:`manifold_tying.optim` with ``param_groups(model)``. Other optimizers leave the manifold.
+        retraction: retraction of a trainable memory, see :class:`manifold_tying.PIT`.
+        diagonal: diagonal map of T with a frozen or trainable memory, see :class:`manifold_tying.PIT`.
+        source: which of two different tables to keep, "input" or "output". The other is discarded with a warning.
 
     Returns:
-        the model itself.
+        ``model``.
 
     Raises:
-        ValueError: untied tables without ``source``; V < d; a table of deficient rank; an embedding or a head that computes
-            more than is known here; a model that is converted, quantized or wrapped; one that does not run afterwards, on a
-            few random tokens, or whose logits a rotation changes. The model is as it was then.
+        ValueError: untied tables without ``source``; V < d; a rank-deficient table; an embedding or head that computes more
+            than a lookup or a linear map; a converted, quantized or wrapped model. Also if the converted model does not run
+            on a few random tokens, or a rotation changes its logits. The model is then unchanged.
     """
     tables = read_tables(model, source)
     turned = None
     if transform == "rotation":
         if bridge or tables.untied:
             raise ValueError(
-                "expected a tied model and no bridge with transform='rotation', which makes up for both tables"
+                "transform='rotation' needs a tied model and no bridge; pass bridge=False, or choose another transform"
             )
         turned = rotation(model, tables.weight)
-    interface = PIT.from_embedding(  # before anything is changed: it refuses tables and options
+    interface = PIT.from_embedding(  # before any change, because it validates the table and options
         tables.weight if turned is None else turned.table,
         transform="embedding" if transform == "rotation" else transform,
         bridge=bridge,
@@ -93,7 +92,7 @@ def convert(
     )
     if tables.untied:
         warnings.warn(
-            f"{type(model).__name__} had two tables; kept is the one of the {source}, and the model has to be trained again",
+            f"{type(model).__name__} had two tables; kept the {source} table. Train the model again",
             stacklevel=2,
         )
     embedding, head = make_halves(
@@ -111,7 +110,7 @@ def convert(
 
 
 def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turned: Rotation | None) -> None:
-    """Put the halves in, turn the body, and run the model; where that fails, everything is put back and ValueError raised."""
+    """Install both halves, rotate the body and run the model. On failure restore everything and raise ValueError."""
     changes: Changes = []
     with undisturbed(model):
         reference = None if turned is None else logits_with_gain(model, even_gain(turned))
@@ -131,8 +130,8 @@ def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turne
             swap(model, *stock)
             if failure(model) is None:
                 raise ValueError(
-                    f"{type(model).__name__} does not run with another embedding and head, as one that reads their weights "
-                    f"does not; it cannot be converted and is as it was: {type(error).__name__}: {error}"
+                    f"{type(model).__name__} does not run with another embedding and head; it may read their weights directly. "
+                    f"It cannot be converted and is unchanged: {type(error).__name__}: {error}"
                 ) from error
 
 
@@ -144,24 +143,22 @@ def _has_meta(model: "PreTrainedModel") -> bool:
 def conversion_losses(
     model: "PreTrainedModel", batch: Mapping[str, Tensor], *, source: Source | None = None
 ) -> dict[str, float]:
-    """Loss of the model on a batch as it is and right after each conversion, in nats per token; the model stays as it is.
+    """Loss of the model on a batch before and right after each conversion, in nats per token. The model is not changed.
 
     Args:
         model: as for :func:`convert`.
-        batch: keyword arguments of the model, ``input_ids`` or ``inputs_embeds`` and what else it takes; ``labels`` are
-            ``input_ids`` by default.
+        batch: keyword arguments of the model: ``input_ids`` or ``inputs_embeds`` and any others; ``labels`` default to
+            ``input_ids``.
         source: as for :func:`convert`.
 
     Returns:
-        {"source": the model's own, "identity", "head", "embedding": without a bridge, "bridge"}, and "rotation" for models that
-        it is there for; that one is tried on a copy, which needs the model's memory once more, and not with
-        ``inputs_embeds``, which it would have to rotate as well.
+        Losses under "source" (unconverted), "identity", "head", "embedding" (without a bridge) and "bridge". Models that can
+        be rotated also get "rotation", unless the batch has ``inputs_embeds``, which would have to be rotated as well.
+        "rotation" is measured on a copy, so the model is in memory twice.
     """
     tables = read_tables(model, source)
     if "labels" not in batch and "input_ids" not in batch:
-        raise ValueError(
-            f"expected labels, or input_ids to take as labels, in the batch; got {', '.join(batch) or 'none'}"
-        )
+        raise ValueError(f"expected labels or input_ids in the batch, got {', '.join(batch) or 'none'}; add labels")
     inputs: dict[str, Any] = {**batch, "labels": batch["labels"] if "labels" in batch else batch["input_ids"]}
     training = model.training
     model.eval()
@@ -178,7 +175,7 @@ def conversion_losses(
             finally:
                 swap(model, *before)
         if not tables.untied and "inputs_embeds" not in inputs and can_rotate(model):
-            with suppress(ValueError):  # blocks as in Llama, but more than that around them
+            with suppress(ValueError):  # Llama-like blocks with other parts around them
                 losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
     finally:
         model.train(training)

@@ -1,4 +1,4 @@
-"""The entry that a converted checkpoint has in its config.json, under ``quantization_config``."""
+"""The ``quantization_config`` entry in config.json of a converted checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,11 +9,11 @@ from manifold_tying.parametrizations import Diagonal
 from manifold_tying.tying._pit import Memory
 
 METHOD = "manifold-tying"
-"""The ``quant_method`` by which a checkpoint's config.json names this package to transformers."""
+"""``quant_method`` in config.json; selects this package in transformers."""
 FORMAT = 2
-"""1 had an empty weight of shape (0,) where the embedding now has (V, 0)."""
+"""Format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)."""
 REQUIRES = "manifold-tying[huggingface]"
-"""config.json's entry ``requires``: the package without which the checkpoint's tables cannot be read."""
+"""config.json's ``requires`` entry: the package needed to read the tables."""
 
 
 def _is_number(value: object) -> bool:
@@ -43,31 +43,31 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "memory": _one_of(get_args(Memory)),
     "retraction": _one_of(get_args(Retraction)),
     "diagonal": _one_of(get_args(Diagonal)),
-    "bounds": ((lambda value: value is None or _is_pair(value)), "null or two positive numbers, the smaller first"),
+    "bounds": ((lambda value: value is None or _is_pair(value)), "null or two positive numbers in ascending order"),
     "bridge": _IS_BOOL,
     "scale": (_is_scale, "a finite number other than 0"),
-    "padding_idx": ((lambda value: value is None or _is_index(value)), "null or a token's id"),
+    "padding_idx": ((lambda value: value is None or _is_index(value)), "null or a token id"),
     "rotated": _IS_BOOL,
 }
-_OF_A_POINT = {"retraction", "diagonal", "bounds"}  # a free table has none of them
-_OPTIONAL = {"rotated"}  # checkpoints of the first versions lack it
+_NOT_FREE = {"retraction", "diagonal", "bounds"}  # a free table has none of them
+_OPTIONAL = {"rotated"}  # missing from checkpoints of early versions
 
 
 def check_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A complete entry; ValueError that names the option that is unknown, missing or wrong."""
+    """Validate a complete entry; ValueError names the unknown, missing or wrong option."""
     if (version := entry.get("format")) not in (1, FORMAT) or isinstance(version, bool):
         raise ValueError(
-            f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; use a newer manifold-tying"
+            f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; install a newer manifold-tying"
         )
     options = check_options({name: value for name, value in entry.items() if name not in ("quant_method", "format")})
-    unused = _OF_A_POINT if options.get("memory") == "free" else set()
+    unused = _NOT_FREE if options.get("memory") == "free" else set()
     if missing := _OPTIONS.keys() - _OPTIONAL - unused - options.keys():
         raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}; save the converted model again")
     return dict(entry)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an interface; ValueError for an unknown one or a value that it cannot have."""
+    """Validate the options of an interface; ValueError for an unknown option or an invalid value."""
     for name, value in options.items():
         if name not in _OPTIONS:
             raise ValueError(f"unknown option {name!r:.80} in quantization_config; expected {', '.join(_OPTIONS)}")

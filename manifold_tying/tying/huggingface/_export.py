@@ -1,4 +1,4 @@
-"""A converted model as a stock, untied transformers checkpoint."""
+"""Export a converted model as a stock, untied transformers checkpoint."""
 
 import copy
 import os
@@ -18,26 +18,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ASSUME_TYING = ("gemma", "cohere")
-"""Model families whose converters for serving read one table for both sides."""
+"""Model families whose serving converters assume tied tables."""
 
 
 @torch.no_grad()
 def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint that plain transformers loads, with the same logits: E and W_outᵀ as two dense tables, untied.
+    """Write an untied checkpoint that plain transformers loads, with dense tables E and W_outᵀ and the same logits.
 
     E = Z T⁻¹ and W_out = T Zᵀ (with a bridge B: E B and B W_out) are computed in float64 and cast once, to the model's dtype.
-    Constraints on the body become the plain weights they stand for. V d parameters more than the converted model has.
+    Constrained weights of the body become plain weights. The checkpoint has V d more parameters than the converted model.
 
     Args:
-        model: converted by :func:`convert`; not changed.
-        path: a folder, made where it is missing.
+        model: a model converted by :func:`convert`; not changed.
+        path: output folder, created if missing.
     """
     check_model(model)
     check_adapters(model)
     halves(model)
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ValueError(
-            f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load it whole"
+            f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load the model "
+            "without a device map"
         )
     config = copy.deepcopy(model.config)
     del config.quantization_config
@@ -52,15 +53,15 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         stock.generation_config = generation
     if any(family in config.model_type for family in ASSUME_TYING):
         warnings.warn(
-            f"{config.model_type}: programs that serve this family (llama.cpp, vLLM) take its tables as tied, and would drop "
-            "the head or refuse it. transformers reads the checkpoint as it is. Compare logits before serving it elsewhere",
+            f"{config.model_type}: programs that serve this family (llama.cpp, vLLM) assume tied tables, and drop the head or "
+            "fail. transformers reads the checkpoint correctly. Compare logits before serving it elsewhere",
             stacklevel=2,
         )
     write(stock, Path(path))
 
 
 def _parse_dtypes(config: "PreTrainedConfig") -> None:
-    """Dtypes of a config and its parts as torch's; ``save_pretrained`` leaves names, and Apertus passes them to torch."""
+    """Convert the config's dtype names to torch dtypes: ``save_pretrained`` leaves names, and Apertus passes them to torch."""
     if isinstance(dtype := getattr(config, "dtype", None), str):
         config.dtype = getattr(torch, dtype)
     for name in config.sub_configs:
@@ -69,7 +70,7 @@ def _parse_dtypes(config: "PreTrainedConfig") -> None:
 
 
 def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, torch.Tensor]:
-    """The state of the stock model with the same function; parametrizations of its own, such as a weight norm, stay."""
+    """State dict of the equivalent stock model. Keeps the stock model's own parametrizations, such as weight norm."""
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
@@ -84,7 +85,7 @@ def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> d
             state[name] = getattr(owner, attribute).detach()
     E, W_out = embedding.interface.materialize(embedding.weight.dtype)
     state |= {f"{inside}.weight": E, f"{outside}.weight": W_out.T.contiguous()}
-    # An untied model has every name to itself, and safetensors refuses two for one tensor (a bias of BERT's).
+    # safetensors rejects tensors that share memory, such as BERT's bias; an untied model stores each separately.
     once: set[int] = set()
     for name, tensor in state.items():
         state[name] = tensor.clone() if tensor.data_ptr() in once else tensor

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written whole or not at all, and what those of a converted model have to hold."""
+"""Write checkpoint files atomically, and validate those of a converted model."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 README = "README.md"
 NOTES = (README, "README-manifold-tying.md")
-"""Names of the note on a converted checkpoint: the second where the folder has a README of its own."""
+"""File names of the note in a converted checkpoint; the second is used if the folder has its own README."""
 NOTE = """\
 ---
 library_name: manifold-tying
@@ -42,31 +42,31 @@ _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.
 
 
 def write(model: "PreTrainedModel", path: Path) -> None:
-    """``save_pretrained`` beside the files that are there, then moved over them, and shards of an earlier save dropped.
+    """``save_pretrained`` to a temporary folder, then replace the old files and remove stale shards.
 
-    Beside is a hidden folder inside ``path``, which may be a mount point or a link: a file moves only within a file system.
+    The temporary folder is hidden inside ``path``, because files move only within a file system and ``path`` may be a mount.
     """
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder to write to, but {path} is a file")
     new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
+    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
     try:
-        model.save_pretrained(beside)
-        weights = sorted(beside.glob("model*.safetensors"))
+        model.save_pretrained(draft)
+        weights = sorted(draft.glob("model*.safetensors"))
         if not weights:
             raise ValueError(
                 f"expected {type(model).__name__}.save_pretrained to write model.safetensors, but it wrote "
-                f"{', '.join(sorted(file.name for file in beside.iterdir())) or 'nothing'}; {path} is as it was"
+                f"{', '.join(sorted(file.name for file in draft.iterdir())) or 'nothing'}; {path} is unchanged"
             )
         converted = isinstance(model.get_input_embeddings(), PITEmbedding)
         if converted:
             check_files(model, list(map(str, weights)))
-            (beside / note_name(path)).write_text(NOTE, encoding="utf-8")
-        written = {file.name for file in beside.iterdir()}
+            (draft / note_name(path)).write_text(NOTE, encoding="utf-8")
+        written = {file.name for file in draft.iterdir()}
         for name in written:
-            os.replace(beside / name, path / name)
+            os.replace(draft / name, path / name)
         for pattern in _WEIGHTS:
             for file in path.glob(pattern):
                 if file.name not in written:
@@ -75,46 +75,46 @@ def write(model: "PreTrainedModel", path: Path) -> None:
             for name in filter(lambda name: is_note(path / name), NOTES):
                 (path / name).unlink()
     finally:
-        shutil.rmtree(beside)
+        shutil.rmtree(draft)
         if new and not any(path.iterdir()):
             path.rmdir()
 
 
 def is_note(file: Path) -> bool:
-    """Whether the file is the note that :func:`write` leaves, and no README of the user's."""
+    """Whether the file is the note from :func:`write`, not the user's README."""
     return file.is_file() and file.read_bytes() == NOTE.encode()
 
 
 def note_name(folder: Path) -> str:
-    """The name under which the note overwrites nothing but itself."""
+    """File name for the note that does not overwrite a user's README."""
     return README if not os.path.lexists(folder / README) or is_note(folder / README) else NOTES[1]
 
 
 def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
-    """ValueError unless the files hold the interface that the model has, and no table beside it.
+    """ValueError unless the files hold the model's interface and no other table.
 
-    transformers renames modules of some models when it writes and reads them: model.language_model to language_model.model,
-    model.embed_tokens to tok_embeddings. What has an interface below it is the embedding, whatever its name.
+    transformers renames modules of some models when it saves and loads them: model.language_model to language_model.model,
+    model.embed_tokens to tok_embeddings. So the embedding is identified by its interface, not by its name.
     """
     if not files:
         return
     if len({os.path.dirname(file) for file in files}) > 1:
-        raise ValueError(f"expected the shards of one folder, but the index names {', '.join(files)}")
+        raise ValueError(f"expected all shards in one folder, but the index names {', '.join(files)}; fix the index")
     found = read_shapes(files)
     embedding, head = halves(model)
     names = {id(module): name for name, module in model.named_modules()}
     inside, outside = names[id(embedding)], names[id(head)]
     expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in embedding.named_parameters()}
-    of_interface = _below(inside, _as_here(inside, outside, found)) | _below(outside, found)
-    if of_interface != expected:
+    stored = _below(inside, _renamed(inside, outside, found)) | _below(outside, found)
+    if stored != expected:
         raise ValueError(
-            f"the parts of this checkpoint disagree: by its config.json it has {_listed(expected)}, in its files are "
-            f"{_listed(of_interface)}. Save the converted model again, with manifold_tying.save"
+            f"the parts of this checkpoint disagree: according to config.json it has {_listed(expected)}, but the files hold "
+            f"{_listed(stored)}. Save the converted model again with manifold_tying.save"
         )
 
 
-def _as_here(inside: str, outside: str, found: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
-    """The shapes with the model's own name for the embedding, where exactly one other module has an interface."""
+def _renamed(inside: str, outside: str, found: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
+    """Shapes under the model's name for the embedding, if exactly one other module has an interface."""
     holders = {name.partition(".interface.")[0] for name in found if ".interface." in name} - {inside, outside}
     if len(holders) != 1:
         return found
@@ -123,7 +123,7 @@ def _as_here(inside: str, outside: str, found: Mapping[str, list[int]]) -> Mappi
 
 
 def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Shapes of the table or interface that a file has for the embedding or head called ``half``, under the model's names."""
+    """Stored shapes of the table or interface of the module ``half``, under the model's names."""
     known = any(name.startswith(f"{half}.") for name in found)
     own = f".{half if known else half.rpartition('.')[2]}."
     parts = {f".{name}".rpartition(own)[1:]: shape for name, shape in found.items()}

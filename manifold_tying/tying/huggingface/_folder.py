@@ -1,7 +1,6 @@
-"""A checkpoint's folder in transformers' layout: config.json, and safetensors in one file or in shards with an index.
+"""Read a transformers checkpoint folder: config.json, and safetensors in one file or in shards with an index.
 
-Every command reads a folder through this module. It checks what a folder says before anything follows it, and it neither
-unpickles nor executes anything.
+Every command reads folders through this module. It validates each value before use, and never unpickles or executes anything.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,18 +18,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DAMAGED = "it is damaged or not fully copied"
+DAMAGED = "it is damaged or incomplete"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint."""
+    """Read config.json of a checkpoint."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"expected the folder of a transformers checkpoint, but there is no {folder / 'config.json'}")
+        raise ValueError(
+            f"expected the folder of a transformers checkpoint, but {folder / 'config.json'} does not exist"
+        )
     return read_object(folder / "config.json", DAMAGED)
 
 
 def recorded_options(folder: Path) -> dict[str, Any] | None:
-    """config.json's entry for a converted checkpoint, validated; None for a checkpoint without one."""
+    """The validated entry of a converted checkpoint in config.json; None if the checkpoint is not converted."""
     entry = read_config(folder).get("quantization_config")
     if entry is None:
         return None
@@ -47,7 +48,7 @@ def recorded_options(folder: Path) -> dict[str, Any] | None:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor. An index that points outside the folder is refused."""
+    """Map each tensor name to its file; ValueError if an index points outside the folder."""
     if (folder / WHOLE).exists():
         with _open(folder / WHOLE) as tensors:
             return dict.fromkeys(tensors.keys(), WHOLE)
@@ -59,7 +60,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     where = read_object(folder / INDEX, DAMAGED).get("weight_map")
     if not isinstance(where, dict) or not where or not all(map(_is_safetensors_here, where.values())):
         raise ValueError(
-            f"{folder / INDEX} is damaged: expected a weight_map of parameters to safetensors files of this folder"
+            f"{folder / INDEX} is damaged: expected a weight_map from parameters to safetensors files of this folder"
         )
     return where
 
@@ -69,7 +70,7 @@ def _is_safetensors_here(name: object) -> bool:
 
 
 def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
-    """Shapes of all tensors in safetensors files, by name."""
+    """Map each tensor name in the safetensors files to its shape."""
     found: dict[str, list[int]] = {}
     for file in files:
         if Path(file).suffix != ".safetensors":
@@ -80,7 +81,7 @@ def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
 
 
 def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, and no others."""
+    """Read only the named tensors."""
     read = {}
     for name in names:
         with _open(folder / where[name]) as tensors:
@@ -102,14 +103,11 @@ def _open(file: str | Path) -> Any:
         check_regular(file)
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); it is missing, damaged or not fully copied") from error
+        raise ValueError(f"{file} cannot be read ({error}): it is missing, damaged or incomplete") from error
 
 
 def model_class(folder: Path) -> Any:
-    """The class that config.json names under ``architectures``.
-
-    Of transformers, or one that the program has registered with AutoModelForCausalLM.
-    """
+    """The class named under ``architectures`` in config.json: from transformers or registered with AutoModelForCausalLM."""
     transformers = import_transformers()
     file = folder / "config.json"
     names = read_config(folder).get("architectures")
@@ -123,9 +121,9 @@ def model_class(folder: Path) -> Any:
         kind = registered if getattr(registered, "__name__", None) == names[0] else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
-            f"{file} names {names[0]!r} under architectures, which is no model class of transformers "
-            f"{transformers.__version__}. Correct the entry or install the version that has it; register a class of your own "
-            "with AutoModelForCausalLM.register"
+            f"{file} names {names[0]!r} under architectures, which is not a model class of transformers "
+            f"{transformers.__version__}. Fix the entry, install a version that has the class, or register your own class with "
+            "AutoModelForCausalLM.register"
         )
     return kind
 
@@ -135,18 +133,17 @@ def read_transformers_config(folder: Path) -> Any:
     read_config(folder)
     try:
         return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a configuration class raises whatever its damaged fields lead to
-        raise ValueError(f"{folder / 'config.json'} describes no model that transformers knows: {error}") from error
+    except Exception as error:  # damaged fields can make a config class raise any exception
+        raise ValueError(f"transformers does not know the model in {folder / 'config.json'}: {error}") from error
 
 
 def build_empty(folder: Path) -> "PreTrainedModel":
-    """The stock model that config.json describes, on the meta device."""
+    """Build the stock model from config.json on the meta device."""
     kind, config = model_class(folder), read_transformers_config(folder)
     try:
         with torch.device("meta"):
             return kind(config)
     except Exception as error:
         raise ValueError(
-            f"{folder / 'config.json'} describes no {kind.__name__} that transformers can build: "
-            f"{type(error).__name__}: {error}"
+            f"transformers cannot build a {kind.__name__} from {folder / 'config.json'}: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""A PIT interface into a transformers model: the modules, the tying that transformers sees, and the entry in the config."""
+"""Install a PIT interface in a transformers model: its modules, tied names and config entry."""
 
 import copy
 from contextlib import suppress
@@ -30,39 +30,41 @@ def make_halves(
     bias: nn.Parameter | None,
     rotated: bool = False,
 ) -> tuple[PITEmbedding, PITHead]:
-    """Embedding and head over ``interface``, in the model's dtype."""
+    """Build an embedding and a head that share ``interface``, in the model's dtype."""
     embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
     return embedding, PITHead(interface, dtype, bias)
 
 
 def install(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead) -> None:
-    """Make them the model's embedding and head; a model that refuses them stays as it was."""
+    """Install the embedding and head; if the model rejects them, it is unchanged."""
     swap(model, embedding.train(model.training), head.train(model.training))
     record(model)
 
 
 def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Set both modules through the model's accessors, both or none; returns the ones before."""
+    """Set both modules through the model's accessors, or neither, and return the previous ones."""
     before = model.get_input_embeddings(), model.get_output_embeddings()
     try:
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(head)
         if model.get_input_embeddings() is not embedding or model.get_output_embeddings() is not head:
             raise ValueError(
-                f"{type(model).__name__} does not keep the embedding and head that are set; it cannot be converted"
+                f"{type(model).__name__} ignores the embedding and head that are set; it cannot be converted"
             )
     except BaseException as error:
         with suppress(NotImplementedError):
             model.set_input_embeddings(before[0])
             model.set_output_embeddings(before[1])
         if isinstance(error, NotImplementedError):
-            raise ValueError(f"{type(model).__name__} lets nobody set its embedding and head: {error}") from error
+            raise ValueError(
+                f"{type(model).__name__} does not allow setting its embedding and head, so it cannot be converted: {error}"
+            ) from error
         raise
     return before
 
 
 def own_config(model: "PreTrainedModel") -> None:
-    """Give the model a copy of its config, and its parts theirs of it: models made from one config object share that."""
+    """Give the model and its submodules their own copy of the config; models built from one config object share it."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -71,7 +73,7 @@ def own_config(model: "PreTrainedModel") -> None:
 
 
 def record(model: "PreTrainedModel") -> None:
-    """Tell transformers which names are one tensor, what stays float32, and what to write into config.json."""
+    """Tell transformers which names share a tensor, what stays float32, and what to write to config.json."""
     embedding, head = halves(model)
     entry = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
     names = {id(module): name for name, module in model.named_modules()}
@@ -81,27 +83,27 @@ def record(model: "PreTrainedModel") -> None:
         f"{inside}.weight",
         f"{outside}.weight",
         f"{outside}.interface.",
-    )  # not the head's bias: BERT ties that, too
+    )  # keeps the head's bias, which BERT ties too
     others = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
         if not target.startswith(replaced) and not source.startswith(replaced)
     }
-    # On the instance, and complete: transformers expands names that do not end in "weight" only where the tensors exist.
-    # Float32 under dtype=torch.bfloat16. transformers 5.23 takes it from the empty modules as well.
+    # Set full names on the instance: transformers expands names that do not end in "weight" only if the tensors exist.
+    # The interface stays float32 under dtype=torch.bfloat16. transformers 5.23 also reads this from the empty modules.
     model._tied_weights_keys = {**others, **shared}
     model.all_tied_weights_keys = {**others, **shared}
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), f"{inside}.interface"}
     model.config.tie_word_embeddings = True
     model.config.quantization_config = entry
     model.config.requires = REQUIRES
-    # The halves call their interface; a device map that splits one would leave it and its caller on two devices.
+    # A device map must not split a half: the interface and its caller would be on two devices.
     model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
     setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
-    """The converted embedding and head of a model; ValueError where it has none, or two that are not tied."""
+    """The converted embedding and head of a model; ValueError if it is not converted or they are no longer tied."""
     get_input, get_output = getattr(model, "get_input_embeddings", None), getattr(model, "get_output_embeddings", None)
     embedding, head = get_input and get_input(), get_output and get_output()
     if not isinstance(embedding, PITEmbedding) or not isinstance(head, PITHead):
@@ -109,12 +111,12 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
             f"expected a model converted by manifold_tying.convert, got {type(model).__name__} with its own tables"
         )
     if embedding.interface is not head.interface:
-        raise ValueError("embedding and head have come apart: they hold two interfaces. Convert the model again")
+        raise ValueError("embedding and head are untied: they hold two interfaces. Convert the original model again")
     return embedding, head
 
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
-    """What rebuilds the modules without their tensors, as config.json holds it; ValueError for a materialized interface."""
+    """Options in config.json that rebuild the modules without their tensors; ValueError for a materialized interface."""
     return {
         **interface_options(embedding.interface),
         "bridge": embedding.interface.bridge is not None,
@@ -125,13 +127,13 @@ def options(embedding: PITEmbedding) -> dict[str, Any]:
 
 
 def interface_options(interface: PIT) -> dict[str, Any]:
-    """The arguments of :class:`manifold_tying.PIT` that rebuild an interface without its tensors."""
+    """Arguments of :class:`manifold_tying.PIT` that rebuild an interface without its tensors."""
     if isinstance(interface, FreePIT):
         return {"memory": "free"}
     if not all(parametrize.is_parametrized(interface, name) for name in ("memory", "cholesky_factor")):
         raise ValueError(
-            "expected a memory with ZᵀZ = I and a Cholesky factor, but the interface's constraints were taken off, as "
-            "materialize(model) does; export the model, or load it again and materialize its other layers alone"
+            "expected a constrained memory and Cholesky factor, but the interface's constraints were removed, as by "
+            "materialize(model). Export the model, or load it again and materialize only its other layers"
         )
     memory = parametrized(interface)["memory"]
     point, factor = memory[0], parametrized(interface)["cholesky_factor"][0]

@@ -1,4 +1,4 @@
-"""The two modules that stand in a transformers model where its embedding and its head stood."""
+"""The modules that replace the embedding and head of a transformers model."""
 
 import copy
 import warnings
@@ -12,7 +12,7 @@ from manifold_tying.tying.huggingface._weight import head_weight
 
 
 class _Half(nn.Module):
-    """One side of an interface. Both sides hold the same PIT module, so nothing that replaces tensors can untie them."""
+    """One side of an interface. Both sides share one PIT module, so replacing tensors cannot untie them."""
 
     def __init__(self, interface: PIT) -> None:
         super().__init__()
@@ -20,19 +20,19 @@ class _Half(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "interface" and not isinstance(value, PIT):
-            raise self._untying(f"{type(value).__name__} in the place of its interface")
+            raise self._untying(f"replacing its interface by {type(value).__name__}")
         super().__setattr__(name, value)
 
     def _untying(self, what: str) -> ValueError:
         return ValueError(
-            f"{type(self).__name__} is one half of a tied pair: {what} would be untied from the other half. Copy or wrap the "
-            "whole model. With PEFT, take embedding, head and interface out of modules_to_save and trainable_token_indices; to "
-            "train and save the interface, call manifold_tying.tying.huggingface.train_interface(peft_model) instead"
+            f"{type(self).__name__} is one half of a tied pair: {what} would untie the halves. Copy or wrap the full model. "
+            "With PEFT, remove embedding, head and interface from modules_to_save and trainable_token_indices; to train and "
+            "save the interface, call manifold_tying.tying.huggingface.train_interface(peft_model) instead"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
-        if not memo:  # not on the way through a whole model
-            raise self._untying("a copy of it alone")
+        if not memo:  # not part of a copy of the model
+            raise self._untying("copying it alone")
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -42,9 +42,9 @@ class _Half(nn.Module):
 class PITEmbedding(_Half):
     """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
 
-    ``weight`` (V, 0) is an empty tensor under the name of the stock table. It says the model's dtype and vocabulary (PEFT looks
-    for a parameter with V rows), and a checkpoint that holds it is refused, for its shape, by every reader that knows nothing
-    of this module. ``rotated`` says that the model's residual stream was turned for it, see ``rotation_scales``.
+    ``weight`` (V, 0) is an empty tensor under the name of the stock table. It records the model's dtype and vocabulary (PEFT
+    looks for a parameter with V rows). Its shape makes other readers reject the checkpoint. ``rotated`` is True if the
+    residual stream was rotated, see ``rotation_scales``.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class PITEmbedding(_Half):
         self.register_state_dict_pre_hook(_warn_of_adapters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        e = self.interface(input_ids)  # called, not embed(): offloading brings the weights of a module that is called
+        e = self.interface(input_ids)  # not embed(): offloading hooks run only on a call
         if self.padding_idx is not None and torch.is_grad_enabled():
             e = torch.where((input_ids == self.padding_idx)[..., None], e.detach(), e)
-        # a factor of the model's dtype, as in Gemma 3
+        # The factor has the model's dtype, as in Gemma 3.
         return e if self.scale == 1.0 else e * torch.full((), self.scale, dtype=e.dtype, device=e.device)
 
     def extra_repr(self) -> str:
@@ -80,12 +80,12 @@ class PITEmbedding(_Half):
 
 
 def _warn_of_adapters(embedding: "PITEmbedding", prefix: str, keep_vars: bool) -> None:
-    """A PeftModel that is written with an interface that trains, which PEFT leaves out."""
+    """Warn if a PeftModel with a trainable interface is saved without it."""
     trains = any(p.requires_grad for p in embedding.interface.parameters())
     if prefix.startswith("base_model.") and trains and not embedding.saved_with_adapters:
         warnings.warn(
-            "PEFT's save_pretrained, as Trainer calls it, writes the adapters without the interface that is trained here: Z "
-            "and T would be lost. Call manifold_tying.tying.huggingface.train_interface(peft_model) once; then it saves them",
+            "PEFT's save_pretrained, which Trainer calls, does not save the trained interface: Z and T would be lost. Call "
+            "manifold_tying.tying.huggingface.train_interface(peft_model) once to save them with the adapters",
             stacklevel=2,
         )
 
@@ -106,9 +106,9 @@ class PITHead(_Half):
 
     @property
     def weight(self) -> Tensor:
-        """W_outᵀ (V, d), for code that multiplies by it (TRL, Liger); computed by the first operation on it.
+        """W_outᵀ (V, d), for code that multiplies by it (TRL, Liger); computed at the first operation on it.
 
-        Its dtype and shape, which Mamba and ``tie_weights`` ask for, cost nothing. Gradients reach Z, L and the bridge.
+        Reading its dtype and shape, as Mamba and ``tie_weights`` do, is free. Gradients reach Z, L and the bridge.
         """
         return head_weight(self.interface, self._like.dtype)
 

@@ -1,4 +1,4 @@
-"""Under which names a stock checkpoint's files hold the embedding and the head."""
+"""Find the names of the embedding and the head in the files of a stock checkpoint."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +12,15 @@ from manifold_tying.tying.huggingface._folder import build_empty, model_class, r
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# For a checkpoint whose class is unknown: the last two parts of the names in Llama, Qwen, Granite, Gemma, OPT and Phi; GPT-2;
-# GPT-NeoX; BLOOM and Falcon; Mamba.
+# Name endings for unknown classes: Llama, Qwen, Granite, Gemma, OPT and Phi; GPT-2; GPT-NeoX; BLOOM and Falcon; Mamba.
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 
 
 def table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
-    """(embedding's name, head's name, whether a missing head is the embedding); ``where`` has each tensor's file.
+    """(embedding's name, head's name, whether a missing head is the embedding); ``where`` maps each tensor to its file.
 
-    From the model's class where transformers has it, else from the names that many classes use.
+    Uses the model's class if transformers has it, otherwise common names.
     """
     try:
         model_class(folder)
@@ -53,16 +52,16 @@ def _accessed(model: Any, side: str) -> Any:
 
 
 def _tied_with(name: str, pairs: Mapping[str, str]) -> set[str]:
-    """Every other name of the tensor."""
+    """All other names of the tensor."""
     source = pairs.get(name, name)
     return ({target for target, of in pairs.items() if of == source} | {source}) - {name}
 
 
 def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:
-    """The name in the files of a parameter with these names.
+    """The stored name of the parameter that the model calls ``names``, or None.
 
-    Some classes save a parameter under another name than the model has for it. Checkpoints of base models lack a prefix: then
-    it is the only name with the longest common end.
+    Some classes rename parameters when they save. Checkpoints of base models lack a prefix; then the only stored name with the
+    longest common suffix matches.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -73,7 +72,7 @@ def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[st
     ends = {found: max(_common_end(name, found) for name in names) for found in where}
     longest = max(ends.values(), default=0)
     best = [found for found, length in ends.items() if length == longest]
-    return best[0] if longest >= 2 and len(best) == 1 else None  # below 2 parts it is "weight" alone
+    return best[0] if longest >= 2 and len(best) == 1 else None  # 1 part is only "weight"
 
 
 def _common_end(left: str, right: str) -> int:
@@ -87,14 +86,14 @@ def _usual_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, st
     text = text if isinstance(text, dict) else {}
     rows = config.get("vocab_size", text.get("vocab_size"))
     embeddings = [name for name in where if _EMBEDDING.search(name)]
-    if len(embeddings) > 1 and isinstance(rows, int):  # a vision tower has embeddings, too
+    if len(embeddings) > 1 and isinstance(rows, int):  # exclude embeddings of a vision tower
         shapes = read_shapes(folder / where[name] for name in embeddings)
         embeddings = [name for name in embeddings if shapes[name][:1] >= [rows]]
     heads = [name for name in where if _HEAD.search(name)]
     for what, found in (("embedding table", embeddings), ("head", heads)):
         if len(found) > 1:
             raise ValueError(
-                f"expected one {what} in {folder}, found {', '.join(found)}: which one reads the tokens is unclear"
+                f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which one reads the tokens"
             )
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
     return next(iter(embeddings), None), next(iter(heads), None), tied

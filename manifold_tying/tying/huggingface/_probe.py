@@ -1,4 +1,4 @@
-"""Runs a model on a few random tokens, so that a conversion can be checked before it is kept."""
+"""Run a model on a few random tokens to validate a conversion."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ LENGTH = 8
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; afterwards every module's mode and torch's global generators are as they were."""
+    """Eval mode without gradients; restores every module's mode and torch's global generators on exit."""
     modes = {module: module.training for module in model.modules()}
     gpus = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.no_grad(), torch.random.fork_rng(gpus):
@@ -28,7 +28,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def random_ids(model: "PreTrainedModel", seed: int = 0) -> Tensor:
-    """(1, LENGTH) token ids from a generator of their own, on the embedding's device, none of them padding."""
+    """(1, LENGTH) random token ids without padding, on the embedding's device, from a separate generator."""
     embedding: Any = model.get_input_embeddings()
     V, padding = len(embedding.weight), getattr(embedding, "padding_idx", None)
     ids = torch.randint(V, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -38,7 +38,7 @@ def random_ids(model: "PreTrainedModel", seed: int = 0) -> Tensor:
 
 
 def failure(model: "PreTrainedModel") -> Exception | None:
-    """What the model raises on random tokens, and on its class's own example (speech models have no ``input_ids``)."""
+    """The exception on random tokens, or None if they or ``dummy_inputs`` run (speech models have no ``input_ids``)."""
     error = None
     for make in (lambda: {"input_ids": random_ids(model)}, lambda: _example(model)):
         try:
@@ -55,7 +55,7 @@ def _example(model: "PreTrainedModel") -> dict[str, Any]:
 
 
 def independent_of_tokens(model: "PreTrainedModel", modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that get the same inputs for different tokens, as a table of positions does; none where the model does not run."""
+    """Modules with equal inputs for different tokens, such as position tables; empty if the model does not run."""
     inputs: dict[nn.Module, list[list[Tensor]]] = {module: [] for module in modules}
 
     def keep(module: nn.Module, given: tuple[Any, ...]) -> None:

@@ -1,8 +1,7 @@
-"""How transformers itself loads a converted checkpoint: ``from_pretrained`` asks by the ``quant_method`` of config.json.
+"""Register converted checkpoints with transformers' ``from_pretrained``, selected by ``quant_method`` in config.json.
 
-transformers has one way for a package to put its own modules into a model before the weights are read, that of quantizers. The
-model counts as quantized only while it is being loaded. This module needs transformers;
-:mod:`manifold_tying._transformers` imports it.
+Only a quantizer can insert modules into a model before transformers reads the weights. The model counts as quantized only
+during loading. This module needs transformers; :mod:`manifold_tying._transformers` imports it.
 """
 
 from typing import TYPE_CHECKING, Any, cast
@@ -23,15 +22,15 @@ from manifold_tying.tying.huggingface._files import check_files
 from manifold_tying.tying.huggingface._install import halves, install, make_halves
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # imports this module's, so it is not there yet when this one runs
+    from transformers import PreTrainedModel  # circular at run time
 
 
 @register_quantization_config(METHOD)
 class InterfaceConfig(QuantizationConfigMixin):
-    """The entry in config.json, see ``_install.options``."""
+    """The config.json entry, see ``_install.options``."""
 
     def __init__(self, quant_method: str = METHOD, format: int = 0, **options: Any) -> None:
-        self.quant_method = quant_method  # type: ignore[assignment]  # transformers types it as its own enumeration
+        self.quant_method = quant_method  # type: ignore[assignment]  # transformers expects its own enum
         self.format = format
         self.options = options
 
@@ -41,7 +40,7 @@ class InterfaceConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class InterfaceLoader(HfQuantizer):
-    """Puts an empty interface into the model before the weights are read, checks it after, and leaves no other trace."""
+    """Insert an empty interface before the weights are read, validate it afterwards, and leave no other trace."""
 
     quantization_config: InterfaceConfig
 
@@ -62,12 +61,12 @@ class InterfaceLoader(HfQuantizer):
         kind = self.quantization_config.options["memory"]
         if kind != "free":
             memory = parametrized(embedding.interface)["memory"]
-            # transformers puts new parameters there, which require gradients
+            # transformers replaces the parameters, and the new ones require gradients.
             memory.original.requires_grad_(kind == "trainable")
             mark_point(memory)
             Z = embedding.interface.memory.detach()
             if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
-                embedding.interface.memory = Z  # read from float32, which .double() projects as well
+                embedding.interface.memory = Z  # loaded from float32; project, as .double() does
         embedding.weight = nn.Parameter(embedding.weight.new_empty(embedding.num_embeddings, 0), requires_grad=False)
         self.quantization_config.format = FORMAT
         del model.hf_quantizer
@@ -75,18 +74,18 @@ class InterfaceLoader(HfQuantizer):
         for module in model.modules():
             if isinstance(
                 own := getattr(module, "config", None), PreTrainedConfig
-            ):  # a part may call a number its config
+            ):  # some modules store a number as config
                 own.__dict__.pop("_is_quantized", None)
         model.config.quantization_config = self.quantization_config.to_dict()
 
 
 def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torch.dtype) -> None:
-    """The modules that a config.json entry asks for, on the meta device."""
+    """Install the modules that a config.json entry describes, on the meta device."""
     check_entry(config.to_dict())
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
-            "config.json has an entry of manifold-tying beside tie_word_embeddings=false: one of them is wrong. A converted "
-            "checkpoint has true; an exported one has no such entry"
+            "config.json has both an entry of manifold-tying and tie_word_embeddings=false. Set it to true for a converted "
+            "checkpoint, or remove the entry for an exported one"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
@@ -94,7 +93,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
     V, d = cast(Tensor, embedding.weight).shape
     options = dict(config.options)
     bridge, scale, padding_idx = options.pop("bridge"), options.pop("scale"), options.pop("padding_idx")
-    rotated = options.pop("rotated", False)  # the first versions knew no rotation
+    rotated = options.pop("rotated", False)  # missing in early versions
     if padding_idx is not None and padding_idx >= V:
         raise ValueError(f"expected a padding_idx below {V} in quantization_config, got {padding_idx}")
     with torch.device("meta"):

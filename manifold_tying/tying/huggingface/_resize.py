@@ -1,4 +1,4 @@
-"""Another vocabulary size for a converted model, with ZᵀZ = I kept."""
+"""Resize the vocabulary of a converted model while preserving ZᵀZ = I."""
 
 import warnings
 from typing import TYPE_CHECKING
@@ -23,21 +23,21 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> "PITEmbedding":
-    """What a converted model's ``resize_token_embeddings`` does: rows of Z are cut off or appended, Y, and Z' = Y (YᵀY)^(-1/2).
+    """``resize_token_embeddings`` of a converted model: truncate or extend Z to Y, then Z' = Y (YᵀY)^(-1/2).
 
-    T (and a bridge) stay, so every token's embedding and logit move by as much as YᵀY is away from I; of a free table the
-    logits stay and the embeddings move. A warning says by how much. That cannot be had for less: W_out E = I ties the rows to
-    each other. A head's bias is cut off or padded by zeros.
+    T (and a bridge) do not change, so every embedding and logit moves by the deviation of YᵀY from I. With a free table only
+    the embeddings move. A warning reports by how much. This is unavoidable, because W_out E = I couples all rows. The head's
+    bias is truncated or padded with zeros.
 
     Args:
-        model: converted by :func:`manifold_tying.convert`; changed in place.
-        new_num_tokens: the new V; None for the present one.
-        pad_to_multiple_of: round V up to a multiple of it.
-        mean_resizing: new rows are the mean row of Z or W (all equal: for one that trains), or, where False, Gaussian with the
-            mean square of the old ones.
+        model: a model converted by :func:`manifold_tying.convert`; changed in place.
+        new_num_tokens: the new V; None keeps the current one.
+        pad_to_multiple_of: round V up to a multiple of this.
+        mean_resizing: if True, each new row is the mean row of Z or W (all new rows are equal, so train them); if False,
+            Gaussian with the mean square of the old rows.
 
     Returns:
-        the new embedding.
+        The new embedding.
     """
     from manifold_tying.tying.huggingface._install import halves, install, interface_options, make_halves
 
@@ -49,7 +49,7 @@ def resize_token_embeddings(
     if V == old.vocab_size:
         return embedding
     if V < old.hidden_size:
-        raise ValueError(f"expected at least d = {old.hidden_size} tokens, since ZᵀZ = I needs V >= d; got {V}")
+        raise ValueError(f"expected at least d = {old.hidden_size} tokens, because ZᵀZ = I needs V >= d; got {V}")
     new = _resized(old, V, interface_options(old), mean_resizing, embedding.weight.dtype)
     bias = None if head.bias is None else _padded(head.bias, V)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
@@ -57,15 +57,15 @@ def resize_token_embeddings(
     install(model, *make_halves(new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated))
     for module in model.modules() if bias is not None else ():
         for name, parameter in module._parameters.items():
-            if parameter is head.bias:  # RoBERTa holds it twice
+            if parameter is head.bias:  # RoBERTa registers it twice
                 module._parameters[name] = bias
     model.config.get_text_config().vocab_size = V
     model.vocab_size = V
-    stays = "Logits" if isinstance(new, FreePIT) else "T"
+    unchanged = "Logits" if isinstance(new, FreePIT) else "T"
     warnings.warn(
-        f"vocabulary {old.vocab_size} -> {V}: rows were {'appended' if V > old.vocab_size else 'cut off'}. W_out E = I ties "
-        f"all rows to each other, so the embeddings of tokens that stay moved by {_moved(old, new):.1e} of their norm. {stays} "
-        "and the body stay",
+        f"vocabulary {old.vocab_size} -> {V}: rows were {'appended' if V > old.vocab_size else 'removed'}. W_out E = I couples "
+        f"all rows, so the embeddings of the remaining tokens moved by {_moved(old, new):.1e} of their norm. {unchanged} and "
+        "the body did not change",
         stacklevel=2,
     )
     return halves(model)[0]
@@ -80,8 +80,8 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
         smallest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
         if not smallest > 1e-5:
             raise ValueError(
-                f"cannot cut the vocabulary off at {V}: the rows that stay do not span the hidden space (smallest / largest "
-                f"singular value {smallest:.0e}), so no memory with ZᵀZ = I has them; keep more tokens"
+                f"cannot truncate the vocabulary to {V}: the remaining rows do not span the hidden space (smallest / largest "
+                f"singular value {smallest:.0e}), so ZᵀZ = I is impossible; keep more tokens"
             )
     else:
         added = V - old.vocab_size

@@ -1,4 +1,4 @@
-"""Turning the residual stream of a Llama-like model, so that its tied table has orthogonal columns."""
+"""Rotate the residual stream of a Llama-like model so that its tied table has orthogonal columns."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,19 @@ from manifold_tying.tying.huggingface._probe import random_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_READS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}  # norm to what reads its output
+_READS = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}  # norm -> module that reads its output
 _PROJECTIONS = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": (("gate_proj", "up_proj"), "down_proj")}
 
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""Largest relative difference of logits (Frobenius). Rounding: 8e-7 (float32), 4e-3, 3e-2; what does not turn: about 1."""
+"""Bounds on the relative error of logits (Frobenius). Rounding: 8e-7 (float32), 4e-3, 3e-2; an unrotated part: about 1."""
 
 Changes = list[tuple[nn.Parameter, Tensor]]
-"""Parameters that got new data, and the data they had."""
+"""Changed parameters with their previous data."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Q (d, d), orthogonal; E0 Q with orthogonal columns, and their squared norms; the gain (d,) that the final norm gets."""
+    """Orthogonal Q (d, d); table E0 Q with orthogonal columns; their squared norms; new gain (d,) of the final norm."""
 
     Q: Tensor
     table: Tensor
@@ -33,20 +33,20 @@ class Rotation:
 
 @torch.no_grad()
 def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
-    """The rotation of the residual stream by which W_out E = I costs a tied model next to nothing; changes nothing yet.
+    """Compute the rotation of the residual stream that gives a tied model W_out E = I at almost no cost. Changes nothing yet.
 
-    RMSNorm commutes with an orthogonal Q, so x Q is as good a residual stream as x: what reads it takes Q in, together with
-    the gain of the norm before it, and what writes it turns its output. With E0ᵀE0 = H² = Q Λ² Qᵀ and a final norm whose gain
-    is one number g, E = E0 Q has orthogonal columns, and the logits norm(x) g E0ᵀ are norm(x Q) (g Λ²) (Λ⁻² Eᵀ): a PIT
-    interface with T = Λ⁻¹ behind a final norm with the gain g Λ². Same function, W_out E = I, and no parameter more.
+    RMSNorm commutes with an orthogonal Q, so x can be replaced by x Q. Layers that read it absorb Q and the gain of the norm
+    before them; layers that write it rotate their output. Let E0ᵀE0 = H² = Q Λ² Qᵀ, and let the final norm have a scalar gain
+    g. Then E = E0 Q has orthogonal columns, and the logits norm(x) g E0ᵀ equal norm(x Q) (g Λ²) (Λ⁻² Eᵀ). This is a PIT
+    interface with T = Λ⁻¹ after a final norm with gain g Λ²: the same function, W_out E = I, and no extra parameters.
 
-    A final gain diag(g) with different entries is no diagonal matrix any more after the rotation, Qᵀ diag(g) Q. Its diagonal is
-    kept, the rest is lost, and is as large as the spread of g: compare the losses before and after.
+    If the gain diag(g) has different entries, Qᵀ diag(g) Q is not diagonal. The rotation keeps its diagonal and loses the rest,
+    which is as large as the spread of g: compare the losses before and after.
 
     Raises:
-        ValueError: the blocks are not those of Llama, Qwen, SmolLM, Mistral or Granite: two RMSNorms, each before the
-            projections that read it, plain linear layers without constraints or adapters; or the model's dtype cannot
-            hold the new gain.
+        ValueError: the blocks differ from those of Llama, Qwen, SmolLM, Mistral or Granite (two RMSNorms, each followed by
+            its projections, all plain linear layers without constraints or adapters), or the model's dtype cannot hold the
+            new gain.
     """
     _check_plain(model)
     final = final_norm(model)
@@ -54,14 +54,14 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
     gain = squares * (Q.mT * final.weight.double() * Q.mT).sum(1)
     if not torch.isfinite(gain.to(final.weight.dtype)).all():
         raise ValueError(
-            f"expected a final gain that {final.weight.dtype} can hold, but transform='rotation' makes one up to "
-            f"{float(gain.abs().max()):.0f}; convert in torch.bfloat16 or torch.float32, model.to(torch.bfloat16)"
+            f"transform='rotation' needs a final gain of {float(gain.abs().max()):.0f}, too large for {final.weight.dtype}; "
+            "convert in torch.bfloat16 or torch.float32, for instance with model.to(torch.bfloat16)"
         )
     return Rotation(Q, (table.double() @ Q).to(table.dtype), squares, gain)
 
 
 def logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
-    """Logits of random tokens with ``gain`` in the final norm, in float64; ValueError where the model does not run on them."""
+    """Logits on random tokens with ``gain`` in the final norm, in float64; ValueError if the model does not run on them."""
     final = final_norm(model).weight
     before = final.data
     final.data = torch.zeros_like(before).add_(gain)
@@ -69,42 +69,42 @@ def logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
         return model(input_ids=random_ids(model)).logits.double()
     except Exception as error:
         raise ValueError(
-            f"transform='rotation' is checked by the logits of a few token ids, but {type(model).__name__} does not run on "
-            f"them: {error}. Choose another transform"
+            f"transform='rotation' is checked on a few token ids, but {type(model).__name__} does not run on them: {error}. "
+            "Choose another transform"
         ) from error
     finally:
         final.data = before
 
 
 def check_rotated(model: "PreTrainedModel", by: Rotation, reference: Tensor) -> None:
-    """ValueError unless the rotated model has the logits that it had; both with an even gain, for which it is exact."""
+    """ValueError unless rotation preserved the logits, compared with an even gain, for which it is exact."""
     error = logits_with_gain(model, by.squares * even_gain(by)) - reference
     relative = float(error.norm() / reference.norm())
     bound = BOUNDS.get(final_norm(model).weight.dtype, BOUNDS[torch.bfloat16])
     if not relative <= bound:
         raise ValueError(
-            f"expected logits within {bound:g} of the model's own after transform='rotation' (relative, on random tokens), got "
-            f"{relative:.2g}: {type(model).__name__} computes with the residual stream in a way that does not turn with it, "
-            'for instance between the final norm and the head. Choose another transform, "head" or "identity"'
+            f"expected transform='rotation' to change logits by at most {bound:g} (relative, on random tokens), got "
+            f"{relative:.2g}: {type(model).__name__} uses the residual stream where it cannot be rotated, for instance "
+            'between the final norm and the head. Choose transform="head" or "identity"'
         )
     if not torch.isfinite(logits_with_gain(model, by.gain)).all():
         raise ValueError(
-            f"transform='rotation' makes activations that {final_norm(model).weight.dtype} cannot hold; convert in "
-            "torch.bfloat16 or torch.float32"
+            f"transform='rotation' makes activations overflow {final_norm(model).weight.dtype}; convert in torch.bfloat16 or "
+            "torch.float32"
         )
 
 
 def even_gain(by: Rotation) -> float:
-    """One gain for all entries, about the size of the true one, so that the check computes in the same range."""
+    """A scalar gain of about the true gain's size, so that the check runs in the same range."""
     return float(by.gain.abs().max() / by.squares.max())
 
 
 @torch.no_grad()
 def rotate_body(model: "PreTrainedModel", by: Rotation, changes: Changes) -> None:
-    """Turn what reads and writes the residual stream; embedding and head are for the caller to replace.
+    """Rotate all layers that read or write the residual stream; the caller replaces the embedding and head.
 
-    The old data of every parameter go to ``changes``, see :func:`undo`. Embedding and head are
-    ``PIT.from_embedding(by.table, transform="embedding")``: a head with the table itself would be off by Λ².
+    Appends the old data of every parameter to ``changes``, see :func:`undo`. Embedding and head must be
+    ``PIT.from_embedding(by.table, transform="embedding")``; a head that used the table itself would be off by Λ².
     """
     blocks, final = _parts(model)
 
@@ -128,14 +128,14 @@ def rotate_body(model: "PreTrainedModel", by: Rotation, changes: Changes) -> Non
 
 
 def undo(changes: Changes) -> None:
-    """The data that the parameters had."""
+    """Restore the parameters' previous data."""
     while changes:
         parameter, data = changes.pop()
         parameter.data = data
 
 
 def can_rotate(model: "PreTrainedModel") -> bool:
-    """Whether :func:`rotation` knows the model's blocks."""
+    """Whether :func:`rotation` supports the model's blocks."""
     try:
         _check_plain(model)
     except ValueError:
@@ -149,7 +149,7 @@ def final_norm(model: "PreTrainedModel") -> Any:
 
 
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
-    """The blocks and the final norm; ValueError where something is not as in Llama."""
+    """The blocks and the final norm; ValueError if the layout differs from Llama's."""
     body = getattr(model, model.base_model_prefix, None)
     blocks: Any = getattr(body, "layers", None)
     final = getattr(body, "norm", None)
@@ -165,14 +165,14 @@ def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
             known &= found == {*reads, writes}
     if not known:
         raise ValueError(
-            f"expected blocks as in Llama, two RMSNorms before self_attn and mlp with q, k, v, o, gate, up and down "
-            f'projections; {type(model).__name__} has others. Take another transform, "head" or "identity"'
+            f"expected Llama-like blocks: two RMSNorms before self_attn and mlp with q, k, v, o, gate, up and down "
+            f'projections; {type(model).__name__} has others. Choose transform="head" or "identity"'
         )
     return blocks, final
 
 
 def _check_plain(model: "PreTrainedModel") -> None:
-    """ValueError unless each projection's weight is a parameter that can be written to, and all that it computes with."""
+    """ValueError unless every projection is a plain ``nn.Linear`` with a weight in memory."""
     other = []
     for name, layer in _parts(model)[0].named_modules():
         if name.endswith("_proj"):
@@ -187,7 +187,7 @@ def _check_plain(model: "PreTrainedModel") -> None:
 
 
 def _is_rms_norm(norm: nn.Module) -> bool:
-    """Whether it computes gain x / rms(x), tried on numbers."""
+    """Whether the module computes gain x / rms(x) on a sample."""
     weight = norm._parameters.get("weight")
     if weight is None or len(norm._parameters) != 1:
         return False

@@ -1,4 +1,4 @@
-"""Learning rates by entry for a model whose residual stream was rotated."""
+"""Per-entry learning rates for a model with a rotated residual stream."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | float]]:
-    """Overrides for ``param_groups`` of a model converted with transform="rotation", whose steps are then those of a table.
+    """Overrides for ``param_groups`` that give a model converted with transform="rotation" the steps of a plain table.
 
-    Adam moves every entry of a tied table by about its learning rate. Of E = Z T⁻¹ with T = diag(t) it moves column j by
-    1/t_j of that, and t spans the condition number of the table: one rate is too much for some columns or nothing for the
-    others. With the updates of Z's column j times t_j every entry of E moves by about the learning rate again, so that
-    ``manifold_lr`` can be what a plain table would get. In the same way the update of L_ij is multiplied by t_i √t_j (of the
-    stored diagonal, whose map multiplies by about √t_j itself, by t_j), and that of the final norm's gain, g / t², by 1 / t².
+    Adam moves every entry of a tied table by about its learning rate. For E = Z T⁻¹ with T = diag(t) it moves column j by
+    1/t_j times that. t spans the condition number of the table, so no single rate suits all columns. Multiplying the updates
+    of Z's column j by t_j moves every entry of E by about the learning rate, so ``manifold_lr`` can be that of a plain table.
+    Likewise the update of L_ij is multiplied by t_i √t_j, that of the stored diagonal by t_j (its map already multiplies by
+    about √t_j), and that of the final norm's gain, g / t², by 1 / t².
 
         groups = param_groups(model, manifold_lr=1e-3, overrides=rotation_scales(model))
         optimizer = RiemannianAdam(groups, lr=1e-3)
 
-    T leaves the diagonal as it is trained; t is its diagonal then. A free table W = Z T takes t_j² for its column j.
+    Training makes T non-diagonal; t is then its diagonal. Column j of a free table W = Z T uses t_j².
 
     Returns:
-        full name of a parameter: {"scale": factors of its updates, "weight_decay": 0.0}.
+        For each full parameter name: {"scale": factors of its updates, "weight_decay": 0.0}.
 
     Raises:
-        ValueError: the model is not converted, or by another transform.
+        ValueError: the model is not converted, or was converted with another transform.
     """
     embedding, _ = halves(model)
     if not embedding.rotated:
-        raise ValueError("expected a model that was converted with transform='rotation'; others need no scales")
+        raise ValueError("expected a model converted with transform='rotation'; other models need no scales")
     t = embedding.interface.transform.diagonal().clone()
     scales: dict[nn.Parameter, Tensor] = {final_norm(model).weight: t**-2}
     if isinstance(embedding.interface, FreePIT):

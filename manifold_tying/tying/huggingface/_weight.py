@@ -1,4 +1,4 @@
-"""The head's weight as a tensor that is computed only where something computes with it."""
+"""The head's weight as a lazily computed tensor."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from manifold_tying.tying._pit import PIT
 
 
 def head_weight(interface: PIT, dtype: torch.dtype) -> Tensor:
-    """W_outᵀ (V, d) in dtype, lazily; at once in compiled code, which drops what is unused, and for a sharded memory."""
+    """W_outᵀ (V, d) in dtype, lazy; eager for a sharded memory and in compiled code, which drops unused values."""
     parameters = tuple(interface.parameters())
     if torch.compiler.is_compiling() or any(map(linalg.is_dtensor, parameters)):
         return _compute(interface, dtype)
@@ -23,12 +23,12 @@ def _compute(interface: PIT, dtype: torch.dtype) -> Tensor:
 
 
 class _Lazy(Tensor):
-    """Has a shape and a dtype; the first operation on it computes its entries."""
+    """Tensor with a shape and a dtype; the first operation on it computes its entries."""
 
     interface: PIT
     value: Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all is done below autograd
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # dispatch is handled below autograd
 
     @staticmethod
     def __new__(cls, interface: PIT, dtype: torch.dtype) -> "_Lazy":
@@ -39,7 +39,7 @@ class _Lazy(Tensor):
         return lazy
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types its own as a static method
+    def __torch_dispatch__(  # type: ignore[override]  # static in torch's stubs
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return func(*tree_map_only(cls, cls._computed, args), **tree_map_only(cls, cls._computed, kwargs or {}))
@@ -52,12 +52,12 @@ class _Lazy(Tensor):
 
 
 class _Deferred(torch.autograd.Function):
-    """A :class:`_Lazy` weight that passes its gradient on to the interface's parameters, of which it is computed again."""
+    """A :class:`_Lazy` weight; backward recomputes it from the interface's parameters and passes the gradient to them."""
 
     @staticmethod
     def forward(ctx: Any, interface: PIT, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         ctx.interface, ctx.dtype = interface, dtype
-        ctx.save_for_backward(*parameters)  # refuses a backward after a step has changed them
+        ctx.save_for_backward(*parameters)  # rejects backward after the parameters changed
         return _Lazy(interface, dtype)
 
     @staticmethod

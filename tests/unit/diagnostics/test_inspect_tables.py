@@ -163,7 +163,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     save_file({"wte.weight": torch.ones(3, 2), "lm_head.weight": torch.ones(4, 2)}, weights)
     failing(r"expected lm_head.weight of shape \(3, 2\)")
     save_file({"wte.weight": torch.ones(3, 2), "vision.embeddings.weight": torch.ones(9, 2)}, weights)
-    failing("unclear")
+    failing("cannot tell")
     config.write_text(json.dumps({"text_config": {"vocab_size": 4}}))
     assert len(inspect_tables(tmp_path).E) == 9
     weights.unlink()
