@@ -166,7 +166,8 @@ class RiemannianOptimizer(Optimizer):
                 self._project_if_moved(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
-            where = (p.device_mesh, p.placements) if linalg.is_dtensor(p) else p.device  # type: ignore[attr-defined]
+            placed: Any = p  # a DTensor has a mesh
+            where = (placed.device_mesh, placed.placements) if linalg.is_dtensor(p) else p.device
             scale = id(self._scales[p]) if p in self._scales else None
             alike[manifold_key(self._manifolds[p]), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]

@@ -16,6 +16,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def share_class(module: nn.Linear, forward: Callable[..., Tensor]) -> None:
     """Give a layer whose only parametrized tensor is the weight the class that all such layers share, with that forward."""
+    changed: Any = module
     kind: Any = type(module)
     if set(parametrized(module)) != {"weight"}:
         kind.forward = forward  # this class belongs to the one layer
@@ -23,7 +24,7 @@ def share_class(module: nn.Linear, forward: Callable[..., Tensor]) -> None:
     (layer,) = kind.__bases__
     if layer not in _classes:
         _classes[layer] = _shared_class(layer, kind, forward)
-    setattr(module, "__class__", _classes[layer])  # noqa: B010 - mypy
+    changed.__class__ = _classes[layer]
 
 
 class _SharedClass(type):

@@ -517,7 +517,8 @@ def test_autocast_around_the_backward_changes_nothing(method: Any) -> None:
         assert torch.equal(plain, gradient())
 
 
-PRODUCTS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+BACKEND: Any = torch.backends.mkldnn
+PRODUCTS = BACKEND.matmul
 WAYS: dict[str, Callable[[], None]] = {
     "function": lambda: torch.set_float32_matmul_precision("medium"),
     "attribute": lambda: setattr(PRODUCTS, "fp32_precision", "bf16"),

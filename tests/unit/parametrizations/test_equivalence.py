@@ -498,7 +498,8 @@ def test_a_large_bias_leaves_the_gradients_in_low_precision(tokens: int) -> None
     assert (gradient - expected).norm() < 0.02 * expected.norm()
 
 
-PRODUCTS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+BACKEND: Any = torch.backends.mkldnn
+PRODUCTS = BACKEND.matmul
 
 
 @pytest.fixture
