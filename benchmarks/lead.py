@@ -18,7 +18,7 @@ import tyro
 from benchmarks._figure import pyplot, save
 from manifold_tying.models import preset
 from manifold_tying.training import Settings
-from manifold_tying.training._arms import run_folder
+from manifold_tying.training.arms import run_folder
 from manifold_tying.training.papers._budgets import candidates, trial_specs
 from manifold_tying.training.report._figures import COLOURS
 

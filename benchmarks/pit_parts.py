@@ -24,11 +24,10 @@ from benchmarks._command import commit
 from manifold_tying.models import Llama
 from manifold_tying.optim import param_groups
 from manifold_tying.recipe import rate_factor
-from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training._build import transform_rates
 from manifold_tying.training._machine import machine
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._recipe import resolve
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.loop import load_data, run_data
 

@@ -30,10 +30,9 @@ from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import matmul_rate
 from benchmarks._peers import load
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._config import Interface
-from manifold_tying.training._recipe import resolve
+from manifold_tying.training.sections import Interface
 
 TITLE = "A whole training step"
 INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable", "pit-free")

@@ -6,7 +6,8 @@ with _needs_extra("train", "training and the command line need"):
     from manifold_tying.training._ablation import AblateConfig as AblateConfig
     from manifold_tying.training._ablation import ablate as ablate
     from manifold_tying.training._checkpoint import checkpoints as checkpoints
-    from manifold_tying.training._config import Settings as Settings
-    from manifold_tying.training._config import TrainConfig as TrainConfig
     from manifold_tying.training._open import load_model as load_model
+    from manifold_tying.training.config import Settings as Settings
+    from manifold_tying.training.config import TrainConfig as TrainConfig
     from manifold_tying.training.loop import train as train
+    from manifold_tying.training.recipes import resolve as resolve

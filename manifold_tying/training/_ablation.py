@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from manifold_tying._json import read_object
-from manifold_tying.training._arms import ARMS, BODIES, parse_arm, run_folder
-from manifold_tying.training._command import called_as, train_command
-from manifold_tying.training._config import POET_SETTINGS, Settings, TrainConfig
 from manifold_tying.training._files import write_whole, writing_to
 from manifold_tying.training._identity import CORPUS, differing, other_text
 from manifold_tying.training._lock import locked
-from manifold_tying.training._machine import machine
+from manifold_tying.training._machine import called_as, machine
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._recipe import resolve, used_rates, used_settings
+from manifold_tying.training.arms import ARMS, BODIES, parse_arm, run_folder
+from manifold_tying.training.config import POET_SETTINGS, Settings, TrainConfig, unused_settings
 from manifold_tying.training.loop import Diverged, Observer, load_data, run_data, train
+from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
+RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # of each arm
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
 
@@ -109,7 +109,9 @@ def _check_different(arms: Mapping[str, TrainConfig]) -> None:
     """ValueError where two arms would train the same model twice."""
     first: dict[str, str] = {}
     for name, run in arms.items():
-        other = first.setdefault(json.dumps(used_settings(run)), name)
+        unused = unused_settings(run.interface, run.settings)
+        used = {name: value for name, value in run.as_json().items() if name not in unused}
+        other = first.setdefault(json.dumps(used), name)
         if other != name:
             raise ValueError(
                 f"expected arms that differ, but {other!r} and {name!r} have the same settings once the recipe's values are "
@@ -176,7 +178,7 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
 
 def commands(config: AblateConfig) -> list[str]:
     """One command per arm and seed, quoted for a shell, that does what :func:`ablate` does for it."""
-    return [train_command(run) for _, run in config.runs()]
+    return [run.command() for _, run in config.runs()]
 
 
 def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> None:
@@ -211,7 +213,11 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
 def _describe(config: AblateConfig) -> dict[str, Any]:
     """What the report says of the experiment beside its results."""
     runs = {arm: run for arm, run in reversed(config.runs())}
-    per_arm = {arm: used_rates(run.interface, run.settings) for arm, run in reversed(runs.items())}
+    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in reversed(runs.items())}
+    per_arm: dict[str, dict[str, Any]] = {
+        arm: {name: None if name in names else getattr(runs[arm].settings, name) for name in RATES}
+        for arm, names in unused.items()
+    }
     resolved = [run.as_json() for run in runs.values()]
     shared = {k: v for k, v in resolved[0].items() if all(other[k] == v for other in resolved)}
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}

@@ -11,8 +11,9 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
-from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
+from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 from manifold_tying.tying.huggingface import halves, rotation_scales
 

@@ -8,11 +8,11 @@ import tyro
 from rich.console import Console
 
 from manifold_tying.training._ablation import AblateConfig, ablate, commands, prepare_data
-from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._processes import Processes, process_group
 from manifold_tying.training._progress import progress_bars
-from manifold_tying.training._recipe import resolve
+from manifold_tying.training.config import TrainConfig
 from manifold_tying.training.loop import load_data, train
+from manifold_tying.training.recipes import resolve
 
 DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
 

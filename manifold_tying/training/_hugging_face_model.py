@@ -17,7 +17,8 @@ from manifold_tying.tying.huggingface import PITEmbedding
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from manifold_tying.training._config import Interface, Settings
+    from manifold_tying.training.config import Settings
+from manifold_tying.training.sections import Interface
 
 OUT = "model"  # the folder below a run's in which its trained checkpoint lies
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")

@@ -18,8 +18,8 @@ from manifold_tying.tying.huggingface._tables import read_tables
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from manifold_tying.training._config import Interface, Settings
-
+    from manifold_tying.training.config import Settings
+from manifold_tying.training.sections import Interface
 
 MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainable", "pit-free": "free"}
 

@@ -1,10 +1,9 @@
 """By what a run is known again: its settings, and the text that it reads, which a path alone does not tell."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from manifold_tying.training._config import Settings
+from manifold_tying.training.config import DEFAULTS
 from manifold_tying.training.data import TokenData
 from manifold_tying.training.data.tokens import sha256
 
@@ -36,8 +35,7 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
     it, and what is not known is no difference.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    there = {k: v for k, v in defaults.items() if k in here} | dict(there)
+    there = {k: v for k, v in DEFAULTS.items() if k in here} | dict(there)
     names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
     texts = there.get(CORPUS), here.get(CORPUS)
     return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,8 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def called_as(*subcommands: str) -> str | None:
+    """The command line by which this process was started, quoted for a shell, where it is one of these subcommands'."""
+    return shlex.join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:] and sys.argv[1] in subcommands else None

@@ -7,9 +7,9 @@ from torch import nn
 
 from manifold_tying.training._build import build_model
 from manifold_tying.training._checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import HuggingFaceModel
 from manifold_tying.training._identity import CORPUS
+from manifold_tying.training.config import Settings, TrainConfig
 
 PATHS = ("init_from", "tokenizer")
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manifold_tying.training._config import Parallel, Settings
 from manifold_tying.training._files import Damaged
 from manifold_tying.training._hugging_face_model import Model
+from manifold_tying.training.config import Settings
+from manifold_tying.training.sections import Parallel
 from manifold_tying.tying import shard_model
 
 if TYPE_CHECKING:  # importing it takes as long as half of torch

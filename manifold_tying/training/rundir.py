@@ -17,13 +17,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.training._checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
-from manifold_tying.training._command import called_as, train_command
-from manifold_tying.training._config import TrainConfig
 from manifold_tying.training._files import Damaged, write_whole, writing_to
 from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training._identity import ARM, CORPUS
-from manifold_tying.training._machine import check_device, machine, peak_memory
+from manifold_tying.training._machine import called_as, check_device, machine, peak_memory
 from manifold_tying.training._processes import Processes
+from manifold_tying.training.config import TrainConfig
 
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # not in config.json: another command and another machine may resume the run
@@ -82,7 +81,7 @@ def open_folder(
                 set_newer_aside(found)
             write_whole(config.out / CONFIG, json.dumps({ARM: arm, **identity}, indent=1).encode())
             device = torch.device(config.settings.device)
-            origin = {"command": called_as("train") or train_command(config), "machine": machine(device)}
+            origin = {"command": called_as("train") or config.command(), "machine": machine(device)}
             write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
 
     processes.on_first(write)

@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 import manifold_tying as mt
 from manifold_tying.models import PRESETS
-from manifold_tying.training import TrainConfig
+from manifold_tying.training import TrainConfig, resolve
 from manifold_tying.training._build import build_model
-from manifold_tying.training._config import Interface
-from manifold_tying.training._recipe import resolve
 from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
+from manifold_tying.training.sections import Interface
 from manifold_tying.tying.huggingface import halves
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from manifold_tying import PIT, linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
-from manifold_tying.training import Settings, TrainConfig
+from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training._build import build_merges, build_model, build_optimizer
-from manifold_tying.training._recipe import resolve
 
 pytestmark = [
     pytest.mark.cuda,

@@ -12,9 +12,8 @@ from torch import nn
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.recipe import rate_factor
-from manifold_tying.training import TrainConfig
+from manifold_tying.training import TrainConfig, resolve
 from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._recipe import resolve
 
 
 @pytest.mark.parametrize("interface", ["pit-free", "pit-trainable", "pit-frozen"])

@@ -10,14 +10,15 @@ from tokenizers import Tokenizer
 from manifold_tying._json import read_object
 from manifold_tying._transformers import import_transformers
 from manifold_tying.training._ablation import check_folder
-from manifold_tying.training._config import Interface, Settings, TrainConfig
 from manifold_tying.training._files import write_whole
 from manifold_tying.training._hugging_face_model import OUT
-from manifold_tying.training._recipe import resolve
+from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.loop import train
 from manifold_tying.training.papers._arithmetic import problems, write_problems
 from manifold_tying.training.papers._exact_match import exact_match
+from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import RESULT, finite
+from manifold_tying.training.sections import Interface
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,10 +8,10 @@ from typing import Any
 
 from manifold_tying.models import preset
 from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
-from manifold_tying.training._arms import run_folder
-from manifold_tying.training._config import Settings
 from manifold_tying.training._numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training._progress import Started
+from manifold_tying.training.arms import run_folder
+from manifold_tying.training.config import Settings
 from manifold_tying.training.papers._table import Table, agreement, nats
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manifold_tying.models import preset
-from manifold_tying.training._config import Settings
 from manifold_tying.training._progress import Started
+from manifold_tying.training.config import Settings
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table
 

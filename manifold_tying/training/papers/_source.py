@@ -8,9 +8,9 @@ import torch
 
 from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
-from manifold_tying.training._config import Settings, TrainConfig
 from manifold_tying.training._hugging_face_model import OUT
 from manifold_tying.training._progress import Started
+from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.loop import load_data, train
 from manifold_tying.training.rundir import RESULT
 

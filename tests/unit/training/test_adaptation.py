@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
-from manifold_tying.training._config import Interface
 from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
 from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
 from manifold_tying.training.papers._arithmetic import (
@@ -26,6 +25,7 @@ from manifold_tying.training.papers._arithmetic import (
     problems,
 )
 from manifold_tying.training.papers._exact_match import exact_match
+from manifold_tying.training.sections import Interface
 
 V = 320
 KINDS: tuple[Kind, ...] = ("training", "in-domain", "out-of-domain")

@@ -15,11 +15,10 @@ from training_runs import SHAPE, TINY, text
 import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
-from manifold_tying.training import AblateConfig, Settings, TrainConfig
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
 from manifold_tying.training._ablation import parse_arm
 from manifold_tying.training._build import build_model
 from manifold_tying.training._numbers import significant
-from manifold_tying.training._recipe import resolve
 from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adaptation, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._budgets import candidates, trial_specs

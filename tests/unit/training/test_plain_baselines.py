@@ -12,7 +12,7 @@ from training_runs import config, text
 import manifold_tying as mt
 from manifold_tying.models import Llama, preset
 from manifold_tying.training import Settings, TrainConfig, load_model, train
-from manifold_tying.training._config import Interface
+from manifold_tying.training.sections import Interface
 
 V, D = 40, 8
 

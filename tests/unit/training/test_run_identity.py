@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from training_runs import config, text
 
-from manifold_tying.training import AblateConfig, ablate, train
-from manifold_tying.training._recipe import resolve
+from manifold_tying.training import AblateConfig, ablate, resolve, train
 from manifold_tying.training.data import open_tokens
 from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.report import load_experiments

@@ -11,11 +11,10 @@ import torch
 from training_runs import config, lines, text
 
 from manifold_tying.optim import RiemannianAdam
-from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, train
+from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, resolve, train
 from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training._checkpoint import load_checkpoint
 from manifold_tying.training._processes import Processes
-from manifold_tying.training._recipe import resolve
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.tying import PIT
 

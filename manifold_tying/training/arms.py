@@ -5,11 +5,11 @@ import hashlib
 import math
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from manifold_tying._json import NotJSON, parsed
-from manifold_tying.training._config import Body, Interface, Settings
-from manifold_tying.training._recipe import unused_settings
+from manifold_tying.training.config import DEFAULTS, Settings, unused_settings
+from manifold_tying.training.sections import Body, Interface
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
@@ -44,7 +44,7 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
         plain = number[0].replace("+", "")
         raise ValueError(f"a plus begins the next change of an arm; write {plain} for {number[0]} in {name!r}")
     first, *changes = name.split("+")
-    fields = {field.name for field in dataclasses.fields(Settings)} - NOT_OF_AN_ARM
+    fields = DEFAULTS.keys() - NOT_OF_AN_ARM
     values: dict[str, Any] = {}
     known = next((arm for arm in ARMS if arm == first), None)
     if known is None:
@@ -73,7 +73,7 @@ def _value(text: str, key: str) -> Any:
         value = parsed(text)
     except NotJSON:
         value = text
-    hint = Settings.__annotations__[key]
+    hint = get_type_hints(Settings)[key]
     allowed = {t for t in (int, float, str, bool) if t in (get_args(hint) or (hint,))} or {str}
     fits = type(value) in allowed or (type(value) is int and float in allowed)
     fits |= value is None and type(None) in get_args(hint)

@@ -1,0 +1,193 @@
+"""A run's configuration: its settings, and what identifies it."""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from manifold_tying.models import LlamaConfig, preset
+from manifold_tying.poet.spec import check_options
+from manifold_tying.training import sections as of
+from manifold_tying.training._machine import check_device
+from manifold_tying.training.sections import Interface, check_value
+from manifold_tying.tying.huggingface._folder import read_transformers_config, recorded_options, weight_map
+
+# A resumed run may differ in these.
+NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")
+OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    of.Model,
+    of.Checkpoint,
+    of.Data,
+    of.Length,
+    of.Adam,
+    of.Tables,
+    of.Memory,
+    of.Transform,
+    of.Penalty,
+    of.Poet,
+    of.Execution,
+):
+    """What can be chosen for a run; None means the recipe's value (docs/learning-rates.md)."""
+
+    def __post_init__(self) -> None:
+        preset(self.preset)
+        block_size = 256 if self.block_size is None else self.block_size
+        check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
+        for name, hint in _TYPES.items():
+            check_value(name, getattr(self, name), hint)
+        if self.betas is not None and not (
+            isinstance(self.betas, tuple) and len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        ):
+            raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
+        check_device(self.device)
+        if self.init_from is None:
+            if given := self.changed(names_of(of.Checkpoint)):
+                raise ValueError(f"{given} needs init_from, the folder of the checkpoint to go on from")
+        else:
+            if self.bridge and self.changed(("init_transform",)):
+                raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
+            if given := self.changed((*names_of(of.Model), "table_std", "input_gradient_scale", "logit_scale")):
+                raise ValueError(
+                    f"{given} cannot be chosen with init_from: shape, tables and body are the checkpoint's. Leave it out"
+                )
+
+    def changed(self, names: tuple[str, ...]) -> str:
+        """Those of the names that are not at their default, as a list for a message."""
+        return ", ".join(name for name in names if getattr(self, name) != DEFAULTS[name])
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's shape, with this run's embedding norm."""
+        return dataclasses.replace(
+            preset(self.preset),
+            embedding_norm=bool(self.embedding_norm),
+            embedding_scale=1.0 if self.embedding_scale is None else self.embedding_scale,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the preset or of the checkpoint that the run goes on from."""
+        return self.model.vocab_size if self.init_from is None else read_shape(self.init_from).vocab_size
+
+    @property
+    def poet(self) -> bool:
+        """Whether the body trains by orthogonal equivalence."""
+        return self.body != "adamw"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
+_TYPES = get_type_hints(Settings, include_extras=True)
+
+
+def names_of(section: type) -> tuple[str, ...]:
+    """The names of a section's settings."""
+    return tuple(field.name for field in dataclasses.fields(section))
+
+
+POET_SETTINGS = names_of(of.Poet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train one model and write DIR/metrics.jsonl, timing.jsonl, TensorBoard events and checkpoints."""
+
+    out: Path
+    """Folder to write to."""
+    interface: Interface = "pit-trainable"
+    """How embedding and head are tied."""
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in DIR, or start where there is none; damaged ones are set aside."""
+    resume_from: str | None = None
+    """Go on from this checkpoint in DIR, for instance step-00000040; newer ones are set aside."""
+    settings: Settings = dataclasses.field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        check_value("interface", self.interface, Interface)
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"expected seed {'>= 0' if self.seed < 0 else '< 2^64'}, got {self.seed}")
+        plain = ("transpose", "untied")
+        tables = ("pit-free",) if self.settings.init_from is not None else (*plain, "pit-free")
+        users: dict[str, tuple[str, ...]] = {
+            "input_gradient_scale": ("transpose",), "logit_scale": plain, "table_lr": tables, "table_slows_after": tables
+        }  # fmt: skip
+        for name, interfaces in users.items():
+            if getattr(self.settings, name) is not None and self.interface not in interfaces:
+                raise ValueError(f"{name} belongs to {' and '.join(interfaces)}; leave it out of {self.interface}")
+        if "\0" in str(self.out):
+            raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
+
+    def as_json(self) -> dict[str, Any]:
+        """What identifies the run: everything but where it is written, whether it was resumed and by which processes."""
+        unused = names_of(of.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
+        values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
+        values = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+        betas = self.settings.betas
+        return {
+            "interface": self.interface,
+            "seed": self.seed,
+            **values,
+            "betas": None if betas is None else list(betas),
+        }
+
+    def command(self) -> str:
+        """The ``train`` command, quoted for a shell, that does the run; settings at their default are left out."""
+        words = ["manifold-tying", "train", "--out", str(self.out), "--interface", self.interface]
+        words += ["--seed", str(self.seed), "--resume"]
+        for name, default in DEFAULTS.items():
+            value = getattr(self.settings, name)
+            if value != default:
+                values = [] if default is False else map(str, value) if isinstance(value, tuple) else [str(value)]
+                words += [f"--{name.replace('_', '-')}", *values]
+        return shlex.join(words)
+
+
+def unused_settings(interface: Interface, settings: Settings) -> set[str]:
+    """The settings that an interface and a body do not use."""
+    pit, apart = interface.startswith("pit"), interface in OF_A_MEMORY
+    unused = {
+        of.Tables: apart, of.Transform: not apart, of.Memory: interface != "pit-trainable", of.Penalty: not pit,
+        of.Poet: not settings.poet,
+    }  # fmt: skip
+    names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
+    return names if pit else names | {"init_transform", "bridge"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run needs to know of a checkpoint before its weights are read.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: d.
+        max_positions: the longest sequence; None where the model has no limit.
+        interface: what a converted checkpoint records of its interface; None of a stock one.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int | None
+    interface: Mapping[str, Any] | None
+
+
+def read_shape(folder: Path) -> Shape:
+    """From config.json; ValueError where the folder is no transformers checkpoint with safetensors."""
+    interface = recorded_options(folder)
+    weight_map(folder)
+    config = read_transformers_config(folder).get_text_config()
+    if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
+        raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
+    return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)
