@@ -158,7 +158,7 @@ def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, An
         model.loss(ids, targets).backward()
         torch.nn.utils.clip_grad_norm_(clipped, settings.clip)
         optimizer.step()
-    loss = validation_loss(model.loss, data.held_out, torch.device("cpu"), Processes.of(settings))
+    loss = validation_loss(model.loss, data.held_out, torch.device("cpu"), Processes.from_settings(settings))
     E, W_out = model.interface.materialize()
     off = (W_out.double() @ E.double() - torch.eye(shape.hidden_size)).norm().item()
     return {"variant": name, "tokens": tokens, "seed": seed, "val_loss": loss, "delta_ti": off}

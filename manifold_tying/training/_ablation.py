@@ -131,7 +131,7 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
     if config.tokens is not None:
         return [row for budget in config.budgets() for row in ablate(budget, started=started)]
     runs = config.runs()
-    processes = Processes.of(config.settings)
+    processes = Processes.from_settings(config.settings)
     corpora = prepare_data(config)
 
     def check_folders() -> None:
@@ -143,17 +143,17 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
             write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
 
     rows: list[dict[str, Any]] = []
-    processes.on_first(check_folders)
+    processes.on_main(check_folders)
     with ExitStack() as stack:
-        processes.on_first(lambda: stack.enter_context(locked(config.out)))
-        processes.on_first(describe)
+        processes.on_main(lambda: stack.enter_context(locked(config.out)))
+        processes.on_main(describe)
         for i, (arm, run) in enumerate(runs):
-            row = processes.first(lambda run=run: _finished(run))  # type: ignore[misc]
+            row = processes.from_main(lambda run=run: _finished(run))  # type: ignore[misc]
             if row is None:
                 observer = started(run.out.name, i, len(runs)) if started else None
                 row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
             rows.append({**row, "arm": arm})
-            processes.on_first(lambda: write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
+            processes.on_main(lambda: write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
     return rows
 
 
@@ -171,7 +171,7 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
     except (ValueError, OSError, RuntimeError) as error:
         if processes.size > 1 and not isinstance(error, Diverged):
             raise  # the others may not have met it, and are then no longer at the same place
-        if isinstance(error, Diverged) and (row := processes.first(lambda: _finished(run))) is not None:
+        if isinstance(error, Diverged) and (row := processes.from_main(lambda: _finished(run))) is not None:
             return row  # it came to its end, without a finite loss there
         return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
 
@@ -200,7 +200,7 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
     ValueError where there are too few of them for a run.
     """
     known: dict[tuple[object, ...], dict[str, Any]] = {}
-    found, processes = [], Processes.of(config.settings)
+    found, processes = [], Processes.from_settings(config.settings)
     for _, run in config.runs():
         s = run.settings
         key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step, s.val_tokens, s.sequence_length)

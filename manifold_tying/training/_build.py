@@ -17,8 +17,8 @@ from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 from manifold_tying.tying.huggingface import halves, rotation_scales
 
-BLOCKS = "blocks.*"  # what a POET body rotates: every linear layer but the token interface's
-# Of the reference model, and of a transformers model, where the embedding holds the interface.
+BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
+# In the reference model, and in a transformers model, whose embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
 TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
@@ -43,7 +43,7 @@ def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings
 
 
 def build_model(config: TrainConfig) -> Model:
-    """The model, freshly initialized from the run's seed or from a checkpoint, on its device."""
+    """The model on its device, initialized from the run's seed or from a checkpoint."""
     if config.settings.init_from is not None:
         return build_hugging_face_model(config.interface, config.settings, config.seed)
     shape = config.settings.model
@@ -65,10 +65,10 @@ def _equivalence_options(settings: Settings) -> dict[str, Any]:
 
 
 def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
-    """One optimizer for all: AdamW for the body, Riemannian Adam for a trainable memory, T and skew vectors at their rates.
+    """One optimizer: AdamW for the body, Riemannian Adam for a trainable memory, and each part at its own rate.
 
-    No weight decay on skew vectors, which would pull R and P back to the identity, and so W back to W0, between merges
-    alone; POET's paper reports 0.01 over all and does not say of what.
+    Skew vectors have no weight decay: it would pull R and P to the identity, but only between merges. POET's paper reports
+    0.01 without saying for which parameters.
     """
     rates = _rotation_scales(model)
     if isinstance(model.interface, ManifoldPIT):
@@ -97,12 +97,12 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         second_moment=settings.second_moment,
         retract_every=settings.retract_every,
         fused=True if torch.device(settings.device).type == "cuda" else None,
-        nonfinite="ignore",  # the loop has looked at all norms before it steps
+        nonfinite="ignore",  # the loop checks the norms before a step
     )
 
 
 def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of ``param_groups`` for L: ``given``, its learning rate, and the smaller one of its off-diagonal entries."""
+    """Overrides of ``param_groups`` for L: its learning rate, and a lower one for its off-diagonal entries."""
     rates = {**given, "lr": settings.transform_lr}
     if settings.off_diagonal_scale is not None:
         rates["scale"] = off_diagonal_scale(hidden_size, settings.off_diagonal_scale) * given.get("scale", 1.0)
@@ -110,7 +110,7 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
 
 
 def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
-    """Of a model whose residual stream was rotated, so that one rate fits all columns of its tables."""
+    """Overrides for a model with a rotated residual stream: per-column scales of its tables."""
     if (
         not isinstance(model.interface, PIT)
         or not isinstance(model, HuggingFaceModel)
@@ -121,7 +121,7 @@ def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
 
 
 def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
-    """POET's clock; None where nothing is merged."""
+    """POET's merge schedule; None for another body."""
     if not settings.poet:
         return None
     assert settings.merge_every is not None, "the settings are resolved"
@@ -129,5 +129,5 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
 
 
 def clipped_parameters(model: Model) -> list[Tensor]:
-    """Everything whose gradient norm is clipped: all but the memory, whose steps Adam and the retraction bound already."""
+    """All parameters but the memory, whose steps Adam and the retraction already bound."""
     return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]

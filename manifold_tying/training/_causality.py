@@ -1,17 +1,17 @@
-"""Whether a model predicts a token from earlier ones alone, as next-token training needs."""
+"""Whether a model predicts each token from earlier ones only."""
 
 import torch
 from torch import nn
 
 POSITIONS, KNOWN = 8, 3
-TOLERANCE = 1e-5  # of the largest logit; what a causal model moves by is rounding, some 1e-7
+TOLERANCE = 1e-5  # of the largest logit; rounding in a causal model is about 1e-7
 
 
 @torch.no_grad()
 def check_causal(model: nn.Module, vocab_size: int, source: object) -> None:
-    """ValueError where logits (B, N, V) of ``model(input_ids=...)`` depend on later tokens.
+    """ValueError if the logits (B, N, V) of ``model(input_ids=...)`` depend on later tokens.
 
-    BERT and its like do unless their config.json says is_decoder. The loss of such a model falls while it copies its targets.
+    BERT-like models do unless config.json sets is_decoder. Their loss falls because they copy their targets.
     """
     device = next(model.parameters()).device
     ids = torch.randint(vocab_size, (2, POSITIONS), generator=torch.Generator().manual_seed(0)).to(device)

@@ -1,8 +1,7 @@
-"""Checkpoints: a folder of safetensors and JSON, found and read without executing anything; ``_saving`` writes them.
+"""Reading checkpoints: folders of safetensors and JSON, no pickle. ``_saving`` writes them.
 
-A run of one process, or under DDP, writes whole tensors: model.safetensors, optimizer.safetensors, probes.safetensors. A
-sharded run writes one file per process by torch.distributed.checkpoint in its safetensors form, which unlike its usual one
-keeps no pickle. Both are read in the same way, by any number of processes.
+A single process, or DDP, writes model.safetensors, optimizer.safetensors and probes.safetensors. A sharded run writes one
+file per rank by torch.distributed.checkpoint in its safetensors format. Any number of ranks can read either.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 
 def find_checkpoint(run: Path, name: str) -> Path:
-    """The checkpoint of that name; ValueError that lists what there is."""
+    """The checkpoint of that name; a ValueError lists the existing ones."""
     there = {path.name: path for path in checkpoints(run)}
     if name not in there:
         raise ValueError(f"{run} has no checkpoint {name!r}; there are: {', '.join(there) or 'none'}")
@@ -45,14 +44,14 @@ def find_checkpoint(run: Path, name: str) -> Path:
 
 
 def set_newer_aside(path: Path) -> None:
-    """Rename the checkpoints after this one, so that a later run does not take them for its newest."""
+    """Rename the checkpoints after this one to ``aside-*``."""
     for other in checkpoints(path.parent.parent):
         if other.name > path.name:
             set_aside(other)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that no run takes it for one of its own."""
+    """Rename a checkpoint to ``aside-*``, so that no run resumes from it."""
     aside = path.with_name(f"aside-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
@@ -69,18 +68,20 @@ def load_checkpoint(
     probes: Probes | None = None,
     processes: Processes = _ALONE,
 ) -> int:
-    """Fill the model, and what else is given, from a checkpoint and return its step.
+    """Load a checkpoint into the model and whatever else is given, and return its step.
 
-    The number of processes need not be the one that saved it. On all of them, before anything is changed, Damaged where
-    a file is missing, truncated or changed by a single bit, and another ValueError where the checkpoint is of another
-    configuration or trained on another text.
+    The number of ranks may differ from the one that saved it. Everything is checked before anything is changed.
+
+    Raises:
+        Damaged: a file is missing, truncated or differs by a single bit.
+        ValueError: the checkpoint has another configuration or was trained on another text.
     """
-    state = processes.together(lambda: _checked_state(path, config, processes))
+    state = processes.raise_together(lambda: _checked_state(path, config, processes))
     if optimizer is not None:
-        processes.together(lambda: _check_groups(path, state, optimizer))
+        processes.raise_together(lambda: _check_groups(path, state, optimizer))
     if schedule is not None:
-        processes.together(lambda: _check_schedule(path, state, schedule))
-    tensors = processes.together(lambda: _read(path, model, optimizer, probes))
+        processes.raise_together(lambda: _check_schedule(path, state, schedule))
+    tensors = processes.raise_together(lambda: _read(path, model, optimizer, probes))
     model.load_state_dict({name: tensors[name] for name in model.state_dict()})
     if optimizer is not None:
         per_parameter: dict[int, dict[str, Tensor]] = {}
@@ -107,7 +108,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}; use the version that wrote it"
         )
-    unchanged = json.dumps(state, indent=1) == text  # spelled as it was written, so that not one bit is another
+    unchanged = json.dumps(state, indent=1) == text  # also in spelling: a digest of the values misses that
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise _damaged(path, f"{STATE} was changed")
     for name, kind in {"step": int, "config": dict, "files": dict}.items():
@@ -117,12 +118,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def digest_of_state(state: Mapping[str, Any]) -> str:
-    """SHA-256 of the JSON part, its own digest left out."""
+    """SHA-256 of the JSON part without its own digest."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
-    """Damaged unless the files are those that were written, bit for bit; each process looks at its share of them."""
+    """Raise Damaged unless every file has its recorded digest; the ranks divide the files among them."""
     there = {file.name for file in path.glob("*.safetensors")}
     if extra := there - set(state["files"]):
         raise ValueError(f"checkpoint {path} has files that it was not saved with: {', '.join(sorted(extra))}")
@@ -146,7 +147,7 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
 
 
 def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes: Probes | None) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint that is wanted, this process's part of it."""
+    """This rank's part of every wanted tensor."""
     shapes = read_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
     expected = {k: v.shape for k, v in tensors.items()}
@@ -170,7 +171,7 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
 
 
 def _check_groups(path: Path, state: Mapping[str, Any], optimizer: RiemannianAdam) -> None:
-    """ValueError unless the saved groups have as many parameters as the optimizer's."""
+    """ValueError unless the saved groups have the sizes of the optimizer's."""
     saved = state.get("param_groups")
     found = [len(group["params"]) for group in saved] if isinstance(saved, list) else saved
     expected = [len(group["params"]) for group in optimizer.param_groups]
@@ -181,7 +182,7 @@ def _check_groups(path: Path, state: Mapping[str, Any], optimizer: RiemannianAda
 
 
 def _check_schedule(path: Path, state: Mapping[str, Any], schedule: MergeSchedule) -> None:
-    """ValueError unless the saved schedule is one."""
+    """ValueError unless the saved schedule has the fields of ``schedule``."""
     saved = state.get("schedule")
     kinds = {name: type(value) for name, value in schedule.state_dict().items()}
     if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
@@ -189,7 +190,7 @@ def _check_schedule(path: Path, state: Mapping[str, Any], schedule: MergeSchedul
 
 
 def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:
-    """ValueError unless every state has the shape and dtype that torch's kernels expect: they write past its end otherwise."""
+    """ValueError unless each state has the shape and dtype that torch's kernels expect; they would write past its end."""
     parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     expected = {
         f"optimizer.{i}.{key}": (shape, torch.float32 if key == "step" else p.dtype)
@@ -209,7 +210,7 @@ def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
-    """Room for a state of the parameter p, distributed as p is where it has p's rows."""
+    """An empty state of the parameter p, sharded like p if it has p's rows."""
     if linalg.is_dtensor(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
@@ -221,7 +222,7 @@ def _damaged(path: Path, what: str) -> Damaged:
 
 
 def advice(path: Path) -> str:
-    """What to do where a checkpoint that was asked for by its name is damaged."""
+    """What to do about a damaged checkpoint."""
     older = [other.name for other in checkpoints(path.parent.parent) if other.name < path.name]
     if older:
         return f"Go on from the one before it with --resume-from {older[-1]}"

@@ -39,8 +39,8 @@ def run_report(config: ReportConfig, console: Console) -> None:
 
 def run_train(config: TrainConfig, console: Console) -> None:
     with process_group(config.settings):
-        processes = Processes.of(config.settings)
-        console.quiet = not processes.writes
+        processes = Processes.from_settings(config.settings)
+        console.quiet = not processes.is_main
         load_data(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))
@@ -57,18 +57,18 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
 
     rows: list[dict[str, Any]] = []
     with process_group(config.settings):
-        processes = Processes.of(config.settings)
-        console.quiet = not processes.writes
+        processes = Processes.from_settings(config.settings)
+        console.quiet = not processes.is_main
         for budget in budgets:
             prepare_data(budget, console.print)
             with progress_bars(console, budget.settings.steps) as started:
                 found = ablate(budget, started=started)
-            if processes.writes and any("failed" not in row for row in found):
+            if processes.is_main and any("failed" not in row for row in found):
                 for part in shown(load_experiments([budget.out])):
                     console.print(part)
                 run_report(ReportConfig((budget.out,)), console)
             rows += found
-    if not processes.writes:
+    if not processes.is_main:
         return
     if len(budgets) > 1 and all("failed" not in row for row in rows):
         run_report(ReportConfig(tuple(budget.out for budget in budgets), config.out), console)

@@ -1,4 +1,4 @@
-"""Files that a reader never sees half written."""
+"""Atomic writes, fsync and digests."""
 
 import hashlib
 import os
@@ -10,12 +10,12 @@ from manifold_tying._json import check_regular
 
 
 class Damaged(ValueError):
-    """Files are not those that were written."""
+    """A file differs from what was written."""
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Make the folder; inside, what cannot be written is a ValueError that says what to do."""
+    """Create the folder. An OSError inside becomes a ValueError with advice."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -24,7 +24,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> Path:
-    """Write beside the path, then rename over it. The process id keeps two writers out of each other's draft."""
+    """Write to a draft named by the process id, then rename it over the path."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         draft.write_bytes(data)
@@ -35,7 +35,7 @@ def write_whole(path: Path, data: bytes) -> Path:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the file or the folder, its list of names, would survive a loss of power."""
+    """fsync a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

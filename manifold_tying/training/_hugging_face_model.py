@@ -1,4 +1,4 @@
-"""A transformers model behind the surface that the training loop, its evaluation and its probes use."""
+"""A transformers model with the interface of Llama that the training loop uses."""
 
 import shutil
 import warnings
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from manifold_tying.training.config import Settings
 from manifold_tying.training.sections import Interface
 
-OUT = "model"  # the folder below a run's in which its trained checkpoint lies
+OUT = "model"  # the trained checkpoint's folder below the run's
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
 LORA_ALPHA = 2  # times the rank: the update is 2 B A x
 
 
 class Tables(nn.Module):
-    """A stock model's embedding and head, for what looks at interfaces."""
+    """A stock model's embedding and head, as a token interface."""
 
     def __init__(self, embedding: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -39,15 +39,14 @@ class Tables(nn.Module):
 
 
 class HuggingFaceModel(nn.Module):
-    """``loss``, ``interface`` and ``blocks`` of a transformers causal language model, and a state with each tensor once.
+    """A transformers causal language model with ``loss``, ``interface``, ``blocks``, and a state dict without tied copies.
 
-    Dropout is off, as in Llama's own pretraining. The logits are held whole: multipliers and soft-capping stand behind them.
+    Dropout is off, as in Llama's pretraining. All logits are formed at once, since some models scale or cap them.
 
     Args:
-        model: started by :func:`start_model`.
-        lora_rank: train low-rank updates of every linear layer of the blocks (PEFT) in place of their weights. Of the token
-            interface, plain tables are frozen then; what a PIT arm trains, it trains here too: T, and Z where that is
-            trainable.
+        model: from :func:`start_model`.
+        lora_rank: train low-rank updates (PEFT) of the blocks' linear layers instead of their weights. Plain tables are then
+            frozen; PIT's T, and Z if trainable, still train.
     """
 
     _adapters: Any
@@ -56,7 +55,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.model = model.eval()
         adapters = None if lora_rank is None else _with_adapters(model, lora_rank)
-        object.__setattr__(self, "_adapters", adapters)  # not a module of this one: its parameters are the model's
+        object.__setattr__(self, "_adapters", adapters)  # not a submodule: its parameters are the model's
         named = dict(self.named_parameters())
         names = {parameter: name for name, parameter in named.items()}
         everything = self.named_parameters(remove_duplicate=False)
@@ -87,7 +86,7 @@ class HuggingFaceModel(nn.Module):
         return F.cross_entropy(self(ids).flatten(0, 1).float(), targets.flatten(), ignore_index=ignore_index)
 
     def write(self, folder: Path, source: Path) -> None:
-        """The model as a checkpoint, low-rank updates merged into the weights, with the tokenizer files of its source."""
+        """Write the model as a checkpoint, with low-rank updates merged and the source's tokenizer files."""
         write_model(self.model if self._adapters is None else self._adapters.merge_and_unload(), folder)
         for pattern in TOKENIZER:
             for file in filter(Path.is_file, source.glob(pattern)):
@@ -98,7 +97,7 @@ Model = Llama | HuggingFaceModel
 
 
 def build_hugging_face_model(interface: "Interface", settings: "Settings", seed: int) -> HuggingFaceModel:
-    """The model of a run with ``init_from``; the seed is that of the low-rank updates."""
+    """The model of a run with ``init_from``; ``seed`` initializes the low-rank updates."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = start_model(settings, interface).eval()
@@ -118,9 +117,7 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
     trained = [p for p in embedding.parameters() if p.requires_grad] if isinstance(embedding, PITEmbedding) else []
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # peft 0.21 asks transformers 5.23 for an attribute by its old name
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses an old attribute name of transformers 5.23
         adapted = peft.get_peft_model(model, config)
     for parameter in trained:
         parameter.requires_grad_(True)

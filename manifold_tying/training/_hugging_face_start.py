@@ -1,4 +1,4 @@
-"""The model of a checkpoint with an arm's token interface, and what is written of it at the end."""
+"""A checkpoint with an arm's token interface, and how it is written at the end."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,18 +25,18 @@ MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainab
 
 
 def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
-    """The checkpoint in float32 with the arm's token interface.
+    """Load the checkpoint in float32 with the arm's token interface.
 
-    "transpose" is the checkpoint as it is, "untied" has its table on both sides, the PIT arms are converted, or go on with
-    the Z and T of a converted one.
+    "transpose" leaves it unchanged and "untied" copies its table to both sides. The PIT arms convert it, or keep the Z and T
+    of a converted one.
     """
     assert settings.init_from is not None
     memory = MEMORIES.get(interface)
     if recorded_options(settings.init_from) is not None:
         converted = load(settings.init_from, dtype=torch.float32)
-        return converted if memory == "free" else _go_on(converted, memory == "trainable", settings.retraction)
+        return converted if memory == "free" else _with_memory(converted, memory == "trainable", settings.retraction)
     model = load_stock(settings.init_from, dtype=torch.float32)
-    read_tables(model)  # refuses what is untied, whatever the arm
+    read_tables(model)  # refuses untied tables, for every arm
     if interface == "untied":
         _untie(model)
     elif memory is not None:
@@ -51,8 +51,8 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     return model
 
 
-def _go_on(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
-    """The converted model with its memory frozen or trainable as the arm says, whichever it was, and so recorded."""
+def _with_memory(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
+    """Freeze or unfreeze the memory of a converted model, and record that."""
     stored = parametrized(halves(model)[0].interface)["memory"]
     point = stored[0]
     assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
@@ -72,7 +72,7 @@ def _untie(model: "PreTrainedModel") -> None:
 
 
 def write_model(model: "PreTrainedModel", folder: Path) -> None:
-    """A checkpoint of a trained arm: converted (manifold_tying.load) for PIT, stock for the others."""
+    """Write a trained arm: a converted checkpoint (manifold_tying.load) for PIT, a stock one for the others."""
     try:
         halves(model)
     except ValueError:

@@ -33,25 +33,25 @@ class ConvertConfig:
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write to; tokenizer files are copied."""
     transform: Literal["identity", "head", "embedding", "rotation"] = "head"
-    """Where T starts: the identity, or such that head or embedding compute what they did; rotation (Llama-like models) turns
-    the residual stream first, and keeps the function as far as the final norm's gain is even."""
+    """Initial T: the identity, or such that head or embedding are unchanged. rotation (Llama-like models) rotates the
+    residual stream first and changes the function only as far as the final norm's gain is uneven."""
     bridge: bool = False
-    """Keep the function exactly, by a d x d matrix on both sides; gives up W_out E = I at the level of the model."""
+    """Preserve the function exactly by a d x d matrix on both sides. The model then no longer has W_out E = I."""
     memory: Literal["free", "frozen", "trainable"] = "free"
-    """One free table, which any optimizer trains, or Z and T apart, with Z frozen or to be trained on its manifold."""
+    """One free table for any optimizer, or separate Z and T with Z frozen or trained on its manifold."""
     source: Literal["input", "output"] | None = None
-    """Which of two untied tables to keep."""
+    """Which one of two untied tables to keep."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a converted checkpoint as a stock, untied one that any program reads, or a run's weights as one file.
 
-    Of a run, whatever the number of processes that saved it: model.safetensors with its newest checkpoint's weights.
+    A run is written as model.safetensors with the weights of its newest checkpoint.
     """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder that convert wrote, or that of a run, or one of its checkpoints."""
+    """Folder that convert wrote, a run's folder, or one of its checkpoints."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write to; tokenizer files are copied."""
 
@@ -95,9 +95,9 @@ def _check_out(model: Path, out: Path) -> None:
 
 
 def _copy_rest(model: Path, out: Path) -> None:
-    """Tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
+    """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
 
-    A README that OUT has already is kept, and so is the note on a converted checkpoint, under its second name.
+    A README in OUT is kept, and so is the note on a converted checkpoint, under its second name.
     """
     noted = is_note(out / README)
     for file in model.iterdir():

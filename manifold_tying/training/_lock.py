@@ -1,4 +1,4 @@
-"""One process writes to a folder at a time."""
+"""File locks: one process writes to a folder at a time."""
 
 import os
 from collections.abc import Iterator
@@ -14,10 +14,9 @@ LOCK = ".lock"
 
 @contextmanager
 def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file while inside; filelock.Timeout where another process has it for that many seconds, -1 to wait.
+    """Hold a lock file while inside. filelock.Timeout if another process holds it for ``timeout`` seconds; -1 waits.
 
-    The system frees it when the process ends, however it ends, so the file that stays says nothing by itself. Where the
-    filesystem knows no locks everybody is let in.
+    The system releases the lock when the process ends; the file remains. Without filesystem locks this does nothing.
     """
     lock = FileLock(path, timeout=timeout)
     try:
@@ -34,7 +33,7 @@ def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and hold it while inside; ValueError that names the process which has it."""
+    """Create the folder and lock it while inside; a ValueError names the process that holds it."""
     path = folder / LOCK
     with writing_to(folder):
         path.touch()

@@ -1,4 +1,4 @@
-"""The device of a run, and what it was measured on."""
+"""The device of a run, the machine and its memory."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def check_device(device: str) -> torch.device:
-    """The device; ValueError where it is unknown or not there."""
+    """The device; ValueError if it is unknown or missing."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N")
     try:
@@ -43,15 +43,15 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start measuring :func:`peak_memory` anew, where the system can."""
+    """Reset :func:`peak_memory`, where the system allows it."""
     if device.type == "cuda":
-        torch.cuda.init()  # before it the device has no number yet
+        torch.cuda.init()  # only then the device has a number
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
         try:
-            _CLEAR.write_text("5")  # Linux: sets the high-water mark of resident memory to the present size
+            _CLEAR.write_text("5")  # Linux: resets the high-water mark of resident memory
         except OSError:
-            return  # some containers forbid it; the peak is then that of the process so far
+            return  # some containers forbid it; the peak then includes everything before
 
 
 def peak_memory(device: torch.device) -> int:
@@ -76,5 +76,5 @@ def _processor() -> str:
 
 
 def called_as(*subcommands: str) -> str | None:
-    """The command line by which this process was started, quoted for a shell, where it is one of these subcommands'."""
+    """This process's command line, quoted for a shell, if it is one of these subcommands."""
     return shlex.join(["manifold-tying", *sys.argv[1:]]) if sys.argv[1:] and sys.argv[1] in subcommands else None

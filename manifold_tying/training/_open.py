@@ -1,4 +1,4 @@
-"""A trained model back from its run, to look at."""
+"""Loading the model of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ PATHS = ("init_from", "tokenizer")
 
 
 def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
-    """The model of a run of ``train`` or ``ablate``, or of one of its checkpoints, as it was there.
+    """Load the model of a run of ``train`` or ``ablate``, or of one of its checkpoints.
 
-    With :func:`checkpoints`, any diagnostic over training is a loop::
+    With :func:`checkpoints`, a diagnostic over training is a loop::
 
         for path in checkpoints("runs/ablation/transpose-0"):
             print(path.name, spectral_summary(load_model(path).blocks[0].mlp.up.weight))
 
     Args:
-        path: the run's folder (its newest checkpoint) or a checkpoint's; whole or sharded.
-        device: where the model is to be, whatever it was trained on.
+        path: a run's folder, for its newest checkpoint, or a checkpoint's; sharded or not.
+        device: the model's device; need not be the one it was trained on.
 
     Returns:
-        The reference model, or the transformers model of a run with ``init_from``, whose folder has still to be there.
+        The reference model, or the transformers model of a run with ``init_from``, whose folder must still exist.
 
     Raises:
         ValueError: there is no checkpoint, or it is damaged.

@@ -1,4 +1,4 @@
-"""The processes that share a run: how they start, which part of a batch each processes, and what they agree on."""
+"""Distributed training: the process group, each rank's part of a batch, and errors that every rank raises together."""
 
 import os
 import warnings
@@ -28,7 +28,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 @contextmanager
 def process_group(settings: Settings) -> Iterator[None]:
-    """Inside, the processes that torchrun started know of each other; nothing to do where this is the only one."""
+    """Initialize torch.distributed for the processes that torchrun started. Does nothing for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
@@ -49,23 +49,23 @@ def process_group(settings: Settings) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run as one of them sees it. The default is a process alone, for which nothing here costs anything."""
+    """The ranks of a run. The default is a single process, for which every method is free."""
 
     kind: Parallel = "none"
     rank: int = 0
     size: int = 1
     mesh: "DeviceMesh | None" = None
-    group: dist.ProcessGroup | None = None  # in which they talk; None is the default group
+    group: dist.ProcessGroup | None = None  # None is the default group
 
     @classmethod
-    def of(cls, settings: Settings) -> "Processes":
-        """All processes of the default group; ValueError where their number and ``settings.parallel`` do not go together."""
+    def from_settings(cls, settings: Settings) -> "Processes":
+        """The ranks of the default group; ValueError if ``settings.parallel`` does not fit their number."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         started = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1 and started > 1:  # each would do all of it, into the same folder
+        if size == 1 and started > 1:  # each process would run everything, in one folder
             raise ValueError(
-                f"{started} processes were started that know nothing of each other; train and ablate share their work, start "
-                "anything else without torchrun, and call torch.distributed.init_process_group first in a program of your own"
+                f"WORLD_SIZE is {started}, but torch.distributed is not initialized. Of the commands only train and ablate run "
+                "under torchrun; in your own program call torch.distributed.init_process_group first"
             )
         kind = settings.parallel or ("none" if size == 1 else "fsdp")
         if (kind == "none") != (size == 1):
@@ -75,7 +75,7 @@ class Processes:
             )
         if settings.batch_size // settings.accumulate < size:
             raise ValueError(
-                f"expected a sequence for each of {size} processes in batch_size / accumulate, got {settings.batch_size} / "
+                f"expected batch_size / accumulate >= {size}, one sequence per process, got {settings.batch_size} / "
                 f"{settings.accumulate}; enlarge batch_size or lower accumulate"
             )
         if settings.compile and kind in ("fsdp", "hsdp"):
@@ -86,50 +86,50 @@ class Processes:
             raise ValueError(f"init_from works in one process, got {size}; start it without torchrun")
         return cls(kind, dist.get_rank(), size, _mesh(kind, size, torch.device(settings.device).type))
 
-    def apart(self, timeout: float) -> "Processes":
-        """The same processes with a group of their own, for one other thread of each; all of them call it."""
+    def with_own_group(self, timeout: float) -> "Processes":
+        """The same ranks with a process group of their own, for a second thread. Collective."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo"))
 
-    def leave(self) -> None:
-        """Give up the group of :meth:`apart`, when all processes are done with it."""
+    def close(self) -> None:
+        """Destroy the group of :meth:`with_own_group`."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
     @property
-    def writes(self) -> bool:
-        """Whether this is the process that writes metrics, events and reports."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the files."""
         return self.rank == 0
 
-    def place(self, model: Model, compiled: bool) -> LossOf:
-        """Distribute the model, in place, and return what computes its loss."""
+    def wrap(self, model: Model, compiled: bool) -> LossOf:
+        """Shard or replicate the model in place and return its loss function."""
         if self.kind in ("fsdp", "hsdp"):
             return shard_model(model, self.mesh, blocks=model.blocks).loss
         loss_of = torch.compile(model.loss) if compiled else model.loss
         if self.kind == "ddp":
-            with warnings.catch_warnings():  # torch 2.13 has another word for it, which 2.11 does not know
+            with warnings.catch_warnings():  # torch 2.13 renamed it; 2.11 lacks the new name
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-                # A buffer is POET's W0, which every process computes alike.
+                # The buffers are POET's W0, which every rank computes identically.
                 return DistributedDataParallel(_LossModule(model, loss_of), broadcast_buffers=False)
         return loss_of
 
-    def share(self, part: Tensor) -> Tensor:
-        """This process's sequences of a part of a batch; shares differ by one where they must."""
+    def local_part(self, part: Tensor) -> Tensor:
+        """This rank's sequences of a micro-batch; ranks differ by at most one."""
         return part if self.size == 1 else part.tensor_split(self.size)[self.rank]
 
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over the processes, in place."""
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(value, group=self.group)
         return value
 
     def any(self, value: bool) -> bool:
-        """Whether the value is true on one of the processes."""
-        return any(self.gather(value))
+        """Whether the value is true on any rank."""
+        return any(self.all_gather(value))
 
-    def together(self, work: Callable[[], T]) -> T:
-        """``work()`` on every process; where it raises ValueError or OSError on one, all raise, Damaged as Damaged."""
+    def raise_together(self, work: Callable[[], T]) -> T:
+        """``work()`` on every rank. If one raises ValueError or OSError, all raise it; Damaged stays Damaged."""
         if self.size == 1:
             return work()
         error: ValueError | OSError | None = None
@@ -137,8 +137,8 @@ class Processes:
             value = work()
         except (ValueError, OSError) as raised:
             error = raised
-        found = self.gather(None if error is None else (str(error), isinstance(error, Damaged)))
-        # All raise one error, the first: what is done about it has to be the same everywhere.
+        found = self.all_gather(None if error is None else (str(error), isinstance(error, Damaged)))
+        # All ranks raise the first error, so that all react in the same way.
         for rank, of_rank in enumerate(found):
             if of_rank is not None:
                 message, damaged = of_rank
@@ -147,32 +147,32 @@ class Processes:
                 raise (Damaged if damaged else ValueError)(message if rank == 0 else f"process {rank}: {message}")
         return value
 
-    def gather(self, value: T) -> list[T]:
-        """The small values of all processes."""
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, pickled: keep them small."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def on_first(self, work: Callable[[], object]) -> None:
-        """``work()`` on the process that writes, whose result stays there; its ValueError or OSError on all."""
-        self.together(work if self.writes else lambda: None)
+    def on_main(self, work: Callable[[], object]) -> None:
+        """``work()`` on rank 0; its ValueError or OSError on all ranks."""
+        self.raise_together(work if self.is_main else lambda: None)
 
-    def first(self, work: Callable[[], T]) -> T:
-        """``work()`` on the process that writes, its small result on all; its ValueError or OSError on all, too."""
-        result: Any = self.together(work if self.writes else lambda: None)
-        return self.gather(result)[0]
+    def from_main(self, work: Callable[[], T]) -> T:
+        """The result of ``work()`` on rank 0, on all ranks; so is its ValueError or OSError."""
+        result: Any = self.raise_together(work if self.is_main else lambda: None)
+        return self.all_gather(result)[0]
 
 
 def without_sync(loss_of: LossOf, wanted: bool) -> AbstractContextManager[None]:
-    """Inside, DDP adds up gradients without sending them, where that is wanted."""
+    """DDP's ``no_sync`` if wanted: gradients accumulate without communication."""
     return loss_of.no_sync() if wanted and isinstance(loss_of, DistributedDataParallel) else nullcontext()
 
 
 @contextmanager
 def gathered(*modules: nn.Module) -> Iterator[None]:
-    """Inside, FSDP2's shards below the modules are whole parameters, on every process; all of them have to come along."""
+    """Gather FSDP2's shards of the modules into full parameters while inside. Collective."""
     groups: list[Any] = [group for module in modules for group in module.modules() if hasattr(group, "unshard")]
     for group in groups:
         group.unshard()
@@ -184,7 +184,7 @@ def gathered(*modules: nn.Module) -> Iterator[None]:
 
 
 class _LossModule(nn.Module):
-    """DDP calls forward alone."""
+    """DDP hooks ``forward`` only."""
 
     def __init__(self, model: Model, loss_of: LossOf) -> None:
         super().__init__()

@@ -11,17 +11,14 @@ from manifold_tying.training.loop import Observer
 
 
 class Started(Protocol):
-    """Called before a run; returns that run's observer."""
+    """Called before a run; returns its observer."""
 
     def __call__(self, name: str, index: int, count: int, steps: int | None = None) -> Observer: ...
 
 
 @contextmanager
 def progress_bars(console: Console, usual: int) -> Iterator[Started]:
-    """Inside, call the yielded function with (run, its number, number of runs) for each run's observer.
-
-    A run of another number of steps than the others says so.
-    """
+    """Yields a function from (run, its number, number of runs, steps or None for ``usual``) to the run's observer."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=8),
@@ -49,6 +46,6 @@ def _numbers(metrics: dict[str, Any]) -> str:
     if metrics.get("val_loss") is not None:
         parts.append(f"val {metrics['val_loss']:.3f}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
-    if metrics.get("defect") is not None:  # of a PIT interface; its defect stays small where W_out E = I is long lost
+    if metrics.get("defect") is not None:  # PIT; the defect stays small even after W_out E = I is lost
         parts.append(f"ΔTI {metrics['delta_ti']:.0e}")
     return "  ".join(parts)

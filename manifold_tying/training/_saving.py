@@ -1,7 +1,6 @@
-"""Checkpoints are written here: beside their place, then renamed; ``_checkpoint`` reads them.
+"""Writing checkpoints: to a draft folder, which is then renamed. ``_checkpoint`` reads them.
 
-In two parts, since training goes on between them: :func:`stage_checkpoint` copies the state of a step, and
-:func:`write_checkpoint` writes the copy, in the thread of a :class:`CheckpointWriter`.
+:func:`stage_checkpoint` copies the state. :func:`write_checkpoint` writes the copy in a thread, while training continues.
 """
 
 import copy
@@ -32,14 +31,14 @@ from manifold_tying.training._probes import Probes
 from manifold_tying.training._processes import Processes
 from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
 
-KEPT = 2  # newest checkpoints of a run, where it does not say how many
+KEPT = 2  # by default, of the newest checkpoints
 _MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
 _ALONE = Processes()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What this process is to write of a run's state after a step, in memory that nothing else changes."""
+    """A copy of what this rank writes of the state after a step."""
 
     step: int
     parts: dict[str, dict[str, Tensor]]
@@ -56,9 +55,9 @@ def stage_checkpoint(
     probes: Probes | None = None,
     processes: Processes = _ALONE,
 ) -> Staged:
-    """Copy to the CPU what a checkpoint of this step consists of; no process waits for another.
+    """Copy the state to the CPU. Not collective.
 
-    Of DTensors each process copies its share; where there are none, the process that writes copies all and the others nothing.
+    Each rank copies its shards of DTensors. Without DTensors rank 0 copies everything and the others nothing.
     """
     state = optimizer.state_dict()
     parts = {
@@ -70,9 +69,9 @@ def stage_checkpoint(
         "format": FORMAT, "step": step, "config": config, "param_groups": state["param_groups"],
         "schedule": schedule.state_dict() if schedule else None,
     }  # fmt: skip
-    if not processes.writes and not _sharded(parts):
+    if not processes.is_main and not _sharded(parts):
         parts = {}
-    copies = {  # since steps and merges change the tensors in place
+    copies = {  # steps and merges change the tensors in place
         part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         for part, tensors in parts.items()
     }
@@ -80,31 +79,31 @@ def stage_checkpoint(
 
 
 def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE, *, keep: int | None = KEPT) -> Path:
-    """Write ``RUN/checkpoints/step-STEP`` and drop all but the newest ``keep``; all processes of a run call it.
+    """Write ``RUN/checkpoints/step-STEP`` and delete all but the newest ``keep``. Collective.
 
-    A reader finds the folders that were there or also the new one, never a part of one. ValueError or OSError on all
-    processes where one of them cannot write; what was there is then still there.
+    The folder appears complete or not at all. If one rank cannot write, all raise ValueError or OSError, and the earlier
+    checkpoints remain.
     """
     final = run / FOLDER / f"step-{staged.step:08d}"
     draft = final.with_name(f".{final.name}.draft")
     try:
-        processes.first(lambda: _make_empty(draft))
+        processes.from_main(lambda: _make_empty(draft))
         if _sharded(staged.parts):
-            mine = processes.together(lambda: write_shards(draft, staged.parts, processes.rank, processes.group))
-            files = processes.gather(mine)
+            mine = processes.raise_together(lambda: write_shards(draft, staged.parts, processes.rank, processes.group))
+            files = processes.all_gather(mine)
         else:
-            files = [processes.first(lambda: write_tensors(draft, staged.parts))]
+            files = [processes.from_main(lambda: write_tensors(draft, staged.parts))]
         digests = {name: value for found in files for name, value in found.items()}
         content = {**staged.content, "processes": processes.size, "files": digests}
-        processes.first(lambda: _publish(draft, final, content, keep))
+        processes.from_main(lambda: _publish(draft, final, content, keep))
     finally:
-        if processes.writes:
+        if processes.is_main:
             shutil.rmtree(draft, ignore_errors=True)
     return final
 
 
 def export_model(path: Path, out: Path) -> None:
-    """Write the model of a checkpoint to ``OUT/model.safetensors``, whole, and what is known of it to ``OUT/state.json``."""
+    """Write a checkpoint's model, unsharded, to ``OUT/model.safetensors``, and its configuration to ``OUT/state.json``."""
     state = read_state(path)
     check_files(path, state)
     found = {k: v for k, v in read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
@@ -132,7 +131,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _publish(draft: Path, final: Path, content: dict[str, Any], keep: int | None) -> None:
-    """Give the draft its name. A folder is always there whole or not at all: what goes is renamed before it is deleted."""
+    """Rename the draft. An old folder is renamed before it is deleted, so that no reader finds half of one."""
     _write_state(draft, content)
     flush_to_disk(draft)
     _remove(final)
@@ -140,7 +139,7 @@ def _publish(draft: Path, final: Path, content: dict[str, Any], keep: int | None
     flush_to_disk(final.parent)
     for old in checkpoints(final.parent.parent)[: -keep if keep else 0]:
         _remove(old)
-    for left in final.parent.glob(".*.old"):  # by a process that was killed
+    for left in final.parent.glob(".*.old"):  # from a killed process
         shutil.rmtree(left)
 
 

@@ -1,6 +1,6 @@
-"""The signals that ask a run to stop: SIGTERM, by which schedulers take a machine away, and SIGINT, which is Ctrl-C.
+"""SIGTERM, which schedulers send, and SIGINT (Ctrl-C) stop a run after the current step, which is saved.
 
-The step in flight is finished and saved. A second Ctrl-C interrupts at once.
+A second Ctrl-C interrupts at once.
 """
 
 import os
@@ -12,10 +12,10 @@ from types import FrameType
 
 
 class Termination:
-    """Which signal has arrived, if any.
+    """The signal that has arrived, if any.
 
     Args:
-        announced: print a line when one arrives; only one process of a run should.
+        announced: print a line when it arrives; for rank 0.
     """
 
     def __init__(self, announced: bool = True) -> None:
@@ -29,12 +29,12 @@ class Termination:
 
     @property
     def name(self) -> str:
-        """Of the signal; SIGTERM where it reached another process of the run."""
+        """Name of the signal; SIGTERM if another rank received it."""
         return (self.arrived or signal.SIGTERM).name
 
     @property
     def status(self) -> int:
-        """What a shell reports of a process that the signal ended; 0 would say that the run is finished."""
+        """Exit status, as a shell reports it for the signal; 0 would mean a finished run."""
         return 128 + (self.arrived or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -42,19 +42,19 @@ class Termination:
             raise KeyboardInterrupt
         if self._announced and not self.requested:
             text = f"\n{signal.Signals(number).name}: finishing the step, then saving. Ctrl-C again stops at once.\n"
-            os.write(2, text.encode())  # print() may not be reentered, and a signal may arrive within one
+            os.write(2, text.encode())  # print() is not reentrant
         self.arrived = signal.Signals(number)
 
 
 @contextmanager
 def termination(announced: bool = True) -> Iterator[Termination]:
-    """Inside, the signals are noted and announced. In a thread other than the main one Python cannot listen."""
+    """Catch the signals while inside; only Python's main thread can."""
     noted = Termination(announced)
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    if before[signal.SIGINT] is signal.SIG_IGN:  # a shell starts jobs in the background so
+    if before[signal.SIGINT] is signal.SIG_IGN:  # as for a shell's background jobs
         del before[signal.SIGINT]
     for number in before:
         signal.signal(number, noted._note)

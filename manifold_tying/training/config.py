@@ -33,7 +33,7 @@ class Settings(
     of.Poet,
     of.Execution,
 ):
-    """What can be chosen for a run; None means the recipe's value (docs/learning-rates.md)."""
+    """The settings of a run; None means the recipe's value (docs/learning-rates.md)."""
 
     def __post_init__(self) -> None:
         preset(self.preset)
@@ -60,7 +60,7 @@ class Settings(
                 )
 
     def changed(self, names: tuple[str, ...]) -> str:
-        """Those of the names that are not at their default, as a list for a message."""
+        """The names whose values are not the defaults, comma-separated."""
         return ", ".join(name for name in names if getattr(self, name) != DEFAULTS[name])
 
     @property
@@ -74,12 +74,12 @@ class Settings(
 
     @property
     def vocab_size(self) -> int:
-        """Of the preset or of the checkpoint that the run goes on from."""
+        """V of the preset, or of the checkpoint with ``init_from``."""
         return self.model.vocab_size if self.init_from is None else read_shape(self.init_from).vocab_size
 
     @property
     def poet(self) -> bool:
-        """Whether the body trains by orthogonal equivalence."""
+        """Whether the body is POET's."""
         return self.body != "adamw"
 
     @property
@@ -106,13 +106,13 @@ class TrainConfig:
     out: Path
     """Folder to write to."""
     interface: Interface = "pit-trainable"
-    """How embedding and head are tied."""
+    """The token interface: how embedding and head are tied."""
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """Seed for weight initialization and data order."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in DIR, or start where there is none; damaged ones are set aside."""
+    """Resume from the newest intact checkpoint in DIR, or start if there is none; damaged ones are renamed aside-*."""
     resume_from: str | None = None
-    """Go on from this checkpoint in DIR, for instance step-00000040; newer ones are set aside."""
+    """Resume from this checkpoint in DIR, such as step-00000040; newer ones are renamed aside-*."""
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class TrainConfig:
             raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
 
     def as_json(self) -> dict[str, Any]:
-        """What identifies the run: everything but where it is written, whether it was resumed and by which processes."""
+        """The settings that identify the run: all but its folder, resuming and parallelism."""
         unused = names_of(of.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
         values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
         values = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
@@ -144,7 +144,7 @@ class TrainConfig:
         }
 
     def command(self) -> str:
-        """The ``train`` command, quoted for a shell, that does the run; settings at their default are left out."""
+        """The ``train`` command of this run, quoted for a shell, without the defaults."""
         words = ["manifold-tying", "train", "--out", str(self.out), "--interface", self.interface]
         words += ["--seed", str(self.seed), "--resume"]
         for name, default in DEFAULTS.items():
@@ -156,7 +156,7 @@ class TrainConfig:
 
 
 def unused_settings(interface: Interface, settings: Settings) -> set[str]:
-    """The settings that an interface and a body do not use."""
+    """The settings that the interface and the body ignore."""
     pit, apart = interface.startswith("pit"), interface in OF_A_MEMORY
     unused = {
         of.Tables: apart, of.Transform: not apart, of.Memory: interface != "pit-trainable", of.Penalty: not pit,
@@ -168,13 +168,13 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run needs to know of a checkpoint before its weights are read.
+    """Sizes of a checkpoint, read without its weights.
 
     Attributes:
         vocab_size: V.
         hidden_size: d.
-        max_positions: the longest sequence; None where the model has no limit.
-        interface: what a converted checkpoint records of its interface; None of a stock one.
+        max_positions: the longest sequence; None without a limit.
+        interface: the interface that a converted checkpoint records; None for a stock one.
     """
 
     vocab_size: int
@@ -184,7 +184,7 @@ class Shape:
 
 
 def read_shape(folder: Path) -> Shape:
-    """From config.json; ValueError where the folder is no transformers checkpoint with safetensors."""
+    """Read config.json; ValueError unless the folder is a transformers checkpoint with safetensors."""
     interface = recorded_options(folder)
     weight_map(folder)
     config = read_transformers_config(folder).get_text_config()

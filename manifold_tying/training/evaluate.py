@@ -1,4 +1,4 @@
-"""What an evaluation measures, the validation loss and the token interface, and the limits of W_out E = I."""
+"""Evaluation: validation loss, metrics of the token interface, and their limits."""
 
 import math
 import warnings
@@ -16,19 +16,19 @@ from manifold_tying.training.config import TrainConfig
 from manifold_tying.tying import PIT
 
 Batch = tuple[Tensor, Tensor]
-LARGEST_CONDITION = 1e3  # up to here W_out E = I holds to 1e-4 in float32 (a test holds it)
+LARGEST_CONDITION = 1e3  # up to here W_out E = I holds to 1e-4 in float32
 LARGEST_DELTA_TI = 1e-2
 LOST_DELTA_TI = 1.0  # only ‖W_out E - I‖₂ < 1 guarantees that W_out E is invertible
 
 
 class Diverged(ValueError):
-    """Loss or gradient became NaN or Inf, or the token interface lost W_out E = I; raised on all ranks."""
+    """A loss or gradient is NaN or Inf, or the token interface lost W_out E = I. Raised on all ranks."""
 
 
 def evaluate(
     model: Model, batches: list[Batch], device: torch.device, processes: Processes, interrupted: Callable[[], bool]
 ) -> dict[str, Any] | None:
-    """Validation loss and interface metrics; None if ``interrupted()`` became true on a rank."""
+    """Validation loss and interface metrics; None if ``interrupted()`` is true on a rank."""
     loss = validation_loss(model.loss, batches, device, processes, interrupted)
     return None if loss is None else {"val_loss": loss, **interface_metrics(model)}
 
@@ -41,7 +41,7 @@ def validation_loss(
     processes: Processes,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean cross-entropy in nats per token; None if ``interrupted()`` was true on a rank before a batch."""
+    """Mean cross-entropy in nats per token; None if ``interrupted()`` is true on a rank before a batch."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(batches), processes.size):
         if processes.any(interrupted()):
@@ -51,19 +51,19 @@ def validation_loss(
         with autocast(device):
             loss = loss_fn(ids.to(device), targets.to(device)).double() * targets.numel()
         total += loss if index < len(batches) else 0.0
-    return processes.total(total).item() / sum(targets.numel() for _, targets in batches)
+    return processes.all_reduce(total).item() / sum(targets.numel() for _, targets in batches)
 
 
 @torch.no_grad()
 def interface_metrics(model: Model) -> dict[str, float | None]:
-    """Defect of the memory, ΔTI of the tables, cond(T); None where the interface has none."""
+    """Defect of the memory, ΔTI of the tables and cond(T); None for what the interface lacks."""
     interface = model.interface
     with gathered(interface):
         delta_ti = diagnostics.delta_ti(*interface.materialize())
         if not isinstance(interface, PIT):
             return {"defect": None, "delta_ti": delta_ti, "cond_transform": None}
         defect, factor = diagnostics.defect(interface.memory).item(), interface.cholesky_factor
-        # A diverged model still gets its line in the log.
+        # A diverged model still gets a line in the log.
         condition = diagnostics.condition_from_factor(factor) if factor.isfinite().all() else math.nan
         return {"defect": defect, "delta_ti": delta_ti, "cond_transform": condition}
 
@@ -74,7 +74,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict[str, str]:
-    """Warnings by metric; empty for plain tables and a healthy PIT interface. A bridge gives up W_out E = I on purpose."""
+    """Warnings by metric, none for plain tables and a healthy PIT interface. A bridge gives up W_out E = I by design."""
     condition, delta_ti = metrics.get("cond_transform"), metrics.get("delta_ti")
     if condition is None:
         return {}
@@ -89,7 +89,7 @@ def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict
 
 
 class InterfaceCheck:
-    """Warns once of each interface metric out of bounds, and stops a run whose interface is lost."""
+    """Warns once about each interface metric outside its limits, and stops a run that has lost W_out E = I."""
 
     def __init__(
         self, model: Model, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
@@ -99,10 +99,9 @@ class InterfaceCheck:
         self._warned: set[str] = set()
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Check the metrics of an evaluation; Diverged, on all ranks, where a PIT interface has lost W_out E = I."""
+        """Check the metrics of an evaluation. Raises Diverged on all ranks if W_out E = I is lost."""
         where = f"step {step} of {self._arm}, seed {self._config.seed}"
         pit = not self._bridge and metrics["cond_transform"] is not None
-        # A loss that is not finite is reported as such, elsewhere.
         if self._processes.any(pit and math.isfinite(metrics["val_loss"]) and metrics["delta_ti"] >= LOST_DELTA_TI):
             settings, kept = self._config.settings, self._writer.kept()
             what, flag, rate = "the free table", "lr", settings.lr
@@ -115,6 +114,6 @@ class InterfaceCheck:
                 + (f"; {kept[-1]} is kept" if kept else "")
             )
         for metric, text in health_warnings(metrics, bridge=self._bridge).items():
-            if metric not in self._warned and self._processes.writes:
+            if metric not in self._warned and self._processes.is_main:
                 warnings.warn(f"{where}: {text}", RuntimeWarning, stacklevel=2)
             self._warned.add(metric)

@@ -1,4 +1,4 @@
-"""A training run from top to bottom: set up or resume, the steps, one step, how a run ends early, and its data."""
+"""A training run: setup or resume, the steps, early ends, and the data."""
 
 import math
 import time
@@ -40,7 +40,7 @@ _ALONE = Processes()
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds, and how far the run has come."""
+    """What a checkpoint holds."""
 
     model: Model
     optimizer: RiemannianAdam
@@ -48,14 +48,14 @@ class TrainState:
     probes: Probes
     identity: dict[str, Any]  # the settings and a fingerprint of the text
     step: int = 0
-    skipped: int = 0  # steps in a row, up to now
+    skipped: int = 0  # in a row
     clipped: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.clipped = clipped_parameters(self.model)
 
     def save(self, writer: CheckpointWriter, processes: Processes) -> None:
-        """Copy the state; the writer's thread writes the copy. Raises the error of the checkpoint before."""
+        """Copy the state for the writer's thread. Raises the previous checkpoint's error."""
         saved = self.step, self.model, self.optimizer, self.identity
         writer.write(lambda: stage_checkpoint(*saved, schedule=self.merges, probes=self.probes, processes=processes))
 
@@ -66,36 +66,36 @@ class TrainState:
 
 
 def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | None = None) -> dict[str, Any]:
-    """Run it to its end and return the summary row, which is also written to ``OUT/result.json``.
+    """Train to the end and return the summary row, which is also written to ``OUT/result.json``.
 
-    Where torch.distributed has been initialized, all ranks of the default group call this and share the work as
-    ``settings.parallel`` says; rank 0 writes.
+    With torch.distributed initialized, every rank of the default group calls this; they share the work as
+    ``settings.parallel`` says, and rank 0 writes.
 
     Args:
         config: the run.
-        arm: its name in the row; where None the interface's, with the body where that is not AdamW's.
-        observer: called by rank 0 after every step with that step's metrics and "tokens_per_second".
+        arm: its name in the row; None is the interface's, with the body unless it is AdamW's.
+        observer: called on rank 0 after every step with its metrics and "tokens_per_second".
 
     Raises:
-        ValueError: the folder holds another run or is in use, the corpus is too small or not the one that the run began
-            with, or a gradient or the validation loss at the end is NaN or Inf.
-        OSError: something cannot be written; what was written before is intact.
-        SystemExit: SIGTERM or Ctrl-C; the step in flight was finished and saved. Status 143 or 130. The resumed run makes
-            up for an evaluation that was cut short. A second Ctrl-C is KeyboardInterrupt at once.
+        ValueError: the folder holds another run or is in use; the corpus is too small or has changed; or a gradient or the
+            final validation loss is NaN or Inf.
+        OSError: a file cannot be written. Everything written before is intact.
+        SystemExit: SIGTERM (status 143) or Ctrl-C (130), after the current step was finished and saved. The resumed run
+            repeats an evaluation that was cut short. A second Ctrl-C raises KeyboardInterrupt at once.
     """
     config = resolve(config)
     settings, device = config.settings, check_device(config.settings.device)
-    processes = Processes.of(settings)
+    processes = Processes.from_settings(settings)
     arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
     data = run_data(load_data(config, processes), settings, config.seed)
     reset_peak_memory(device)
     model = build_model(config)
-    loss_fn = processes.place(model, settings.compile)
+    loss_fn = processes.wrap(model, settings.compile)
     optimizer = build_optimizer(model, settings)
     merges = build_merges(model, optimizer, settings)
     state = TrainState(model, optimizer, merges, Probes(model, merges), {**config.as_json(), CORPUS: data.identity})
     with ExitStack() as stack:
-        processes.on_first(lambda: stack.enter_context(locked(config.out)))
+        processes.on_main(lambda: stack.enter_context(locked(config.out)))
         writer = stack.enter_context(
             CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints)
         )
@@ -104,11 +104,11 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         )
         if record:
             stack.callback(record.close)
-        state.skipped = processes.first(lambda: record.skipped if record else 0)
-        # Saved with its group: a resumed run finds the peak, not the rate of the step it stopped at.
+        state.skipped = processes.from_main(lambda: record.skipped if record else 0)
+        # Saved in the group, whose "lr" is that of the current step.
         for group in optimizer.param_groups:
             group.setdefault("peak_lr", group["lr"])
-        stop = stack.enter_context(termination(announced=processes.writes))
+        stop = stack.enter_context(termination(announced=processes.is_main))
         measure = partial(evaluate, model, data.held_out, device, processes, lambda: stop.requested)
         check_interface = InterfaceCheck(model, config, arm, processes, writer)
 
@@ -116,8 +116,8 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             probed = state.probes.measure()
             if record:
                 record.write_probes(0, 0, probed["weights"])
-        elif _evaluates(state.step, settings) and processes.first(lambda: record and "val_loss" not in record.last):
-            measured = measure()  # a signal cut this evaluation short
+        elif _evaluates(state.step, settings) and processes.from_main(lambda: record and "val_loss" not in record.last):
+            measured = measure()  # a signal had cut it short
             if measured is None:
                 _exit_early(stop, state.step, config, processes, evaluated=False)
             if record:
@@ -132,7 +132,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             seconds = time.perf_counter() - began
             if merges:
                 state.probes.step()
-                began = time.perf_counter()  # merging is a part of training, probing is not
+                began = time.perf_counter()  # the time includes merging but not probing
                 merges.step()
                 seconds += time.perf_counter() - began
 
@@ -162,9 +162,9 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
                 _exit_early(stop, state.step, config, processes, evaluated=measured is not None)
 
         writer.wait()
-        row = processes.first(lambda: write_row(config, arm, state.identity, model, record))
-    if processes.any(stop.requested):  # too late for this run, but an ablation starts no other one
-        if processes.writes:
+        row = processes.from_main(lambda: write_row(config, arm, state.identity, model, record))
+    if processes.any(stop.requested):  # the run is complete, but an ablation must stop here
+        if processes.is_main:
             print(f"{stop.name}: the run in {config.out} is complete")
         raise SystemExit(stop.status)
     if row["val_loss"] is None or not math.isfinite(row["val_loss"]):
@@ -178,34 +178,34 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
 def train_step(
     state: TrainState, batch: Batch, loss_fn: LossOf, config: TrainConfig, processes: Processes, stop: Termination
 ) -> tuple[dict[str, Any], bool]:
-    """Update the model unless a gradient is NaN or Inf. Returns the metrics, and whether one of several ranks is to stop."""
+    """Update the model unless a gradient is NaN or Inf. Returns the metrics and, with several ranks, whether to stop."""
     settings, device = config.settings, torch.device(config.settings.device)
     progress = state.step, settings.steps, settings.warmup_steps or 0
     for group in state.optimizer.param_groups:
         group["lr"] = group["peak_lr"] * rate_factor(*progress, group.get("slows_after"))
 
     state.model.zero_grad()
-    total = torch.zeros(2, device=device)  # mean loss; number of ranks that are to stop
+    total = torch.zeros(2, device=device)  # mean loss; number of ranks that received a signal
     micro_batches = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
     for number, (ids, targets) in enumerate(micro_batches, start=1):
-        local = [processes.share(tensor).to(device, non_blocking=True) for tensor in (ids, targets)]
+        local = [processes.local_part(tensor).to(device, non_blocking=True) for tensor in (ids, targets)]
         share = len(local[0]) / len(ids)
         with without_sync(loss_fn, number < len(micro_batches)):
             with autocast(device):
                 loss = loss_fn(*local)
             total[0] += loss.detach() * share / settings.accumulate
-            # DDP and FSDP2 average over the ranks, whose shares may differ in size.
+            # DDP and FSDP2 average over the ranks, whose numbers of sequences may differ.
             penalized = loss * (share * processes.size) + _penalty(settings, state.model)
             (penalized / settings.accumulate).backward()
     if processes.size > 1:
         total[1] = float(stop.requested)
-        processes.total(total)
+        processes.all_reduce(total)
 
     norm = _grad_norm(state.clipped)
-    # Of the interface, too: the memory is not clipped, but its gradient has to be finite.
+    # The memory is not clipped, but its gradient must be finite too.
     interface = [p for p in state.model.interface.parameters() if p.grad is not None]
     others = [_grad_norm(interface)] if interface else []
-    # The one host sync of a step. All ranks read the same values and agree on what follows.
+    # The only host sync of a step. All ranks read the same values, so they take the same branch.
     values = torch.stack([*total, norm, *others]).tolist()
     mean_loss, stopping, grad_norm, *_ = values
     taken = all(map(math.isfinite, values))
@@ -238,18 +238,18 @@ def _penalty(settings: Settings, model: Model) -> Tensor | float:
 
 
 def _evaluates(step: int, settings: Settings) -> bool:
-    """Whether an evaluation follows this many steps; one follows the last."""
+    """Whether to evaluate after this step."""
     return step % (settings.eval_every or settings.steps) == 0 or step == settings.steps
 
 
 def _nan_message(
     state: TrainState, loss: float, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
 ) -> str:
-    """Which gradients are not finite, and what to do."""
+    """The error for gradients that are not finite."""
     kept = writer.kept()
     grads = {name: linalg.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
-    names = list(dict.fromkeys(name for found in processes.gather(bad) for name in found))
+    names = list(dict.fromkeys(name for found in processes.all_gather(bad) for name in found))
     listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     what = f"gradient of parameter {listed} holds NaN or Inf" if names else "norm of the gradients overflows"
     text = f"step {state.step} of {arm}, seed {config.seed}: the loss is {loss:g}, the {what}"
@@ -257,14 +257,14 @@ def _nan_message(
         text += f", for the {state.skipped}th step in a row"
     if kept:
         text += f"; {kept[-1]} is kept, and --resume goes on from it"
-    return f"{text}. Lower the learning rate, or leave single steps out with --on-nan skip"
+    return f"{text}. Lower the learning rate, or skip single steps with --on-nan skip"
 
 
 def _exit_early(
     stop: Termination, step: int, config: TrainConfig, processes: Processes, *, evaluated: bool
 ) -> NoReturn:
-    """End a saved run that a signal stopped before it was complete."""
-    if processes.writes:
+    """Exit after a signal, with the run saved."""
+    if processes.is_main:
         missing = "" if evaluated else ", whose evaluation the resumed run makes up for,"
         print(
             f"{stop.name}: saved step {step} of {config.settings.steps}{missing} in {config.out}. "
@@ -275,7 +275,7 @@ def _exit_early(
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, and a fingerprint of it."""
+    """A run's batches, and a fingerprint of its text."""
 
     batches: Batches
     held_out: list[Batch]
@@ -283,7 +283,7 @@ class RunData:
 
 
 def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
-    """The batches of a run; ValueError where there are too few tokens for one."""
+    """A run's batches; ValueError if there are too few tokens."""
     batches = Batches(tokens.train, batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=seed)
     held_out = validation_batches(
         tokens.val,
@@ -297,10 +297,10 @@ def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
 def load_data(
     config: TrainConfig, processes: Processes = _ALONE, progress: Callable[[str], None] | None = None
 ) -> TokenData:
-    """The tokens of a run, prepared by rank 0 where they are not cached. ``progress`` hears of a small held-out text."""
+    """A run's tokens; rank 0 prepares them if they are not cached. ``progress`` receives messages."""
     if processes.size > 1:
-        processes.on_first(lambda: load_data(config, progress=progress))
-        return processes.together(lambda: load_data(config))
+        processes.on_main(lambda: load_data(config, progress=progress))
+        return processes.raise_together(lambda: load_data(config))
     settings, length = config.settings, config.settings.sequence_length
     wanted = max(settings.val_tokens, length)
     tokens = open_tokens(

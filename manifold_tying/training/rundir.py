@@ -1,6 +1,6 @@
-"""The folder of a run: settings, logs (one JSON object per line), TensorBoard events and the result; made, or resumed.
+"""The folder of a run: settings, logs (one JSON object per line), TensorBoard events and the result.
 
-What depends on the clock has a file of its own, so that a resumed run writes the metrics of an uninterrupted one.
+Times have a file of their own, so that a resumed run writes the same metrics as an uninterrupted one.
 """
 
 import json
@@ -25,7 +25,7 @@ from manifold_tying.training._processes import Processes
 from manifold_tying.training.config import TrainConfig
 
 CONFIG, RESULT = "config.json", "result.json"
-ORIGIN = "run.json"  # not in config.json: another command and another machine may resume the run
+ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 PROBES = "probes.jsonl"  # before the first step and at every evaluation
 EVALUATED = ("val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error")
@@ -33,7 +33,7 @@ EVALUATED = ("val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_
 
 @dataclass(frozen=True)
 class Log:
-    """A log up to a checkpoint (``entries``, ``kept``), and the lines after it."""
+    """A log: its lines up to a checkpoint (``entries``, as bytes ``kept``) and the ``rest``."""
 
     path: Path
     entries: list[dict[str, Any]]
@@ -41,7 +41,7 @@ class Log:
     rest: bytes
 
     def cut(self) -> None:
-        """Move the lines after the checkpoint to the end of aside-NAME."""
+        """Move the rest to the end of aside-NAME."""
         if self.rest:
             newline = b"" if self.rest.endswith(b"\n") else b"\n"
             with self.path.with_name(f"aside-{self.path.name}").open("ab") as aside:
@@ -52,13 +52,13 @@ class Log:
 def open_folder(
     config: TrainConfig, arm: str, identity: dict[str, Any], processes: Processes, load: Callable[[Path], int]
 ) -> "tuple[int, Record | None]":
-    """Make the run's folder, or ``load`` its newest intact checkpoint. Returns the step reached and, on rank 0, the logs.
+    """Create the run's folder, or ``load`` its newest intact checkpoint. Returns the step and, on rank 0, the logs.
 
-    Newer checkpoints and damaged ones are set aside.
+    Newer and damaged checkpoints are renamed to aside-*.
     """
     found = None
     start, damaged = 0, {}
-    for path in processes.first(lambda: _candidates(config)):
+    for path in processes.from_main(lambda: _candidates(config)):
         try:
             start, found = load(path), path
             break
@@ -66,13 +66,12 @@ def open_folder(
             if config.resume_from is not None:
                 raise
             damaged[path] = str(error).removesuffix(advice(path))
-    # Refuses before anything is changed.
-    logs = processes.together(lambda: read_logs(config.out, start) if processes.writes else [])
+    logs = processes.raise_together(lambda: read_logs(config.out, start) if processes.is_main else [])
 
     def write() -> None:
         with writing_to(config.out):
             result = config.out / RESULT
-            if start < config.settings.steps and result.exists():  # of a run that went further
+            if start < config.settings.steps and result.exists():  # from a run that got further
                 os.replace(result, result.with_name(f"aside-{RESULT}"))
             for path, what in damaged.items():
                 where = found.name if found else "the start"
@@ -84,12 +83,12 @@ def open_folder(
             origin = {"command": called_as("train") or config.command(), "machine": machine(device)}
             write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
 
-    processes.on_first(write)
-    return start, processes.together(lambda: Record(config.out, logs, start) if processes.writes else None)
+    processes.on_main(write)
+    return start, processes.raise_together(lambda: Record(config.out, logs, start) if processes.is_main else None)
 
 
 def _candidates(config: TrainConfig) -> list[Path]:
-    """Checkpoints to resume from, the best first; ValueError where nobody asked to resume the run that is there."""
+    """Checkpoints to resume from, newest first; ValueError if the folder holds a run and ``resume`` is off."""
     if config.resume_from is not None:
         return [find_checkpoint(config.out, config.resume_from)]
     saved = checkpoints(config.out)
@@ -99,10 +98,10 @@ def _candidates(config: TrainConfig) -> list[Path]:
 
 
 def read_logs(directory: Path, start: int) -> list[Log]:
-    """Metrics, timing and probes up to the checkpoint of step ``start``, checked; nothing is written.
+    """Read and check metrics, timing and probes up to the checkpoint of step ``start``.
 
-    ValueError where a line up to the checkpoint is missing or damaged. The evaluation of the newest step may be missing,
-    since a signal can cut it short.
+    ValueError if a line up to the checkpoint is missing or damaged. The newest step may lack its evaluation, which a signal
+    can cut short.
     """
     metrics = _read_log(directory / METRICS, range(1, start + 1), start)
     for number, line in enumerate(metrics.entries, start=1):
@@ -117,7 +116,7 @@ def read_logs(directory: Path, start: int) -> list[Log]:
     probed += [line["step"] for line in metrics.entries if "val_loss" in line]
     probes = _read_log(directory / PROBES, probed, start)
     if start and start not in probed and (first := probes.rest.splitlines(keepends=True)[:1]):
-        with suppress(ValueError):  # the line that preceded an evaluation which was cut short
+        with suppress(ValueError):  # from an evaluation that was cut short
             _entry(probes.path, len(probed) + 1, start, first[0], start)
             probes = _read_log(directory / PROBES, [*probed, start], start)
     return [metrics, timing, probes]
@@ -127,10 +126,10 @@ class Record:
     """Appends to the logs of a run and to its TensorBoard events.
 
     Attributes:
-        seconds: training time so far, of the run that is resumed too.
-        losses: training loss of every step so far that was not skipped.
-        skipped: how many of the newest steps in a row were skipped before the run was resumed.
-        last: the metrics of the newest step.
+        seconds: training time so far, before a resume included.
+        losses: training losses so far, without skipped steps.
+        skipped: number of skipped steps in a row before the resume.
+        last: metrics of the newest step.
     """
 
     def __init__(self, directory: Path, logs: list[Log], start: int) -> None:
@@ -147,7 +146,7 @@ class Record:
         self._events = SummaryWriter(str(directory), purge_step=start + 1)
 
     def write(self, metrics: dict[str, Any], seconds: float) -> None:
-        """One step: its metrics, and the time that it took."""
+        """Append a step's metrics and its time."""
         if not metrics.get("skipped"):
             self.losses.append(metrics["loss"])
         self.last = metrics
@@ -158,7 +157,7 @@ class Record:
             self._plot(metrics)
 
     def complete(self, measured: dict[str, Any]) -> None:
-        """Add an evaluation to the newest step, whose line was written without it."""
+        """Add an evaluation to the line of the newest step."""
         self.last = self.last | measured
         self.flush()
         with _named(self._directory):
@@ -175,12 +174,12 @@ class Record:
                 self._events.add_scalar(name, value, metrics["step"])
 
     def write_probes(self, step: int, tokens: int, weights: dict[str, Any]) -> None:
-        """The probes of single weights, at an evaluation."""
+        """Append the probes of single weights."""
         with _named(self._directory):
             self._probes.write(json.dumps({"step": step, "tokens": tokens, "weights": weights}) + "\n")
 
     def flush(self) -> None:
-        """Everything written so far reaches the disk; called before a checkpoint that counts on it."""
+        """fsync the logs; a checkpoint relies on them."""
         with _named(self._directory):
             self._events.flush()
             for file in (self._metrics, self._timing, self._probes):
@@ -196,7 +195,7 @@ class Record:
 def write_row(
     config: TrainConfig, arm: str, identity: dict[str, Any], model: Model, record: Record | None
 ) -> dict[str, Any]:
-    """Write ``OUT/result.json``, and the model of a run with ``init_from``; returns the row."""
+    """Write ``OUT/result.json``, and with ``init_from`` the model. Returns the row."""
     assert record is not None, "rank 0 has a record"
     settings, last = config.settings, record.last
     losses = record.losses[-max(1, settings.steps // 10) :]
@@ -220,13 +219,13 @@ def write_row(
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """NaN and Inf, which JSON does not have, as null."""
+    """NaN and Inf as None, since JSON lacks them."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 @contextmanager
 def _named(directory: Path) -> Iterator[None]:
-    """Name the folder in an OSError: TensorBoard's thread raises a full disk without the name of a file."""
+    """Add the folder to an OSError; TensorBoard's thread raises it without a file name."""
     try:
         yield
     except OSError as error:
@@ -234,7 +233,7 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def _read_log(path: Path, steps: Sequence[int], start: int) -> Log:
-    """The lines of these steps, which must come first; ValueError where one of them is missing or damaged."""
+    """Split a log after the lines of these steps; ValueError if one is missing or damaged."""
     lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
     if len(lines) < len(steps):
         raise ValueError(

@@ -18,7 +18,7 @@ SecondMoment = Literal["element", "row", "matrix"]
 
 
 class Bounds(NamedTuple):
-    """What a number may be: at least ``low``, or above it where ``open``, finite, and at most ``high``."""
+    """Finite numbers in [low, high], or in (low, high] if ``open``."""
 
     low: float
     high: float = math.inf
@@ -37,13 +37,13 @@ class Model:
     """The model."""
 
     preset: str = "nano"
-    """Shape of the model, see manifold_tying.models.PRESETS; not used with init_from."""
+    """Model shape; see manifold_tying.models.PRESETS. Not used with init_from."""
     body: Body = "adamw"
-    """How the blocks' matrices train: as they are, or as POET's R W0 P by its scheme block or full."""
+    """How the blocks' matrices train: adamw as they are, poet-block or poet-full as POET's R W0 P."""
     embedding_norm: bool | None = None
-    """RMS-normalize the looked-up embeddings."""
+    """RMS-normalize the embeddings after the lookup."""
     embedding_scale: Positive | None = None
-    """Multiply the looked-up embeddings, after their norm if there is one; Gemma multiplies by the root of the width."""
+    """Multiply the embeddings after the lookup and its norm; Gemma multiplies by √d."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Checkpoint:
     """Continued pretraining: the checkpoint to go on from."""
 
     init_from: Path | None = None
-    """Folder of a transformers checkpoint to go on from, with tied tables, or a converted one (PIT arms). Its
-    tokenizer.json is used."""
+    """Folder of a transformers checkpoint with tied tables, or of a converted one (PIT arms). Its tokenizer.json is
+    used."""
     init_transform: Start = "head"
-    """init_from, PIT arms: where T starts: the identity, or such that the head or the embedding computes what it did;
-    rotation is the latter after a rotation of the residual stream, with the head's scales in the final norm's gain."""
+    """PIT: initial T. `identity`: T = I. `head`, `embedding`: T such that this side is unchanged. `rotation`: as embedding,
+    after rotating the residual stream; the head's scales move into the final norm."""
     bridge: bool = False
-    """init_from, PIT arms: keep the function exactly by a d x d matrix on both sides; gives up W_out E = I of the model."""
+    """PIT: preserve the function exactly by a d x d matrix on both sides. The model then no longer has W_out E = I."""
     lora_rank: Count | None = None
-    """init_from: train low-rank updates of the blocks' matrices in their place; plain tables stay, PIT's Z and T train."""
+    """Train low-rank updates of the blocks' matrices. Plain tables are frozen; PIT's Z and T still train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class Data:
     """Corpus: stdlib, docstrings[:PACKAGE,...], text:PATH[,PATH...], jsonl:PATH[,PATH...], parquet:PATH[,PATH...],
     hf:NAME[:CONFIG[:SPLIT]] or tokens:DIR."""
     tokenizer: Path | None = None
-    """A tokenizer.json to use; None trains a byte-level BPE on the corpus."""
+    """A tokenizer.json; None trains a byte-level BPE on the corpus."""
     val_tokens: Count = 16384
-    """Held-out tokens to evaluate on, the same for every run; all there are where a corpus has fewer."""
+    """Held-out tokens per evaluation, the same for every run; all of them if the corpus has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +86,11 @@ class Length:
     sequence_length: Count = 128
     """Tokens per sequence."""
     accumulate: Count = 1
-    """Parts that a step's batch is processed in, one after the other, to save memory; divides batch_size."""
+    """Gradient-accumulation micro-batches per step; must divide batch_size."""
     eval_every: Count | None = None
     """Steps between evaluations; None is a fifth of the steps."""
     checkpoint_every: Count | None = None
-    """Steps between checkpoints; None saves at the end only."""
+    """Steps between checkpoints; None saves only at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +98,16 @@ class Adam:
     """The optimizer, and the rates of whatever has none of its own below."""
 
     lr: Rate | None = None
-    """Peak learning rate of the body, or of its low-rank updates, and of token tables without a rate of their own; with POET,
-    of every parameter that is not rotated."""
+    """Peak learning rate of the body (or its low-rank updates) and of tables without their own; with POET, of every
+    parameter that is not rotated."""
     betas: tuple[float, float] | None = None
-    """Adam's averaging of gradients and of their squares; None is 0.9, 0.99, and 0.9, 0.95 where a checkpoint is continued."""
+    """Adam's betas; None is 0.9, 0.99, and 0.9, 0.95 with init_from."""
     weight_decay: NonNegative = 0.0
-    """Of the body's matrices; never of memory, transform or skew vectors."""
+    """For the body's matrices; never for the memory, the transform or skew vectors."""
     warmup_steps: Annotated[int, Bounds(0)] | None = None
-    """Linear warm-up; None is a tenth of the steps, at most 1000. A cosine to a tenth of the peak follows."""
+    """Linear warm-up, then a cosine to a tenth of the peak; None is a tenth of the steps, at most 1000."""
     clip: NonNegative = 1.0
-    """Largest norm of the gradient of everything but the memory."""
+    """Maximum gradient norm of all parameters but the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +115,15 @@ class Tables:
     """Plain and free token tables: untied, transpose, pit-free."""
 
     table_lr: Rate | None = None
-    """Peak learning rate of plain and free token tables; None is the body's."""
+    """Peak learning rate of the tables; None is lr."""
     table_slows_after: Annotated[int, Bounds(0)] | None = None
-    """Steps n after which their rate is also multiplied by √(n / step); 0 is never."""
+    """n: multiply their rate by √(n / step) after n steps; 0 is never."""
     table_std: NonNegative | None = None
-    """Standard deviation that plain and free token tables start with."""
+    """Initial standard deviation."""
     logit_scale: bool | None = None
-    """Plain token tables: multiply the logits by a learned scale."""
+    """untied, transpose: multiply the logits by a learned scale."""
     input_gradient_scale: Positive | None = None
-    """transpose: multiply the lookup's part of the table's gradient (arXiv 2603.26663)."""
+    """transpose: multiply the embedding's part of the table's gradient (arXiv 2603.26663)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +131,15 @@ class Memory:
     """PIT's trainable memory Z: pit-trainable."""
 
     memory_lr: Rate | None = None
-    """Peak learning rate of a trainable memory."""
+    """Peak learning rate of Z."""
     memory_slows_after: Annotated[int, Bounds(0)] | None = None
-    """Steps n after which a trainable memory's rate is also multiplied by √(n / step); 0 is never."""
+    """n: multiply its rate by √(n / step) after n steps; 0 is never."""
     retraction: Retraction | None = None
-    """How a trainable memory stays orthonormal; None is polar, of a converted checkpoint what it was made with."""
+    """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
     retract_every: Count = 1
-    """Project the memory's gradient every so many steps; the memory is retracted at every step."""
+    """Project Z's gradient every n steps. Z is retracted at every step."""
     second_moment: SecondMoment = "element"
-    """Adam's second moment of a trainable memory."""
+    """Granularity of Adam's second moment for Z."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +147,12 @@ class Transform:
     """PIT's transform T: pit-frozen, pit-trainable."""
 
     transform_lr: Rate | None = None
-    """Peak learning rate of the transform's Cholesky factor L."""
+    """Peak learning rate of the Cholesky factor L."""
     off_diagonal_scale: NonNegative | None = None
-    """Learning rate of L's off-diagonal entries over transform_lr; None is 0.1, and 1 where a checkpoint is continued."""
+    """Learning rate of L's off-diagonal entries over transform_lr; None is 0.1, and 1 with init_from."""
     diagonal: Diagonal | None = None
-    """Map that keeps the transform's diagonal positive; exp lets its scale grow faster than softplus at the same rate. None is
-    exp, of a converted checkpoint what it has."""
+    """Map that keeps L's diagonal positive. At one rate, exp lets its scale grow faster than softplus. None is exp, or the
+    one recorded in a converted checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,20 +170,20 @@ class Poet:
     """POET's bodies: poet-block, poet-full."""
 
     block_size: int | None = None
-    """poet-block: b, the size of the blocks that rotate; None is 256, in narrow models half the hidden size."""
+    """poet-block: size b of the rotated blocks; None is 256, or half the hidden size if that is smaller."""
     fraction: float = 0.5
-    """poet-full: the share of the dimensions that rotates between two merges."""
+    """poet-full: share of the dimensions that rotate between two merges."""
     cayley_terms: int | None = None
-    """POET: terms of the Neumann series for the Cayley map. None is the exact map: at the recipe's rates ‖A‖ passes 0.6
-    between merges, where two terms, which are faster, are orthogonal to 0.04 only."""
+    """Terms of the Neumann series for the Cayley map; None is the exact map. Two terms are faster, but at the recipe's rates
+    orthogonal only to 0.04: ‖A‖ exceeds 0.6 between merges."""
     merge_every: Count | None = None
-    """POET: steps between merges; None is 400, in short runs fewer."""
+    """Steps between merges; None is 400, fewer in short runs."""
     init: Init = "normalized"
-    """POET: what W0 is drawn from; keep is AdamW's own initial weight."""
+    """Distribution of W0; keep is AdamW's own initial weight."""
     out_share: float | None = None
-    """POET: share of the parameters that goes to R, the rest to P; None is the same block size on both sides."""
+    """Share of the parameters that goes to R, the rest to P; None gives both sides the same block size."""
     equivalence_lr: Rate | None = None
-    """Peak learning rate of POET's skew vectors."""
+    """Peak learning rate of the skew vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +191,22 @@ class Execution:
     """How the run is carried out."""
 
     device: str = "cpu"
-    """cpu, cuda or cuda:N. On CUDA the body runs in bfloat16 autocast."""
+    """cpu, cuda or cuda:N. On CUDA the body runs under bfloat16 autocast."""
     compile: bool = False
     """Compile the model with torch.compile."""
     parallel: Parallel | None = None
-    """How the processes that torchrun started share the work: ddp, fsdp (the model sharded over all of them) or hsdp (sharded
-    within a node, replicated over nodes); None is none for one process and fsdp for several."""
+    """How torchrun's processes share the work: ddp; fsdp shards over all; hsdp shards within a node and replicates across
+    nodes. None is none for one process and fsdp for several."""
     timeout: Annotated[float, Bounds(1)] = 600.0
-    """Seconds that a process waits for the others before the run ends."""
+    """Seconds that a process waits for the others before the run fails."""
     on_nan: OnNan = "stop"
-    """Where loss or gradient is NaN or Inf: stop the run, or skip the step (ten in a row stop it, too)."""
+    """On a NaN or infinite loss or gradient: stop, or skip the step. Ten skipped steps in a row also stop the run."""
     keep_checkpoints: Count | None = 2
-    """How many of the newest stay; None keeps every one, to look at the course of a run (training.load_model)."""
+    """How many of the newest to keep; None keeps all, for training.load_model."""
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
-    """ValueError for a number out of the bounds of its type, and for a word that is none of its choices."""
+    """ValueError for a number outside the bounds of its type, or a word that is not one of its choices."""
     if value is None:
         return
     for kind in (hint, *get_args(hint)):

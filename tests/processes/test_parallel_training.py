@@ -112,7 +112,7 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
             assert lines(full)[-1]["step"] == STEPS  # the error of step 6 comes out where step 12 is to be saved
         assert "holds a run already" in said["again"]
         assert "parallel=none does not go with 2 processes" in said["none"]
-        assert "a sequence for each of 2 processes" in said["few"]
+        assert "one sequence per process" in said["few"]
         assert "shard-00002" in said["damaged"] and "--resume-from step-00000006" in said["damaged"]
         assert said["recovered"] == "nothing"
         assert (said["terminated"], said["after"]) == ("143", "nothing")
