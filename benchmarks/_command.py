@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks._harness import FAILED, Row, measure_row, reason, significant, untimed_row
 from benchmarks._memory import peak_of_step
-from manifold_tying.training._machine import check_device, machine
+from manifold_tying.training.machine import check_device, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft")

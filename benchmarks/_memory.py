@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks._harness import Unavailable
-from manifold_tying.training._machine import peak_memory, reset_peak_memory
+from manifold_tying.training.machine import peak_memory, reset_peak_memory
 
 
 def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:

@@ -21,8 +21,8 @@ import manifold_tying as mt
 from benchmarks._command import commit
 from manifold_tying.models import Llama, LlamaConfig
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
-from manifold_tying.training._machine import machine
 from manifold_tying.training.data.corpus import open_corpus
+from manifold_tying.training.machine import machine
 
 WARMUP = 40
 CORPUS = 4_000_000  # bytes that are read

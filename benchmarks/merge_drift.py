@@ -22,7 +22,7 @@ import manifold_tying as mt
 from benchmarks._command import commit
 from benchmarks._figure import pyplot, save
 from manifold_tying.linalg import skew, unskew
-from manifold_tying.training._machine import machine
+from manifold_tying.training.machine import machine
 
 TERMS: tuple[int | None, ...] = (1, 2, 3, 4, 5, 6, None)
 MERGES = (1, 2, 5, 10, 20, 50, 100)

@@ -25,11 +25,11 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import param_groups
 from manifold_tying.recipe import rate_factor
 from manifold_tying.training import Settings, TrainConfig, resolve
-from manifold_tying.training._build import transform_rates
-from manifold_tying.training._machine import machine
-from manifold_tying.training._processes import Processes
+from manifold_tying.training.build import transform_rates
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.loop import load_data, run_data
+from manifold_tying.training.machine import machine
+from manifold_tying.training.processes import Processes
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 

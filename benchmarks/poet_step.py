@@ -27,7 +27,7 @@ from benchmarks.training_step import ShapedSettings, Training
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import equivalences
 from manifold_tying.training import TrainConfig, resolve
-from manifold_tying.training._build import build_model, build_optimizer
+from manifold_tying.training.build import build_model, build_optimizer
 
 TITLE = "A whole training step with POET's bodies"
 PRESETS = ("poet-60m", "poet-130m", "poet-350m", "poet-1.3b")

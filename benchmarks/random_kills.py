@@ -20,7 +20,7 @@ import tyro
 
 from manifold_tying.models import PRESETS
 from manifold_tying.training import Settings, TrainConfig, train
-from manifold_tying.training._checkpoint import check_files, checkpoints, read_state
+from manifold_tying.training.checkpoint import check_files, checkpoints, read_state
 from manifold_tying.training.rundir import METRICS
 
 KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (

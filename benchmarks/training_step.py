@@ -31,7 +31,7 @@ from benchmarks._limits import matmul_rate
 from benchmarks._peers import load
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.training import Settings, TrainConfig, resolve
-from manifold_tying.training._build import build_model, build_optimizer
+from manifold_tying.training.build import build_model, build_optimizer
 from manifold_tying.training.sections import Interface
 
 TITLE = "A whole training step"

@@ -10,13 +10,13 @@ from manifold_tying._extra import needs_extra
 
 # name: where its configuration and its function are, imported when the command is given
 COMMANDS = {
-    "train": ("_commands", "TrainConfig", "run_train"),
-    "ablate": ("_commands", "AblateConfig", "run_ablate"),
+    "train": ("commands", "TrainConfig", "run_train"),
+    "ablate": ("commands", "AblateConfig", "run_ablate"),
     "reproduce": ("papers._reproduce", "ReproduceConfig", "run_reproduce"),
-    "report": ("_commands", "ReportConfig", "run_report"),
-    "convert": ("_huggingface", "ConvertConfig", "run_convert"),
-    "export": ("_huggingface", "ExportConfig", "run_export"),
-    "inspect": ("_inspect", "InspectConfig", "run_inspect"),
+    "report": ("commands", "ReportConfig", "run_report"),
+    "convert": ("commands", "ConvertConfig", "run_convert"),
+    "export": ("commands", "ExportConfig", "run_export"),
+    "inspect": ("commands", "InspectConfig", "run_inspect"),
 }
 HELP = """\
 usage: manifold-tying COMMAND [-h] ...
@@ -62,7 +62,7 @@ def _run(name: str, arguments: list[str]) -> None:
     with needs_extra("train", "training and the command line need"):
         from rich.console import Console
 
-        from manifold_tying.training._arguments import parsed
+        from manifold_tying.training.arguments import parsed
 
         command = importlib.import_module(f"manifold_tying.training.{module}")
     config = parsed(getattr(command, kind), name, arguments)

@@ -26,7 +26,7 @@ from training_runs import RUNS, STEPS, config
 
 from manifold_tying import cli
 from manifold_tying.training import AblateConfig, ablate, loop, train
-from manifold_tying.training import _saving as saving
+from manifold_tying.training import saving
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 SIZES = (2, 3, 4)

@@ -10,10 +10,12 @@ from typing import Any, get_type_hints
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet.spec import check_options
 from manifold_tying.training import sections as of
-from manifold_tying.training._machine import check_device
+from manifold_tying.training.machine import check_device
 from manifold_tying.training.sections import Interface, check_value
 from manifold_tying.tying.huggingface._folder import read_transformers_config, recorded_options, weight_map
 
+ARM = "arm"  # in config.json alone: the same run may be called otherwise
+CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
 # A resumed run may differ in these.
 NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
@@ -191,3 +193,25 @@ def read_shape(folder: Path) -> Shape:
     if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
         raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The names by which two configurations differ. One that an earlier version did not have yet stood for its default.
+
+    The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
+    it, and what is not known is no difference.
+    """
+    there = {k: v for k, v in DEFAULTS.items() if k in here} | dict(there)
+    names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
+    texts = there.get(CORPUS), here.get(CORPUS)
+    return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
+
+
+def other_text(where: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The error of a run whose text was changed since."""
+    before, now = there[CORPUS], here[CORPUS]
+    names = ", ".join(k for k in now if before.get(k) != now[k])
+    return (
+        f"{where} was trained on another text than {here['data']} is now: {names} differ. Losses could not be compared. "
+        "Put the text back as it was, or choose another --out"
+    )

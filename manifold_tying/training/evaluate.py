@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from manifold_tying import diagnostics
-from manifold_tying.training._hugging_face_model import Model
-from manifold_tying.training._processes import LossOf, Processes, gathered
-from manifold_tying.training._writer import CheckpointWriter
 from manifold_tying.training.config import TrainConfig
+from manifold_tying.training.hf_model import Model
+from manifold_tying.training.processes import LossOf, Processes, gathered
+from manifold_tying.training.saving import CheckpointWriter
 from manifold_tying.tying import PIT
 
 Batch = tuple[Tensor, Tensor]

@@ -15,22 +15,21 @@ from torch import Tensor
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.recipe import rate_factor
-from manifold_tying.training._build import build_merges, build_model, build_optimizer, clipped_parameters
-from manifold_tying.training._checkpoint import load_checkpoint
-from manifold_tying.training._hugging_face_model import Model
-from manifold_tying.training._identity import CORPUS, identity_of
-from manifold_tying.training._lock import locked
-from manifold_tying.training._machine import check_device, reset_peak_memory
-from manifold_tying.training._probes import Probes
-from manifold_tying.training._processes import LossOf, Processes, without_sync
-from manifold_tying.training._saving import stage_checkpoint
-from manifold_tying.training._signals import Termination, termination
-from manifold_tying.training._writer import CheckpointWriter
-from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.build import build_merges, build_model, build_optimizer, clipped_parameters
+from manifold_tying.training.checkpoint import load_checkpoint
+from manifold_tying.training.config import CORPUS, Settings, TrainConfig
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
+from manifold_tying.training.data.tokens import identity_of
 from manifold_tying.training.evaluate import Batch, Diverged, InterfaceCheck, autocast, evaluate
+from manifold_tying.training.files import locked
+from manifold_tying.training.hf_model import Model
+from manifold_tying.training.machine import check_device, reset_peak_memory
+from manifold_tying.training.probes import Probes
+from manifold_tying.training.processes import LossOf, Processes, without_sync
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import open_folder, write_row
+from manifold_tying.training.saving import CheckpointWriter, stage_checkpoint
+from manifold_tying.training.signals import Termination, termination
 from manifold_tying.tying import PIT
 
 MAX_SKIPPED = 10  # steps in a row, with on_nan="skip"

@@ -16,13 +16,12 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from manifold_tying._json import parsed, read_bytes
-from manifold_tying.training._checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
-from manifold_tying.training._files import Damaged, write_whole, writing_to
-from manifold_tying.training._hugging_face_model import OUT, HuggingFaceModel, Model
-from manifold_tying.training._identity import ARM, CORPUS
-from manifold_tying.training._machine import called_as, check_device, machine, peak_memory
-from manifold_tying.training._processes import Processes
-from manifold_tying.training.config import TrainConfig
+from manifold_tying.training.checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
+from manifold_tying.training.config import ARM, CORPUS, TrainConfig
+from manifold_tying.training.files import Damaged, write_whole, writing_to
+from manifold_tying.training.hf_model import OUT, HuggingFaceModel, Model
+from manifold_tying.training.machine import called_as, check_device, machine, peak_memory
+from manifold_tying.training.processes import Processes
 
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine

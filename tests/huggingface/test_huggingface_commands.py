@@ -23,8 +23,15 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.cli import main
-from manifold_tying.training._huggingface import ConvertConfig, ExportConfig, run_convert, run_export
-from manifold_tying.training._inspect import InspectConfig, interface_numbers, run_inspect
+from manifold_tying.training.commands import (
+    ConvertConfig,
+    ExportConfig,
+    InspectConfig,
+    interface_numbers,
+    run_convert,
+    run_export,
+    run_inspect,
+)
 
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "BertForMaskedLM": BIASED["BertForMaskedLM"],

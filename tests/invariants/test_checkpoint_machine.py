@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from manifold_tying import linalg
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
-from manifold_tying.training import _checkpoint as reading
-from manifold_tying.training import _saving as saving
-from manifold_tying.training._files import digest
-from manifold_tying.training._tensors import read_shapes, read_tensors
+from manifold_tying.training import checkpoint as reading
+from manifold_tying.training import saving
+from manifold_tying.training.checkpoint import read_shapes, read_tensors
+from manifold_tying.training.files import digest
 from manifold_tying.tying import shard_model
 
 MOST, MERGE_EVERY = 12, 3

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 import manifold_tying as mt
 from manifold_tying.models import PRESETS
 from manifold_tying.training import TrainConfig, resolve
-from manifold_tying.training._build import build_model
-from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
+from manifold_tying.training.build import build_model
+from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying.huggingface import halves
 

@@ -13,7 +13,7 @@ from training_runs import EVERY, RUNS, STEPS, config, lines, text
 import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.training import load_model, train
-from manifold_tying.training._checkpoint import checkpoints
+from manifold_tying.training.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
 CASES = [(name, size) for name, (sizes, _, _) in RUNS.items() for size in sizes]

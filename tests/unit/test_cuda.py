@@ -14,7 +14,7 @@ import manifold_tying as mt
 from manifold_tying import PIT, linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, resolve
-from manifold_tying.training._build import build_merges, build_model, build_optimizer
+from manifold_tying.training.build import build_merges, build_model, build_optimizer
 
 pytestmark = [
     pytest.mark.cuda,

@@ -13,7 +13,7 @@ import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.recipe import rate_factor
 from manifold_tying.training import TrainConfig, resolve
-from manifold_tying.training._build import build_model, build_optimizer
+from manifold_tying.training.build import build_model, build_optimizer
 
 
 @pytest.mark.parametrize("interface", ["pit-free", "pit-trainable", "pit-frozen"])

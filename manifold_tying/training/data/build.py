@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from manifold_tying.training._files import digest
-from manifold_tying.training._lock import exclusive
+from manifold_tying.training.files import digest, exclusive
 
 from .corpus import Corpus, open_corpus
 from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenizer, pieces, serial_calls, train_tokenizer

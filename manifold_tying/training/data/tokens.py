@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from manifold_tying._json import read_object
 
 FORMAT = 2
+BEGINNING = 1_000_000  # training tokens that are looked at: all of a small corpus, and little of one that fills a disk
 _BLOCK = 1 << 24  # bytes of a file that are read at once
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -148,3 +149,20 @@ def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple
             digest.update(block)
             largest = max(largest, int(np.frombuffer(block, dtype).max()))
     return largest, digest.hexdigest()
+
+
+def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
+    """What tells one text from another: its tokenizer, its length and beginning, and the ``evaluated`` held-out tokens.
+
+    The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
+    much each of them trains.
+    """
+    begins = tokens.train[:BEGINNING].astype("<i8").tobytes()
+    measured = tokens.val[: evaluated + 1].astype("<i8").tobytes()
+    return {
+        "tokenizer_sha256": tokens.meta.tokenizer_sha256,
+        "train_tokens": len(tokens.train),
+        "train_sha256": sha256(begins),
+        "evaluated_tokens": evaluated,
+        "held_out_sha256": sha256(tokens.meta.tokenizer_sha256.encode() + measured),
+    }

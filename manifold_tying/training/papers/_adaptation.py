@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
 from manifold_tying._transformers import import_transformers
-from manifold_tying.training._ablation import check_folder
-from manifold_tying.training._files import write_whole
-from manifold_tying.training._hugging_face_model import OUT
+from manifold_tying.training.ablation import check_folder
 from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.files import write_whole
+from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import train
 from manifold_tying.training.papers._arithmetic import problems, write_problems
 from manifold_tying.training.papers._exact_match import exact_match

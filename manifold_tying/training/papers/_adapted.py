@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from manifold_tying.training._hugging_face_model import OUT
-from manifold_tying.training._progress import Started
 from manifold_tying.training.config import Settings, read_shape
+from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.papers._adaptation import EVALUATED, TRAINING, adaptation
 from manifold_tying.training.papers._arms import Arm, train_arms
 from manifold_tying.training.papers._pit import TRANSPOSE
 from manifold_tying.training.papers._table import Table, share
+from manifold_tying.training.progress import Started
 from manifold_tying.training.sections import Interface
 
 STEPS, RANK = 200, 8

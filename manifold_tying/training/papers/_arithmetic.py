@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from manifold_tying.training._files import write_whole
+from manifold_tying.training.files import write_whole
 
 Kind = Literal["training", "in-domain", "out-of-domain"]
 Problem = tuple[str, str]

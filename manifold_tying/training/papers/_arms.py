@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from manifold_tying.models import preset
-from manifold_tying.training._ablation import AblateConfig, ablate, prepare_data
-from manifold_tying.training._numbers import DASH, fixed, mean, paired_differences
-from manifold_tying.training._progress import Started
+from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.arms import run_folder
 from manifold_tying.training.config import Settings
+from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.papers._table import Table, agreement, nats
+from manifold_tying.training.progress import Started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from manifold_tying.training._progress import Started
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.papers._arms import Arm, loss_table, size, train_arms
 from manifold_tying.training.papers._pit import TRANSPOSE
 from manifold_tying.training.papers._table import Table
 from manifold_tying.training.papers._throughout import interface_table
+from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.sections import Interface
 

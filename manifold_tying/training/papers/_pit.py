@@ -5,13 +5,13 @@ from pathlib import Path
 
 from manifold_tying import diagnostics
 from manifold_tying.diagnostics import InterfaceConsistency
-from manifold_tying.training._hugging_face_model import OUT
-from manifold_tying.training._numbers import mean
-from manifold_tying.training._progress import Started
-from manifold_tying.training._records import lines_of
 from manifold_tying.training.config import Settings
+from manifold_tying.training.hf_model import OUT
+from manifold_tying.training.numbers import mean
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table, nats, scientific
+from manifold_tying.training.progress import Started
+from manifold_tying.training.records import lines_of
 from manifold_tying.training.rundir import METRICS
 
 # Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.

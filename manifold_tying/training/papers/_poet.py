@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from manifold_tying.models import preset
-from manifold_tying.training._progress import Started
 from manifold_tying.training.config import Settings
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
 from manifold_tying.training.papers._table import Table
+from manifold_tying.training.progress import Started
 
 FULL = "poet-full"  # with a fraction of 1/2, as in all of the paper's ablations
 BUDGETS = (("small", 8), ("medium", 4), ("large", 3))  # h: a side rotates 1/h of its dimensions at an even split

@@ -13,16 +13,16 @@ import tyro
 from rich.console import Console
 
 from manifold_tying.models import preset
-from manifold_tying.training._ablation import MOST_SEEDS, budgets_of
-from manifold_tying.training._files import write_whole
-from manifold_tying.training._machine import called_as, machine
-from manifold_tying.training._progress import Started, progress_bars
+from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
 from manifold_tying.training.config import Settings
+from manifold_tying.training.files import write_whole
+from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.papers import _adapted, _length, _pit, _poet
 from manifold_tying.training.papers._budgets import budgets, candidates
 from manifold_tying.training.papers._ingredients import ingredients
 from manifold_tying.training.papers._source import trained_source
 from manifold_tying.training.papers._table import Table
+from manifold_tying.training.progress import Started, progress_bars
 
 Name = Literal[
     "pit-from-scratch",

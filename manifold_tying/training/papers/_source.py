@@ -8,10 +8,10 @@ import torch
 
 from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
-from manifold_tying.training._hugging_face_model import OUT
-from manifold_tying.training._progress import Started
 from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import load_data, train
+from manifold_tying.training.progress import Started
 from manifold_tying.training.rundir import RESULT
 
 if TYPE_CHECKING:

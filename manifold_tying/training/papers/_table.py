@@ -7,7 +7,7 @@ import rich.table
 from rich import box
 from rich.text import Text
 
-from manifold_tying.training._numbers import DASH, fixed, significant, summarize
+from manifold_tying.training.numbers import DASH, fixed, significant, summarize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

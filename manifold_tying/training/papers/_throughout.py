@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from manifold_tying.training._numbers import DASH, significant
-from manifold_tying.training._records import lines_of
+from manifold_tying.training.numbers import DASH, significant
 from manifold_tying.training.papers._arms import Arm, Trained
 from manifold_tying.training.papers._table import Table
+from manifold_tying.training.records import lines_of
 from manifold_tying.training.rundir import METRICS
 
 QUANTITIES = ("delta_ti", "defect", "cond_transform")

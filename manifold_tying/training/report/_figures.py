@@ -12,7 +12,7 @@ import pandas as pd
 from PIL import Image
 
 from manifold_tying import diagnostics
-from manifold_tying.training._numbers import significant
+from manifold_tying.training.numbers import significant
 from manifold_tying.training.report._load import Experiment, Run, arm_names
 from manifold_tying.training.report._tables import Cell, Table
 

@@ -10,10 +10,9 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from manifold_tying.training._identity import ARM, CORPUS
-from manifold_tying.training._records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
 from manifold_tying.training.arms import run_folder
-from manifold_tying.training.config import POET_SETTINGS
+from manifold_tying.training.config import ARM, CORPUS, POET_SETTINGS
+from manifold_tying.training.records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
 from manifold_tying.training.sections import Body, Interface
 
 Row = Mapping[str, Any]  # an object of summary.json: how the run of one arm with one seed ended

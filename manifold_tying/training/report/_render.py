@@ -13,8 +13,8 @@ from urllib.parse import quote
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from manifold_tying.training._files import write_whole
-from manifold_tying.training._numbers import DASH
+from manifold_tying.training.files import write_whole
+from manifold_tying.training.numbers import DASH
 from manifold_tying.training.report import _figures
 from manifold_tying.training.report._comparison import APART, comparable, differences
 from manifold_tying.training.report._findings import all_findings

@@ -12,8 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from manifold_tying.training import _numbers as numbers
-from manifold_tying.training._numbers import DASH, Summary, fixed, significant, summarize
+from manifold_tying.training import numbers as numbers
+from manifold_tying.training.numbers import DASH, Summary, fixed, significant, summarize
 from manifold_tying.training.report._comparison import APART, comparable, differences
 from manifold_tying.training.report._findings import all_findings
 from manifold_tying.training.report._load import (

@@ -13,8 +13,8 @@ import manifold_tying as mt
 from manifold_tying import models
 from manifold_tying.diagnostics import inspect_tables, interface_tables
 from manifold_tying.training import Settings, TrainConfig, resolve
-from manifold_tying.training._build import build_model, build_optimizer
-from manifold_tying.training._saving import stage_checkpoint, write_checkpoint
+from manifold_tying.training.build import build_model, build_optimizer
+from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
 
 V, D = 40, 8
 CONFIGS: dict[str, Any] = {

@@ -20,7 +20,7 @@ from experiments import ARMS, Page, with_losses, write_experiment, write_lines
 from PIL import Image
 from rich.console import Console
 
-from manifold_tying.training._numbers import decimals_of, paired_differences, perplexity, significant, summarize
+from manifold_tying.training.numbers import decimals_of, paired_differences, perplexity, significant, summarize
 from manifold_tying.training.report import (
     Experiment,
     Run,

@@ -10,7 +10,7 @@ from training_runs import TINY, config, text
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, train
-from manifold_tying.training._ablation import commands
+from manifold_tying.training.ablation import commands
 from manifold_tying.training.report import load_experiment, load_experiments
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from training_runs import config, lines, text
 
-from manifold_tying.training import _saving as saving
+from manifold_tying.training import saving as saving
 from manifold_tying.training import train
-from manifold_tying.training._checkpoint import check_files, checkpoints, read_state
-from manifold_tying.training._writer import CheckpointWriter
+from manifold_tying.training.checkpoint import check_files, checkpoints, read_state
+from manifold_tying.training.saving import CheckpointWriter
 
 PATIENCE = 60  # seconds
 FULL = OSError(28, "No space left on device")

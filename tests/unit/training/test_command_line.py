@@ -36,7 +36,7 @@ def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeyp
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
 
-    monkeypatch.setattr("manifold_tying.training._commands.run_train", full)
+    monkeypatch.setattr("manifold_tying.training.commands.run_train", full)
     assert refused(["train", "--out", "runs/x"], capsys) == "error: [Errno 28] No space left on device: 'runs/x'\n"
 
 

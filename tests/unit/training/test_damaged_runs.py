@@ -15,8 +15,8 @@ from torch import Tensor
 from training_runs import TINY, config, text
 
 from manifold_tying.training import checkpoints, load_model, train
-from manifold_tying.training._checkpoint import digest_of_state
-from manifold_tying.training._files import digest
+from manifold_tying.training.checkpoint import digest_of_state
+from manifold_tying.training.files import digest
 
 Damage = Callable[[Path], object]
 CHECKPOINT = "checkpoints/step-00000004"

@@ -15,8 +15,8 @@ from training_runs import TINY, config, lines, poison, text
 from benchmarks.random_kills import KillOptions, random_kills
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, TrainConfig, ablate, checkpoints, train
-from manifold_tying.training._ablation import commands
-from manifold_tying.training._processes import _mesh
+from manifold_tying.training.ablation import commands
+from manifold_tying.training.processes import _mesh
 from manifold_tying.training.report import findings, load_experiment, write_report
 
 
@@ -154,7 +154,7 @@ def test_processes_that_know_nothing_of_each_other_do_not_write_to_one_folder(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but torch.distributed is not initialized"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, but torch\.distributed is not initialized"):
         train(config(tmp_path / "run", corpus))
     assert not (tmp_path / "run").exists()
 

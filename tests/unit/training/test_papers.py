@@ -16,9 +16,9 @@ import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
-from manifold_tying.training._ablation import parse_arm
-from manifold_tying.training._build import build_model
-from manifold_tying.training._numbers import significant
+from manifold_tying.training.ablation import parse_arm
+from manifold_tying.training.build import build_model
+from manifold_tying.training.numbers import significant
 from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adaptation, _adapted, _poet, reproduce
 from manifold_tying.training.papers._arms import Arm, Trained, loss_table
 from manifold_tying.training.papers._budgets import candidates, trial_specs

@@ -12,8 +12,8 @@ from training_runs import SHAPE, config, lines, text
 from manifold_tying import diagnostics
 from manifold_tying.poet import equivalences
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, checkpoints, resolve, train
-from manifold_tying.training._build import build_merges, build_model, build_optimizer
-from manifold_tying.training._probes import Probes
+from manifold_tying.training.build import build_merges, build_model, build_optimizer
+from manifold_tying.training.probes import Probes
 from manifold_tying.training.report import load_experiment, write_report
 
 KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]

@@ -9,7 +9,7 @@ import pytest
 from training_runs import config, text
 
 from manifold_tying.training import AblateConfig, ablate, train
-from manifold_tying.training._lock import locked
+from manifold_tying.training.files import locked
 
 
 @pytest.fixture(scope="module")

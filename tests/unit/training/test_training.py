@@ -12,10 +12,10 @@ from training_runs import config, lines, text
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, resolve, train
-from manifold_tying.training._build import build_model, build_optimizer, clipped_parameters
-from manifold_tying.training._checkpoint import load_checkpoint
-from manifold_tying.training._processes import Processes
+from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
+from manifold_tying.training.checkpoint import load_checkpoint
 from manifold_tying.training.evaluate import validation_loss
+from manifold_tying.training.processes import Processes
 from manifold_tying.tying import PIT
 
 

@@ -11,14 +11,20 @@ from typing import Any
 import torch
 
 from manifold_tying._json import read_object
-from manifold_tying.training._files import write_whole, writing_to
-from manifold_tying.training._identity import CORPUS, differing, other_text
-from manifold_tying.training._lock import locked
-from manifold_tying.training._machine import called_as, machine
-from manifold_tying.training._processes import Processes
 from manifold_tying.training.arms import ARMS, BODIES, parse_arm, run_folder
-from manifold_tying.training.config import POET_SETTINGS, Settings, TrainConfig, unused_settings
+from manifold_tying.training.config import (
+    CORPUS,
+    POET_SETTINGS,
+    Settings,
+    TrainConfig,
+    differing,
+    other_text,
+    unused_settings,
+)
+from manifold_tying.training.files import locked, write_whole, writing_to
 from manifold_tying.training.loop import Diverged, Observer, load_data, run_data, train
+from manifold_tying.training.machine import called_as, machine
+from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 

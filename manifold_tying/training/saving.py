@@ -1,4 +1,4 @@
-"""Writing checkpoints: to a draft folder, which is then renamed. ``_checkpoint`` reads them.
+"""Writing checkpoints: to a draft folder, which is then renamed. ``checkpoint`` reads them.
 
 :func:`stage_checkpoint` copies the state. :func:`write_checkpoint` writes the copy in a thread, while training continues.
 """
@@ -7,29 +7,37 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manifold_tying import linalg
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.training._checkpoint import (
+from manifold_tying.training.checkpoint import (
     FOLDER,
     FORMAT,
     STATE,
     check_files,
     checkpoints,
     digest_of_state,
+    read_shapes,
     read_state,
+    read_tensors,
 )
-from manifold_tying.training._files import digest, flush_to_disk
-from manifold_tying.training._probes import Probes
-from manifold_tying.training._processes import Processes
-from manifold_tying.training._tensors import read_shapes, read_tensors, write_file, write_shards, write_tensors
+from manifold_tying.training.files import digest, flush_to_disk
+from manifold_tying.training.probes import Probes
+from manifold_tying.training.processes import Processes
 
 KEPT = 2  # by default, of the newest checkpoints
 _MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
@@ -154,3 +162,95 @@ def _remove(path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.replace(path, old)
         shutil.rmtree(old)
+
+
+class CheckpointWriter:
+    """Writes checkpoints to ``RUN/checkpoints``, one at a time. Leaving its ``with`` block waits for the last one.
+
+    Every rank has one and calls it at the same steps. The threads use a process group of their own, since collectives of
+    one group must come in the same order on all ranks.
+
+    Args:
+        run: the run's folder.
+        processes: the run's ranks.
+        timeout: seconds that a thread waits for those of other ranks.
+        keep: how many of the newest checkpoints to keep; None keeps all.
+    """
+
+    def __init__(self, run: Path, processes: Processes, timeout: float, keep: int | None) -> None:
+        self._run = run
+        self._keep = keep
+        self._processes = processes.with_own_group(timeout)
+        # A new thread starts on CUDA device 0.
+        prepare = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        self._thread = ThreadPoolExecutor(1, "checkpoints", initializer=prepare)
+        self._newest: Future[Path] | None = None
+
+    def write(self, stage: Callable[[], Staged]) -> None:
+        """Copy the state by ``stage()`` and start to write it.
+
+        First waits for the previous checkpoint and raises its error, so that one copy exists at a time.
+        """
+        self.wait()
+        self._newest = self._thread.submit(write_checkpoint, self._run, stage(), self._processes, keep=self._keep)
+
+    def wait(self) -> None:
+        """Wait for the newest checkpoint; its ValueError or OSError is raised on all ranks."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.result()
+
+    def kept(self) -> list[str]:
+        """Names of the existing checkpoints, oldest first."""
+        self.wait()
+        return self._processes.from_main(lambda: [path.name for path in checkpoints(self._run)])
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"The newest checkpoint could not be written either: {failed}")
+        finally:
+            self._thread.shutdown()
+        if error is None:
+            self._processes.close()
+
+
+def write_tensors(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write one file per part and return their digests."""
+    for name, tensors in parts.items():
+        write_file(tensors, draft / name)
+    return {name: digest(draft / name) for name in parts}
+
+
+def write_shards(
+    draft: Path, parts: Mapping[str, Mapping[str, Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> dict[str, str]:
+    """Write one file per rank with its shards of all parts; returns the digests of this rank's files. Collective."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
+        tensors = {k: v for part in parts.values() for k, v in part.items()}
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # on every rank, with the failure of each
+        raise OSError(f"cannot write {draft}: {next(iter(error.failures.values()))[0]}") from error
+    mine = list(draft.glob(f"shard-{rank + 1:05d}-*"))
+    for file in mine:
+        flush_to_disk(file)
+    return {file.name: digest(file) for file in mine}
+
+
+def write_file(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write and fsync one safetensors file; OSError if that fails."""
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, file)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {file}: {error}") from error
+    flush_to_disk(file)

@@ -1,4 +1,4 @@
-"""Reading checkpoints: folders of safetensors and JSON, no pickle. ``_saving`` writes them.
+"""Reading checkpoints: folders of safetensors and JSON, no pickle. ``saving`` writes them.
 
 A single process, or DDP, writes model.safetensors, optimizer.safetensors and probes.safetensors. A sharded run writes one
 file per rank by torch.distributed.checkpoint in its safetensors format. Any number of ranks can read either.
@@ -8,21 +8,22 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from manifold_tying import linalg
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
-from manifold_tying.training._files import Damaged, digest
-from manifold_tying.training._identity import CORPUS, differing, other_text
-from manifold_tying.training._probes import Probes
-from manifold_tying.training._processes import Processes
-from manifold_tying.training._tensors import read_shapes, read_tensors
+from manifold_tying.training.config import CORPUS, differing, other_text
+from manifold_tying.training.files import Damaged, digest
+from manifold_tying.training.probes import Probes
+from manifold_tying.training.processes import Processes
 
 FORMAT = 3
 FOLDER = "checkpoints"
@@ -227,3 +228,23 @@ def advice(path: Path) -> str:
     if older:
         return f"Go on from the one before it with --resume-from {older[-1]}"
     return "There is no older one: start in another folder, or delete it to start anew"
+
+
+def read_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Unsharded shape and dtype of every tensor in the folder."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    try:
+        metadata: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except SafetensorError as error:
+        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+    return {name: (found.size, found.properties.dtype) for name, found in metadata.items()}
+
+
+def read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read this rank's part of each tensor into it. Not collective."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)

@@ -1,5 +1,6 @@
-"""File locks: one process writes to a folder at a time."""
+"""Atomic writes, fsync, digests and locks."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +8,49 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from manifold_tying.training._files import writing_to
+from manifold_tying._json import check_regular
+
+
+class Damaged(ValueError):
+    """A file differs from what was written."""
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Create the folder. An OSError inside becomes a ValueError with advice."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
+
+
+def write_whole(path: Path, data: bytes) -> Path:
+    """Write to a draft named by the process id, then rename it over the path."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(data)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync a file, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a regular file, in hexadecimal."""
+    check_regular(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 LOCK = ".lock"
 

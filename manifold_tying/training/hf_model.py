@@ -1,4 +1,4 @@
-"""A transformers model with the interface of Llama that the training loop uses."""
+"""A transformers checkpoint as a run's model, with the interface of Llama that the training loop uses."""
 
 import shutil
 import warnings
@@ -9,16 +9,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.models import Llama
-from manifold_tying.training._causality import check_causal
-from manifold_tying.training._hugging_face_start import start_model, write_model
-from manifold_tying.tying.huggingface import PITEmbedding
+from manifold_tying.parametrizations import OnStiefel, mark_point, parametrized
+from manifold_tying.training.sections import Interface
+from manifold_tying.tying import Memory
+from manifold_tying.tying.huggingface import PITEmbedding, convert, halves, load, save
+from manifold_tying.tying.huggingface._checkpoint import load_stock, write
+from manifold_tying.tying.huggingface._folder import recorded_options
+from manifold_tying.tying.huggingface._install import record
+from manifold_tying.tying.huggingface._tables import read_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from manifold_tying.training.config import Settings
-from manifold_tying.training.sections import Interface
+
+MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainable", "pit-free": "free"}
+
+
+def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
+    """Load the checkpoint in float32 with the arm's token interface.
+
+    "transpose" leaves it unchanged and "untied" copies its table to both sides. The PIT arms convert it, or keep the Z and T
+    of a converted one.
+    """
+    assert settings.init_from is not None
+    memory = MEMORIES.get(interface)
+    if recorded_options(settings.init_from) is not None:
+        converted = load(settings.init_from, dtype=torch.float32)
+        return converted if memory == "free" else _with_memory(converted, memory == "trainable", settings.retraction)
+    model = load_stock(settings.init_from, dtype=torch.float32)
+    read_tables(model)  # refuses untied tables, for every arm
+    if interface == "untied":
+        _untie(model)
+    elif memory is not None:
+        convert(
+            model,
+            transform=settings.init_transform,
+            bridge=settings.bridge,
+            memory=memory,
+            retraction=settings.retraction,
+            diagonal=settings.diagonal,
+        )
+    return model
+
+
+def _with_memory(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
+    """Freeze or unfreeze the memory of a converted model, and record that."""
+    stored = parametrized(halves(model)[0].interface)["memory"]
+    point = stored[0]
+    assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
+    point.manifold = Stiefel(retraction)
+    mark_point(stored)
+    stored.original.requires_grad_(trains)
+    record(model)
+    return model
+
+
+def _untie(model: "PreTrainedModel") -> None:
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
+
+
+def write_model(model: "PreTrainedModel", folder: Path) -> None:
+    """Write a trained arm: a converted checkpoint (manifold_tying.load) for PIT, a stock one for the others."""
+    try:
+        halves(model)
+    except ValueError:
+        write(model, folder)
+    else:
+        save(model, folder)
+
 
 OUT = "model"  # the trained checkpoint's folder below the run's
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
@@ -133,3 +198,26 @@ def _add_twins(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> N
     for name, source in module._twins.items():
         if prefix + source in state:
             state[prefix + name] = state[prefix + source]
+
+
+POSITIONS, KNOWN = 8, 3
+TOLERANCE = 1e-5  # of the largest logit; rounding in a causal model is about 1e-7
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module, vocab_size: int, source: object) -> None:
+    """ValueError if the logits (B, N, V) of ``model(input_ids=...)`` depend on later tokens.
+
+    BERT-like models do unless config.json sets is_decoder. Their loss falls because they copy their targets.
+    """
+    device = next(model.parameters()).device
+    ids = torch.randint(vocab_size, (2, POSITIONS), generator=torch.Generator().manual_seed(0)).to(device)
+    ids[1, :KNOWN] = ids[0, :KNOWN]
+    one, other = (model(input_ids=row[None], use_cache=False).logits[:, :KNOWN].double() for row in ids)
+    moved = ((one - other).abs().max() / one.abs().max()).item()
+    if moved > TOLERANCE:
+        raise ValueError(
+            f"expected a model that predicts each token from those before it, but {source} looks at later tokens: changing "
+            f"them moves earlier logits by {moved:.1g} of the largest one. It would train on targets that it sees. Choose a "
+            "causal language model; set is_decoder in config.json only for weights that were trained that way"
+        )

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from manifold_tying.training._files import Damaged
-from manifold_tying.training._hugging_face_model import Model
 from manifold_tying.training.config import Settings
+from manifold_tying.training.files import Damaged
+from manifold_tying.training.hf_model import Model
 from manifold_tying.training.sections import Parallel
 from manifold_tying.tying import shard_model
 

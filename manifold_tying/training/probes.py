@@ -10,8 +10,8 @@ from manifold_tying.diagnostics._spectrum import entropy_of
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.poet import equivalences
 from manifold_tying.poet.rotation import Side, rotated_columns, rotated_rows
-from manifold_tying.training._hugging_face_model import Model
-from manifold_tying.training._processes import gathered
+from manifold_tying.training.hf_model import Model
+from manifold_tying.training.processes import gathered
 
 QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
 

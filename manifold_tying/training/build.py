@@ -1,18 +1,20 @@
-"""Model, optimizer and schedules of a run."""
+"""Model, optimizer and schedules of a run, and the model of a finished one."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
-from manifold_tying.training._hugging_face_model import HuggingFaceModel, Model, build_hugging_face_model
-from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
+from manifold_tying.training.config import CORPUS, Settings, TrainConfig
+from manifold_tying.training.hf_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 from manifold_tying.tying.huggingface import halves, rotation_scales
@@ -131,3 +133,39 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
 def clipped_parameters(model: Model) -> list[Tensor]:
     """All parameters but the memory, whose steps Adam and the retraction already bound."""
     return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]
+
+
+PATHS = ("init_from", "tokenizer")
+
+
+def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
+    """Load the model of a run of ``train`` or ``ablate``, or of one of its checkpoints.
+
+    With :func:`checkpoints`, a diagnostic over training is a loop::
+
+        for path in checkpoints("runs/ablation/transpose-0"):
+            print(path.name, spectral_summary(load_model(path).blocks[0].mlp.up.weight))
+
+    Args:
+        path: a run's folder, for its newest checkpoint, or a checkpoint's; sharded or not.
+        device: the model's device; need not be the one it was trained on.
+
+    Returns:
+        The reference model, or the transformers model of a run with ``init_from``, whose folder must still exist.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    folder = Path(path)
+    if not (folder / STATE).exists():
+        saved = checkpoints(folder)
+        if not saved:
+            raise ValueError(f"expected the folder of a run with checkpoints or of one of them, got {folder}")
+        folder = saved[-1]
+    config = read_state(folder)["config"]
+    values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
+    values |= {name: Path(values[name]) for name in PATHS if values.get(name)}
+    settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
+    model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
+    load_checkpoint(folder, model, None, config)
+    return model.model if isinstance(model, HuggingFaceModel) else model

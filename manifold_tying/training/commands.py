@@ -1,0 +1,244 @@
+"""The commands train, ablate, report, convert, export and inspect."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from manifold_tying import diagnostics, linalg
+from manifold_tying.diagnostics._bases import table_blocks
+from manifold_tying.diagnostics._inspect import saved_interface
+from manifold_tying.training.ablation import AblateConfig, ablate, commands, prepare_data
+from manifold_tying.training.checkpoint import STATE, checkpoints
+from manifold_tying.training.config import TrainConfig
+from manifold_tying.training.evaluate import health_warnings
+from manifold_tying.training.loop import load_data, train
+from manifold_tying.training.processes import Processes, process_group
+from manifold_tying.training.progress import progress_bars
+from manifold_tying.training.recipes import resolve
+from manifold_tying.training.rundir import METRICS
+from manifold_tying.training.saving import export_model
+from manifold_tying.tying import convert, export, load, save
+from manifold_tying.tying.huggingface._checkpoint import load_stock
+from manifold_tying.tying.huggingface._files import NOTE, README, is_note, note_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Draw the curves and write report.html of an ablation or a run; of several, one page that compares them."""
+
+    folders: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR...]", help_behavior_hint="(required)")
+    ]
+    """Folders that ablate or train wrote to."""
+    out: Path | None = None
+    """Folder for report.html; None is DIR itself where there is one, and ./report for several."""
+
+
+def run_report(config: ReportConfig, console: Console) -> None:
+    from manifold_tying.training.report import load_experiments, write_report
+
+    experiment = load_experiments(config.folders)
+    out = config.out or (config.folders[0] if len(config.folders) == 1 else Path("report"))
+    console.print(f"report: {write_report(experiment, out)}", soft_wrap=True)
+
+
+def run_train(config: TrainConfig, console: Console) -> None:
+    with process_group(config.settings):
+        processes = Processes.from_settings(config.settings)
+        console.quiet = not processes.is_main
+        load_data(resolve(config), processes, console.print)
+        with progress_bars(console, config.settings.steps) as started:
+            row = train(config, observer=started(config.interface, 0, 1))
+    console.print(f"validation loss {row['val_loss']:.4f} nats per token; written to {config.out}", soft_wrap=True)
+
+
+def run_ablate(config: AblateConfig, console: Console) -> None:
+    budgets = config.budgets()
+    if config.dry_run:
+        for command in (command for budget in budgets for command in commands(budget)):
+            print(command)  # rich would break the lines
+        return
+    from manifold_tying.training.report import load_experiments, shown
+
+    rows: list[dict[str, Any]] = []
+    with process_group(config.settings):
+        processes = Processes.from_settings(config.settings)
+        console.quiet = not processes.is_main
+        for budget in budgets:
+            prepare_data(budget, console.print)
+            with progress_bars(console, budget.settings.steps) as started:
+                found = ablate(budget, started=started)
+            if processes.is_main and any("failed" not in row for row in found):
+                for part in shown(load_experiments([budget.out])):
+                    console.print(part)
+                run_report(ReportConfig((budget.out,)), console)
+            rows += found
+    if not processes.is_main:
+        return
+    if len(budgets) > 1 and all("failed" not in row for row in rows):
+        run_report(ReportConfig(tuple(budget.out for budget in budgets), config.out), console)
+    failed = [row | {"failed": row.get("failed", DIVERGED)} for row in rows if row.get("val_loss") is None]
+    if failed:
+        raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
+
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
+_WRITTEN = ("config.json", "generation_config.json")
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """Replace the tied tables of a transformers checkpoint by a PIT interface."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder of a transformers checkpoint."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder to write to; tokenizer files are copied."""
+    transform: Literal["identity", "head", "embedding", "rotation"] = "head"
+    """Initial T: the identity, or such that head or embedding are unchanged. rotation (Llama-like models) rotates the
+    residual stream first and changes the function only as far as the final norm's gain is uneven."""
+    bridge: bool = False
+    """Preserve the function exactly by a d x d matrix on both sides. The model then no longer has W_out E = I."""
+    memory: Literal["free", "frozen", "trainable"] = "free"
+    """One free table for any optimizer, or separate Z and T with Z frozen or trained on its manifold."""
+    source: Literal["input", "output"] | None = None
+    """Which one of two untied tables to keep."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write a converted checkpoint as a stock, untied one that any program reads, or a run's weights as one file.
+
+    A run is written as model.safetensors with the weights of its newest checkpoint.
+    """
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder that convert wrote, a run's folder, or one of its checkpoints."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder to write to; tokenizer files are copied."""
+
+
+def run_convert(config: ConvertConfig, console: Console) -> None:
+    model = _read(config.model)
+    _check_out(config.model, config.out)
+    convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
+    save(model, config.out)
+    _copy_rest(config.model, config.out)
+    console.print(interface_summary(config.out))
+
+
+def run_export(config: ExportConfig, console: Console) -> None:
+    _check_out(config.model, config.out)
+    if there := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
+        raise ValueError(
+            f"{config.out} holds a model already ({', '.join(there)}); choose another folder, or delete it"
+        )
+    saved = [*checkpoints(config.model), *(config.model,) * (config.model / STATE).exists()]
+    if saved:
+        export_model(saved[-1], config.out)
+        console.print(interface_summary(config.out))
+        return
+    export(load(config.model), config.out)
+    _copy_rest(config.model, config.out)
+    console.print(interface_summary(config.out))
+
+
+def _read(path: Path) -> "PreTrainedModel":
+    if any((path / name).is_file() for name in (METRICS, STATE)):
+        raise ValueError(
+            f"{path} is a run of train or ablate; convert is for transformers checkpoints, and export for runs"
+        )
+    return load_stock(path)
+
+
+def _check_out(model: Path, out: Path) -> None:
+    if out.resolve() == model.resolve():
+        raise ValueError(f"expected another folder to write to than the model's own, got {out} twice")
+
+
+def _copy_rest(model: Path, out: Path) -> None:
+    """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
+
+    A README in OUT is kept, and so is the note on a converted checkpoint, under its second name.
+    """
+    noted = is_note(out / README)
+    for file in model.iterdir():
+        if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
+            continue
+        if not is_note(file) and (file.name != README or noted or not (out / README).exists()):
+            shutil.copy2(file, out / file.name)
+    if noted and not is_note(out / README):
+        (out / note_name(out)).write_text(NOTE, encoding="utf-8")
+    if (model / _TEMPLATES).is_dir():
+        shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
+
+
+WARNING = "warning"
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Show size, tying, conditioning and consistency of a saved model's token interface, from its safetensors alone."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """A run, one of its checkpoints, or a transformers model, converted or not."""
+
+
+def run_inspect(config: InspectConfig, console: Console) -> None:
+    console.print(interface_summary(config.path))
+
+
+def interface_summary(path: Path) -> Table:
+    """The table that inspect prints."""
+    numbers = interface_numbers(path)
+    table = Table(title=Text(str(path)), show_header=False, caption_justify="left")
+    for label, value, note in numbers:
+        if label != WARNING:
+            table.add_row(label, value, note)
+    table.caption = Text("\n".join(f"Warning: {note}." for label, _, note in numbers if label == WARNING))
+    return table
+
+
+def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
+    """(label, value, what it is of) of a saved model's token interface."""
+    (E, W_out, description), pit = saved_interface(path)
+    V, d = E.shape
+    numbers = [
+        ("token interface", description, ""),
+        ("V x d", f"{V:,} x {d:,}", str(E.dtype).removeprefix("torch.")),
+        ("cond(E)", f"{_condition(E):.3g}", "largest over smallest singular value"),
+    ]
+    if pit is not None:
+        condition = diagnostics.condition_from_factor(pit.cholesky_factor)
+        numbers.append(("cond(T)", f"{condition:.3g}", ""))
+        numbers.append(("defect", f"{diagnostics.defect(pit.memory.detach()).item():.1e}", "‖ZᵀZ - I‖ / √d"))
+    consistency = diagnostics.interface_consistency(E, W_out)
+    numbers += [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
+    if pit is not None:
+        measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti}
+        numbers += [(WARNING, "", text) for text in health_warnings(measured, bridge=pit.bridge is not None).values()]
+    return numbers
+
+
+def _condition(table: Tensor) -> float:
+    """Of a tall table, through its Gram matrix in float64, a block of rows at a time: up to 1e8."""
+    d = table.shape[1]
+    gram = torch.zeros(d, d, dtype=torch.float64)
+    for rows in table_blocks(table):
+        gram += linalg.gram(rows)
+    squares = torch.linalg.eigvalsh(gram)
+    return (squares[-1] / squares[0].clamp_min(0)).sqrt().item()
