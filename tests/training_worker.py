@@ -25,8 +25,7 @@ import torch.distributed as dist
 from training_runs import RUNS, STEPS, config
 
 from manifold_tying import cli
-from manifold_tying.training import AblateConfig, ablate, loop, train
-from manifold_tying.training import saving
+from manifold_tying.training import AblateConfig, ablate, loop, saving, train
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 SIZES = (2, 3, 4)
