@@ -214,7 +214,7 @@ class CheckpointWriter:
         except Exception as failed:
             if error is None:
                 raise
-            error.add_note(f"The newest checkpoint could not be written either: {failed}")
+            error.add_note(f"The newest checkpoint could not be written: {failed}")
         finally:
             self._thread.shutdown()
         if error is None:
