@@ -22,18 +22,18 @@ OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(
-    of.Model,
-    of.Checkpoint,
-    of.Data,
-    of.Length,
-    of.Adam,
-    of.Tables,
-    of.Memory,
-    of.Transform,
-    of.Penalty,
-    of.Poet,
+class Settings(  # a dataclass lists the fields of its last base first
     of.Execution,
+    of.Poet,
+    of.Penalty,
+    of.Transform,
+    of.Memory,
+    of.Tables,
+    of.Adam,
+    of.Length,
+    of.Data,
+    of.Checkpoint,
+    of.Model,
 ):
     """The settings of a run; None means the recipe's value (docs/learning-rates.md)."""
 
