@@ -19,7 +19,7 @@ from benchmarks._figure import pyplot, save
 from manifold_tying.models import preset
 from manifold_tying.training import Settings
 from manifold_tying.training.arms import run_folder
-from manifold_tying.training.papers._budgets import candidates, trial_specs
+from manifold_tying.training.papers.budgets import candidates, trial_specs
 from manifold_tying.training.report._figures import COLOURS
 
 PIT = "pit-trainable"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from manifold_tying.training.papers._table import Table
+from manifold_tying.training.papers.comparison import Table
 
 HEADER = """# The papers' comparisons
 

@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
-from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
-from manifold_tying.training.papers._arithmetic import (
+from manifold_tying.training.papers.adaptation import PROBLEMS, RUN, adaptation
+from manifold_tying.training.papers.problems import (
     HELD_OUT_EVERY,
     IN_DOMAIN,
     OUT_OF_DOMAIN,
     Kind,
     Problem,
+    exact_match,
     problems,
 )
-from manifold_tying.training.papers._exact_match import exact_match
 from manifold_tying.training.sections import Interface
 
 V = 320
@@ -162,7 +162,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 
 
 def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "manifold_tying.training.papers._adaptation"
+    module = "manifold_tying.training.papers.adaptation"
     monkeypatch.setattr(f"{module}.TRAINING", 400)
     monkeypatch.setattr(f"{module}.EVALUATED", 40)
     converted = tmp_path / "converted"

@@ -19,10 +19,9 @@ from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
 from manifold_tying.training.ablation import parse_arm
 from manifold_tying.training.build import build_model
 from manifold_tying.training.numbers import significant
-from manifold_tying.training.papers import RECIPES, ReproduceConfig, _adaptation, _adapted, _poet, reproduce
-from manifold_tying.training.papers._arms import Arm, Trained, loss_table
-from manifold_tying.training.papers._budgets import candidates, trial_specs
-from manifold_tying.training.papers._table import Table, agreement
+from manifold_tying.training.papers import RECIPES, ReproduceConfig, adaptation, poet, reproduce
+from manifold_tying.training.papers.budgets import candidates, trial_specs
+from manifold_tying.training.papers.comparison import Arm, Table, Trained, agreement, loss_table
 from manifold_tying.training.rundir import RESULT
 
 
@@ -62,7 +61,7 @@ def test_poet_comparisons_have_a_line_for_every_arm(
         found[experiment.out] = [{"arm": arm, "val_loss": 3 + number / 8, **numbers} for number, (arm, _) in runs]
         return found[experiment.out]
 
-    monkeypatch.setattr("manifold_tying.training.papers._arms.ablate", made_up)
+    monkeypatch.setattr("manifold_tying.training.papers.comparison.ablate", made_up)
     steps = 30 if name == "poet-merging" else 2  # T_m = 5 and 25, and 50 for never
     tables = reproduce(config(name, tmp_path, corpus, seeds=1, tokens=48 * steps))
     assert len(found) == (3 if name == "poet-budget" else 1)
@@ -76,7 +75,7 @@ def test_poet_comparisons_have_a_line_for_every_arm(
 def test_a_budget_is_one_number_of_parameters(h: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "mini", dataclasses.replace(PRESETS["mini"], num_layers=1))
     counts = []
-    for arm in _poet.budget_arms(h):
+    for arm in poet.budget_arms(h):
         interface, settings = parse_arm(arm.spec or "", Settings(preset="mini"))
         model = build_model(resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings)))
         counts.append(sum(p.numel() for n, p in model.blocks.named_parameters() if p.requires_grad and "norm" not in n))
@@ -201,8 +200,8 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
 
 
 def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_adapted, "STEPS", 2)
-    monkeypatch.setattr(_adaptation, "EVALUATED", 30)
+    monkeypatch.setattr(adaptation, "STEPS", 2)
+    monkeypatch.setattr(adaptation, "EVALUATED", 30)
     own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
     (table,) = reproduce(config("pit-adaptation", tmp_path, corpus, **own))
     assert [line[0] for line in table.body] == [

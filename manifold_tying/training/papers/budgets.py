@@ -10,10 +10,17 @@ from manifold_tying.models import preset
 from manifold_tying.training.arms import parse_arm
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
-from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
-from manifold_tying.training.papers._pit import TRANSPOSE
-from manifold_tying.training.papers._table import Table, nats
-from manifold_tying.training.papers._throughout import interface_table
+from manifold_tying.training.papers.comparison import (
+    Arm,
+    Table,
+    Trained,
+    interface_table,
+    loss_table,
+    nats,
+    size,
+    train_arms,
+)
+from manifold_tying.training.papers.pit import TRANSPOSE
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.sections import Interface

@@ -1,18 +1,29 @@
-"""PIT's comparisons: Tables 1, 2, 4 and 5, and Figure 3."""
+"""PIT's comparisons: Tables 1, 2, 4 and 5, Figure 3, the recipe's ingredients, and 1,800 steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from manifold_tying import diagnostics
 from manifold_tying.diagnostics import InterfaceConsistency
-from manifold_tying.training.config import Settings
+from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.numbers import mean
-from manifold_tying.training.papers._arms import Arm, Trained, loss_table, size, train_arms
-from manifold_tying.training.papers._table import Table, nats, scientific
+from manifold_tying.training.papers.comparison import (
+    Arm,
+    Table,
+    Trained,
+    interface_table,
+    loss_table,
+    nats,
+    scientific,
+    size,
+    train_arms,
+)
 from manifold_tying.training.progress import Started
+from manifold_tying.training.recipes import resolve
 from manifold_tying.training.records import lines_of
 from manifold_tying.training.rundir import METRICS
+from manifold_tying.training.sections import Interface
 
 # Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
 Printed = tuple[float, float, float]
@@ -120,3 +131,68 @@ def _early(trained: Trained) -> Table:
 
 def _losses(run: Path) -> Sequence[float]:
     return [line["loss"] for line in lines_of(run / METRICS, required=("step", "loss"))]
+
+
+PIT: Interface = "pit-trainable"
+
+
+def ingredients(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
+    """PIT with a trained Z as the recipe has it, without each of its parts, and plain tables with the part they can have."""
+    trained = train_arms(out, ingredient_arms(settings), settings, seeds, started)
+    notes = [f"{size(settings)}, validation. All else is the recipe's and was not tuned again."]
+    title = "One ingredient removed at a time"
+    return [loss_table(title, trained, None, notes), interface_table("The interface during training", trained)]
+
+
+def ingredient_arms(settings: Settings) -> list[Arm]:
+    """The recipe's arm first, then what is taken from it."""
+    resolved = resolve(TrainConfig(out=Path(), interface=PIT, settings=settings)).settings
+    lr, memory = float(resolved.lr or 0.0), float(resolved.memory_lr or 0.0)
+    removed = {
+        "embeddings not normalized": "embedding_norm=false",
+        "T's off-diagonal entries at T's rate": "off_diagonal_scale=1",
+        "T at the body's rate": f"transform_lr={lr:.4g}",
+        "Z at the body's rate": f"memory_lr={lr:.4g}",
+        "Z at four times its rate": f"memory_lr={4 * memory:.4g}",
+        "Z at a quarter of its rate": f"memory_lr={memory / 4:.4g}",
+        "Z's rate does not slow down": "memory_slows_after=0",
+        "second moment by row": "second_moment=row",
+        "second moment of the whole matrix": "second_moment=matrix",
+        "retraction by QR": "retraction=qr",
+        "retraction by Cayley": "retraction=cayley",
+    }
+    return [
+        Arm(label="PIT, Z trained", spec=PIT),
+        *(Arm(label=label, spec=f"{PIT}+{change}") for label, change in removed.items()),
+        Arm(label=TRANSPOSE, spec="transpose"),
+        Arm(label=f"{TRANSPOSE}, embeddings normalized", spec="transpose+embedding_norm=true"),
+        Arm(label="untied", spec="untied"),
+        Arm(label="untied, embeddings normalized", spec="untied+embedding_norm=true"),
+    ]
+
+
+LENGTH_TOKENS = 1_843_200
+
+
+def length(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
+    """The PIT arms by their recipes, and plain tables at the best of their trials at this length (docs/learning-rates.md).
+
+    Transpose tying does best with the free table's rates, untied tables at the body's rate and a third of the usual std.
+    """
+    free = resolve(TrainConfig(out=Path(), interface="pit-free", settings=settings)).settings
+    assert free.table_std is not None, "the settings are resolved"
+    rates = f"lr={free.lr:.4g}+table_lr={free.table_lr:.4g}+table_slows_after={free.table_slows_after}"
+    small = f"lr={free.lr:.4g}+table_std={free.table_std / 3:.4g}"
+    arms = [
+        Arm(label=TRANSPOSE, spec=f"transpose+{rates}"),
+        Arm(label=f"{TRANSPOSE}, embeddings normalized", spec=f"transpose+embedding_norm=true+{rates}"),
+        Arm(label="untied, embeddings normalized", spec=f"untied+embedding_norm=true+{small}"),
+        Arm(label="PIT, Z trained", spec="pit-trainable"),
+        Arm(label="PIT, free table", spec="pit-free"),
+    ]
+    trained = train_arms(out, arms, settings, seeds, started)
+    notes = [f"{size(settings)}, validation. Plain tables at the best of their trials: {rates}; untied {small}."]
+    return [
+        loss_table("At length", trained, None, notes),
+        interface_table("The interface during training", trained),
+    ]
