@@ -13,8 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from manifold_tying import diagnostics, linalg
-from manifold_tying.diagnostics._bases import table_blocks
-from manifold_tying.diagnostics._inspect import saved_interface
+from manifold_tying.diagnostics.bases import table_blocks
+from manifold_tying.diagnostics.saved import saved_interface
 from manifold_tying.training.ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import TrainConfig

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import diagnostics, linalg
-from manifold_tying.diagnostics._spectrum import entropy_of
+from manifold_tying.diagnostics.spectra import entropy_of
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.poet import equivalences
 from manifold_tying.poet.rotation import Side, rotated_columns, rotated_rows

@@ -10,7 +10,6 @@ import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 import manifold_tying as mt
@@ -20,7 +19,6 @@ from manifold_tying.diagnostics import (
     eigenvalues,
     frequency_buckets,
     gradient_anatomy,
-    head_cost,
     row_norms,
     split_gradient,
     vector_angles,
@@ -160,16 +158,6 @@ def test_vector_angles() -> None:
     assert angles[3].isnan() and angles.dtype == torch.float64
     # negative control: the arc cosine of a float32 cosine is 0 for the first
     assert torch.cosine_similarity(a, b)[0].clamp(max=1).acos() != pytest.approx(1e-7, rel=0.1)
-
-
-def test_head_cost_of_the_note() -> None:
-    assert head_cost(4, 128, 4096, 32_000) == 67_108_864_000
-    hidden, head = torch.randn(2, 3, 5), torch.randn(5, 7)
-    with FlopCounterMode(display=False) as counter:
-        hidden @ head
-    assert counter.get_total_flops() == 2 * head_cost(2, 3, 5, 7)
-    with pytest.raises(ValueError, match="positive"):
-        head_cost(0, 1, 1, 1)
 
 
 def test_row_norms_against_frequency() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import manifold_tying as mt
-from manifold_tying.diagnostics import _bases, interface_consistency, principal_angles
+from manifold_tying.diagnostics import bases, interface_consistency, principal_angles
 
 CASES = settings(max_examples=25, deadline=None, derandomize=True)
 NAMES = (
@@ -128,8 +128,8 @@ def test_transpose_tying_is_zero_by_polar_factors_and_not_by_anchors() -> None:
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     E, W = (torch.from_numpy(table) for table in tables(103, 5, 3, 0.5))
     whole = dataclasses.asdict(interface_consistency(E, W))
-    monkeypatch.setattr(_bases, "_BLOCK_ENTRIES", 1)
-    assert [len(block) for block in _bases.table_blocks(E)] == [20, 20, 20, 20, 20, 3]
+    monkeypatch.setattr(bases, "_BLOCK_ENTRIES", 1)
+    assert [len(block) for block in bases.table_blocks(E)] == [20, 20, 20, 20, 20, 3]
     for name, value in dataclasses.asdict(interface_consistency(E, W)).items():
         assert value == pytest.approx(whole[name], rel=1e-10), name
 

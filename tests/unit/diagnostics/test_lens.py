@@ -32,7 +32,7 @@ from manifold_tying.diagnostics import (
     token_drift,
     transition_trace,
 )
-from manifold_tying.diagnostics._stream import residual_stream
+from manifold_tying.diagnostics.trace import residual_stream
 
 CASES = settings(max_examples=20, deadline=None, derandomize=True)
 V, D, LAYERS = 50, 16, 3
@@ -241,7 +241,7 @@ def test_nearest_anchors_are_the_largest_cosines(n: int, rows: int, d: int, k: i
     k = min(k, rows)
     cosines = states @ anchors.T / np.linalg.norm(states, axis=1)[:, None] / np.linalg.norm(anchors, axis=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("manifold_tying.diagnostics._bases._BLOCK_ENTRIES", 1)  # blocks of 4d rows
+        patch.setattr("manifold_tying.diagnostics.bases._BLOCK_ENTRIES", 1)  # blocks of 4d rows
         found = nearest_anchors(torch.from_numpy(states), torch.from_numpy(anchors), k)
     np.testing.assert_allclose(found.cosines.numpy(), -np.sort(-cosines, 1)[:, :k], rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(np.take_along_axis(cosines, found.ids.numpy(), 1), found.cosines.numpy(), atol=1e-14)

@@ -13,11 +13,11 @@ from scipy.stats import entropy, ortho_group
 
 from manifold_tying.diagnostics import (
     Phases,
-    _spectrum,
     hyperspherical_energy,
     orthogonality_error,
     phases,
     singular_values,
+    spectra,
     spectral_summary,
     svd_entropy,
     trace_probe,
@@ -188,7 +188,7 @@ def test_entropy_where_it_is_known() -> None:
 def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, s: float, entries: int, seed: int) -> None:
     W = np.random.default_rng(seed).normal(size=(2, n, d))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_spectrum, "_BLOCK_ENTRIES", entries)
+        patch.setattr(spectra, "_BLOCK_ENTRIES", entries)
         found = hyperspherical_energy(torch.from_numpy(W), s)
     unit = W / np.linalg.norm(W, axis=-1, keepdims=True)
     assert found.shape == (2,) and found.dtype == torch.float64

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.diagnostics._bases import vector_angles
-from manifold_tying.diagnostics._frequency import frequency_buckets
-from manifold_tying.diagnostics._tables import embedding_and_head
+from manifold_tying.diagnostics.bases import vector_angles
+from manifold_tying.diagnostics.interface import embedding_and_head
+from manifold_tying.diagnostics.tokens import frequency_buckets
 from manifold_tying.tying import TokenInterface
 
 
@@ -128,13 +128,3 @@ def gradient_anatomy(sides: SideGradients, counts: Tensor) -> list[BucketGradien
             )
         )
     return result
-
-
-def head_cost(B: int, T: int, D: int, V: int) -> int:
-    """B T D V, the multiply-accumulates of one product of hidden states (B, T, D) with the head (D, V).
-
-    A training step has three: the logits, and the gradients of hidden states and head.
-    """
-    if min(B, T, D, V) < 1:
-        raise ValueError(f"expected positive sizes, got B={B}, T={T}, D={D}, V={V}")
-    return B * T * D * V

@@ -1,0 +1,242 @@
+"""Logit lens and transition trace: what a token means at each layer (PIT, section 3, figure 2)."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying.diagnostics.bases import vector_angles
+from manifold_tying.diagnostics.interface import embedding_and_head, interface_tables
+from manifold_tying.diagnostics.tokens import Anchors, nearest_anchors
+from manifold_tying.tying import TokenInterface
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class Stream(NamedTuple):
+    """f_0 (what enters the first block), f_1, ..., f_m (what leaves each) of one position, and how the head reads them."""
+
+    states: Tensor  # (m + 1, d), before the final norm
+    read: Callable[[Tensor], Tensor]  # a state (..., d) to the normed state that the head multiplies, (..., d)
+    score: Callable[[Tensor], Tensor]  # that to logits, (..., V)
+
+
+@torch.no_grad()
+def residual_stream(model: nn.Module, ids: Tensor, position: int = -1) -> Stream:
+    """The states of one position of token ids (N,), by hooks: the model is not changed.
+
+    The reference model, or a Hugging Face causal language model whose final norm is the module that made its last hidden
+    state. ValueError where the readout of the last state is not the model's own prediction.
+    """
+    if ids.ndim != 1 or not 0 < len(ids) or not -len(ids) <= position < len(ids):
+        raise ValueError(f"expected token ids (N,) and a position among them, got {tuple(ids.shape)} and {position}")
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        ours = isinstance(getattr(model, "interface", None), TokenInterface)
+        stream, logits = (_reference if ours else _hugging_face)(model, ids[None], position)
+    finally:
+        for module in training:
+            module.training = True
+    expected = logits[0, position].float()
+    found = stream.score(stream.read(stream.states[-1:]))[0].float()
+    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
+        raise ValueError(
+            f"the last state of {type(model).__name__}, normed and multiplied by its head, is not its prediction (off by "
+            f"{(found - expected).abs().max():.1e}): its head does something that the lens does not know"
+        )
+    return stream
+
+
+def _reference(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
+    states: list[Tensor] = []
+    with ExitStack() as hooks:
+        first = model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, position]))
+        after = [
+            block.register_forward_hook(lambda _, __, out: states.append(out[0, position])) for block in model.blocks
+        ]
+        for hook in (first, *after):
+            hooks.callback(hook.remove)
+        logits = model(ids)
+    return Stream(torch.stack(states), model.norm, model.interface.logits), logits
+
+
+def _hugging_face(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
+    _, head = embedding_and_head(model)
+    calls: list[tuple[nn.Module, Any, Any]] = []  # of every module, in order
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hook = module.register_forward_hook(lambda module, inputs, out: calls.append((module, inputs, out)))
+            hooks.callback(hook.remove)
+        output = model(ids, output_hidden_states=True, use_cache=False)
+    last = output.hidden_states[-1]
+    # by storage, for some models reshape the norm's output; the calls hold theirs, so that none is used twice
+    made = [(module, inputs[0]) for module, inputs, out in calls if inputs and _is_view(out, last)]
+    if not made:
+        raise ValueError(
+            f"found no final norm in {type(model).__name__}: expected a module whose output is hidden_states[-1]"
+        )
+    norm, before = made[0]  # the innermost comes first
+    states = [state[0, position] for state in output.hidden_states[:-1]] + [before[0, position]]
+    return Stream(torch.stack(states), norm, lambda state: _scaled(model.config, head(state))), output.logits
+
+
+def _is_view(out: Any, of: Tensor) -> bool:
+    return isinstance(out, Tensor) and out.data_ptr() == of.data_ptr() and out.numel() == of.numel()
+
+
+def _scaled(config: Any, logits: Tensor) -> Tensor:
+    """What some models do after the head: Granite divides, Cohere multiplies, Gemma caps."""
+    text = config.get_text_config()
+    logits = logits / getattr(text, "logits_scaling", 1) * (getattr(text, "logit_scale", None) or 1)
+    cap = getattr(text, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+Decode = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothness:
+    """How smooth a trace is. The paper says smooth and erratic without a number; these four are ours, each 0 at best."""
+
+    label_changes: float
+    """Share of steps between layers at which the lens's top token changes: "appears to change its nearest meaning"."""
+    distribution_step: float
+    """Mean total variation distance between the lens's distributions of successive layers, in [0, 1]."""
+    turn: float
+    """Mean angle between successive states as the head reads them, radians: the path "in raw hidden-state space"."""
+    side_disagreement: float
+    """Share of layers at which the nearest anchor of the input side is another token than that of the output side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransitionTrace:
+    """The medium token, layer by layer, f_0 (the embedding) to f_m: (m + 1, ...) each.
+
+    By the logit lens, top tokens and their probabilities, and as a point of hidden space, the nearest tokens of both sides.
+    """
+
+    states: Tensor
+    """(m + 1, d): f_l through the final norm, as the head reads it. The last one is the prediction's."""
+    top: Tensor
+    """(m + 1, k) token ids, int64: largest logits f_l W_out first."""
+    probabilities: Tensor
+    """(m + 1, k), float32."""
+    input_anchors: Anchors
+    """Rows of E nearest to f_l before the final norm."""
+    output_anchors: Anchors
+    """Columns of W_out nearest to f_l after it."""
+    smoothness: Smoothness
+
+    def rows(self, decode: Decode = str) -> list[tuple[str, ...]]:
+        """(layer, top tokens with probabilities, nearest input anchor, nearest output anchor) per layer, as text."""
+        sides = (self.input_anchors, self.output_anchors)
+        rows = []
+        for layer, (tokens, shares) in enumerate(zip(self.top.tolist(), self.probabilities.tolist(), strict=True)):
+            lens = " ".join(f"{decode(token)} {share:.3f}" for token, share in zip(tokens, shares, strict=True))
+            nearest = (f"{decode(int(side.ids[layer, 0]))} {side.cosines[layer, 0]:.3f}" for side in sides)
+            rows.append((str(layer), lens, *nearest))
+        return rows
+
+
+@torch.no_grad()
+def transition_trace(model: nn.Module, ids: Tensor, *, position: int = -1, top: int = 5) -> TransitionTrace:
+    """The transition trace of the token at one position of ids (N,), by default the last: the medium of the next one.
+
+    The model is the reference model or a Hugging Face causal language model. Each state goes through the final norm and
+    the model's own head, so the last layer's line is the model's prediction (checked on each call).
+    """
+    stream = residual_stream(model, ids, position)
+    E, W_out = interface_tables(model)
+    if not 1 <= top <= len(E):
+        raise ValueError(f"expected top in [1, {len(E)}], got {top}")
+    states = stream.read(stream.states)
+    distributions = stream.score(states).float().softmax(-1)
+    probabilities, tokens = distributions.topk(top)
+    inputs, outputs = nearest_anchors(stream.states, E, top), nearest_anchors(states, W_out.mT, top)
+    smoothness = Smoothness(
+        label_changes=_mean(tokens[1:, 0] != tokens[:-1, 0]),
+        distribution_step=_mean((distributions[1:] - distributions[:-1]).abs().sum(-1) / 2),
+        turn=_mean(vector_angles(states[1:], states[:-1])),
+        side_disagreement=_mean(inputs.ids[:, 0] != outputs.ids[:, 0]),
+    )
+    return TransitionTrace(states, tokens, probabilities, inputs, outputs, smoothness)
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item()
+
+
+_FAINT = "#d8dee4"
+_LETTERS = 10  # of a token, in a cell
+
+
+def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> "Figure":
+    """One panel per trace: a column per layer, the band's colour is the token that the state is nearest to.
+
+    Three bands: nearest row of E, nearest column of W_out, and the logit lens's top token; the fainter a cell, the smaller
+    the cosine or the probability. One colour per token in all panels (twenty, then they repeat), so that a smooth
+    transition is a band of few long stretches and an erratic one is many-coloured. Save it with ``.savefig(path)``.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "drawing a trace needs matplotlib; install the extra: pip install 'manifold-tying[train]' "
+            "(from a checkout: pip install '.[train]')"
+        ) from error
+    if not traces:
+        raise ValueError("expected at least one trace to draw, got none")
+    bands = {name: _bands(trace) for name, trace in traces.items()}
+    tokens = list(dict.fromkeys(v for panel in bands.values() for ids, _ in panel.values() for v in ids))
+    palette = colormaps["tab20"]
+    colours = {v: palette(i % palette.N) for i, v in enumerate(tokens)}  # more tokens than colours share them
+    layers = max(len(trace.top) for trace in traces.values())
+    figure = Figure(figsize=(1.6 + 0.85 * layers, 0.6 + 1.5 * len(traces)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, panel) in zip(figure.subplots(len(traces), 1, squeeze=False)[:, 0], bands.items(), strict=True):
+        _panel(axes, panel, colours, decode)
+        smooth = traces[name].smoothness
+        numbers = f"label changes {smooth.label_changes:.2f}, sides differ {smooth.side_disagreement:.2f}"
+        axes.set_title(f"{name}: {numbers}", fontsize=9)
+    axes.set_xlabel("layer (0 is the embedding)", fontsize=9)
+    return figure
+
+
+def _bands(trace: TransitionTrace) -> dict[str, tuple[list[int], list[float]]]:
+    """Per band the token of each layer and how strongly it holds, in [0, 1]."""
+    sides = {"input side": trace.input_anchors, "output side": trace.output_anchors}
+    bands = {name: (side.ids[:, 0].tolist(), side.cosines[:, 0].clamp(0, 1).tolist()) for name, side in sides.items()}
+    return bands | {"logit lens": (trace.top[:, 0].tolist(), trace.probabilities[:, 0].tolist())}
+
+
+def _panel(
+    axes: "Axes",
+    bands: Mapping[str, tuple[list[int], list[float]]],
+    colours: Mapping[int, tuple[float, float, float, float]],
+    decode: Decode,
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    for row, (tokens, strengths) in enumerate(bands.values()):
+        for layer, (token, strength) in enumerate(zip(tokens, strengths, strict=True)):
+            cell = Rectangle((layer - 0.5, row - 0.5), 1, 1, edgecolor=_FAINT, linewidth=0.5)
+            cell.set_facecolor(colours[token])
+            cell.set_alpha(0.15 + 0.85 * strength)
+            axes.add_patch(cell)
+            # a dollar sign would start a formula
+            text = decode(token).strip()[:_LETTERS].replace("$", r"\$") or repr(decode(token))[1:-1]
+            axes.text(layer, row, text, ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set(xlim=(-0.5, layer + 0.5), ylim=(len(bands) - 0.5, -0.5))
+    axes.set_xticks(range(layer + 1), [str(i) for i in range(layer + 1)], fontsize=8)
+    axes.set_yticks(range(len(bands)), list(bands), fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
