@@ -14,9 +14,15 @@ from manifold_tying._transformers import register_with_transformers as _register
 
 if _TYPE_CHECKING:
     from manifold_tying import diagnostics as diagnostics
+    from manifold_tying import huggingface as huggingface
     from manifold_tying import linalg as linalg
     from manifold_tying import models as models
     from manifold_tying import optim as optim
+    from manifold_tying.huggingface import conversion_losses as conversion_losses
+    from manifold_tying.huggingface import convert as convert
+    from manifold_tying.huggingface import export as export
+    from manifold_tying.huggingface import load as load
+    from manifold_tying.huggingface import save as save
     from manifold_tying.manifolds import SPD as SPD
     from manifold_tying.manifolds import Stiefel as Stiefel
     from manifold_tying.parametrizations import materialize as materialize
@@ -34,23 +40,18 @@ if _TYPE_CHECKING:
     from manifold_tying.tying import TokenInterface as TokenInterface
     from manifold_tying.tying import TransposeTying as TransposeTying
     from manifold_tying.tying import Untied as Untied
-    from manifold_tying.tying import conversion_losses as conversion_losses
-    from manifold_tying.tying import convert as convert
-    from manifold_tying.tying import export as export
-    from manifold_tying.tying import load as load
-    from manifold_tying.tying import save as save
 
 __version__ = "0.1.0"
 
 # What is public is imported where it is first asked for: geoopt takes half as long to import as torch.
-_PACKAGES = ("diagnostics", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
+_PACKAGES = ("diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
     **dict.fromkeys(("materialize", "orthogonal", "spd", "stiefel"), "parametrizations"),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
-    **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "tying"),
+    **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "huggingface"),
 }
 __all__ = [*_PACKAGES, *_HOMES]
 

@@ -37,7 +37,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    importlib.import_module("manifold_tying.tying.huggingface._quantizer")  # registers by being imported
+    importlib.import_module("manifold_tying.huggingface.loader")  # registers by being imported
 
 
 def _too_old() -> bool:

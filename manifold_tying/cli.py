@@ -12,7 +12,7 @@ from manifold_tying._extra import needs_extra
 COMMANDS = {
     "train": ("commands", "TrainConfig", "run_train"),
     "ablate": ("commands", "AblateConfig", "run_ablate"),
-    "reproduce": ("papers.reproduce", "ReproduceConfig", "run_reproduce"),
+    "reproduce": ("papers.recipes", "ReproduceConfig", "run_reproduce"),
     "report": ("commands", "ReportConfig", "run_report"),
     "convert": ("commands", "ConvertConfig", "run_convert"),
     "export": ("commands", "ExportConfig", "run_export"),

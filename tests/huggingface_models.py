@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 import manifold_tying as mt
+from manifold_tying.huggingface import halves
 from manifold_tying.optim import RiemannianAdam, param_groups
-from manifold_tying.tying.huggingface import halves
 
 V, D = 96, 16
 

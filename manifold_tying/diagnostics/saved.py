@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from manifold_tying._json import read_object
-from manifold_tying.tying import PIT
-from manifold_tying.tying.huggingface._entry import check_options
-from manifold_tying.tying.huggingface._folder import (
+from manifold_tying.huggingface.folder import (
     DAMAGED,
     WHOLE,
+    check_options,
     read_config,
     read_shapes,
     read_tensors,
     recorded_options,
+    table_names,
     weight_map,
 )
-from manifold_tying.tying.huggingface._names import table_names
+from manifold_tying.tying import PIT
 
 _OURS = "interface."
 _MEMORY, _FREE = "parametrizations.memory.original", "table"

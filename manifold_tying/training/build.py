@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from manifold_tying.huggingface import halves, rotation_scales
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
@@ -17,7 +18,6 @@ from manifold_tying.training.config import CORPUS, Settings, TrainConfig
 from manifold_tying.training.hf_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
-from manifold_tying.tying.huggingface import halves, rotation_scales
 
 BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
 # In the reference model, and in a transformers model, whose embedding holds the interface.

@@ -15,6 +15,9 @@ from torch import Tensor
 from manifold_tying import diagnostics, linalg
 from manifold_tying.diagnostics.bases import table_blocks
 from manifold_tying.diagnostics.saved import saved_interface
+from manifold_tying.huggingface import convert, export, load, save
+from manifold_tying.huggingface.checkpoint import load_stock
+from manifold_tying.huggingface.files import NOTE, README, is_note, note_name
 from manifold_tying.training.ablation import AblateConfig, ablate, commands, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import TrainConfig
@@ -25,9 +28,6 @@ from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.saving import export_model
-from manifold_tying.tying import convert, export, load, save
-from manifold_tying.tying.huggingface._checkpoint import load_stock
-from manifold_tying.tying.huggingface._files import NOTE, README, is_note, note_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

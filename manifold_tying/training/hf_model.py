@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manifold_tying.huggingface import PITEmbedding, convert, halves, load, save
+from manifold_tying.huggingface.checkpoint import load_stock, write
+from manifold_tying.huggingface.folder import recorded_options
+from manifold_tying.huggingface.install import record
+from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.models import Llama
 from manifold_tying.parametrizations import OnStiefel, mark_point, parametrized
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import Memory
-from manifold_tying.tying.huggingface import PITEmbedding, convert, halves, load, save
-from manifold_tying.tying.huggingface._checkpoint import load_stock, write
-from manifold_tying.tying.huggingface._folder import recorded_options
-from manifold_tying.tying.huggingface._install import record
-from manifold_tying.tying.huggingface._tables import read_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

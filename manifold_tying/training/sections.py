@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
 from manifold_tying.poet.spec import Init
-from manifold_tying.tying.huggingface._convert import Start
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-free"]
 Body = Literal["adamw", "poet-block", "poet-full"]

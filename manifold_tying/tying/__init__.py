@@ -1,5 +1,8 @@
 """Token interfaces: embedding and head in one module."""
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
 from manifold_tying.tying._manifold_pit import ManifoldPIT as ManifoldPIT
@@ -7,11 +10,16 @@ from manifold_tying.tying._parallel import shard_model as shard_model
 from manifold_tying.tying._parallel import shard_vocabulary as shard_vocabulary
 from manifold_tying.tying._pit import PIT as PIT
 from manifold_tying.tying._pit import Memory as Memory
+from manifold_tying.tying._pit import Transform as Transform
 from manifold_tying.tying._tables import TransposeTying as TransposeTying
 from manifold_tying.tying._tables import Untied as Untied
-from manifold_tying.tying.huggingface import conversion_losses as conversion_losses
-from manifold_tying.tying.huggingface import convert as convert
-from manifold_tying.tying.huggingface import export as export
-from manifold_tying.tying.huggingface import load as load
-from manifold_tying.tying.huggingface import save as save
 from manifold_tying.tying.interface import TokenInterface as TokenInterface
+
+
+def __getattr__(name: str) -> _Any:
+    """The names of `manifold_tying.huggingface` that this package had before."""
+    if name in ("conversion_losses", "convert", "export", "load", "save"):
+        return getattr(_importlib.import_module("manifold_tying.huggingface"), name)
+    if name == "huggingface":
+        return _importlib.import_module("manifold_tying.tying.huggingface")
+    raise AttributeError(f"module 'manifold_tying.tying' has no attribute {name!r}")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.quantizers import auto
 
 import manifold_tying as mt
-from manifold_tying.tying.huggingface import halves
+from manifold_tying.huggingface import halves
 
 
 def interface(model: Any) -> Any:

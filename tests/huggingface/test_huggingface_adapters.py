@@ -13,8 +13,8 @@ from torch import nn
 from transformers import Trainer
 
 import manifold_tying as mt
+from manifold_tying.huggingface import train_interface
 from manifold_tying.linalg import defect
-from manifold_tying.tying.huggingface import train_interface
 
 # transformers 5.23 renames what PEFT 0.21 calls
 pytestmark = [

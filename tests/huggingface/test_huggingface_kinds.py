@@ -24,7 +24,7 @@ from huggingface_models import (
 from machine import lacking
 
 import manifold_tying as mt
-from manifold_tying.tying.huggingface import halves
+from manifold_tying.huggingface import halves
 
 
 @pytest.mark.parametrize("kind", ["BertLMHeadModel", "AlbertForMaskedLM"])

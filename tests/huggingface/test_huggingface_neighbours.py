@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import manifold_tying as mt
-from manifold_tying.tying.huggingface import _weight, halves
+from manifold_tying.huggingface import halves, modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -65,13 +65,13 @@ def test_hidden_states_by_the_weight_are_logits_with_all_gradients(product: Any,
 def test_the_weight_has_the_dtype_of_the_model_and_costs_nothing_until_it_is_used(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, compute = [], _weight._compute
+    calls, compute = [], modules._compute
 
     def counted(*given: Any) -> Tensor:
         calls.append(given)
         return compute(*given)
 
-    monkeypatch.setattr(_weight, "_compute", counted)
+    monkeypatch.setattr(modules, "_compute", counted)
     model = mt.convert(build(), memory="trainable").to(dtype)
     weight = model.get_output_embeddings().weight
     assert weight.dtype == dtype and weight.shape == (V, D) and weight.requires_grad and not calls

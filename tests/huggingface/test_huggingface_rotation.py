@@ -74,8 +74,8 @@ def test_constrained_and_adapted_layers_are_refused(name: str, change: Any) -> N
 
 def test_rotation_scales_go_with_adapters_on_the_body() -> None:
     model = mt.convert(build(), transform="rotation", memory="trainable")
-    plain = mt.tying.huggingface.rotation_scales(model)
+    plain = mt.huggingface.rotation_scales(model)
     with_lora(model)
     for name in plain:
         model.get_parameter(name).requires_grad_(True)
-    assert mt.tying.huggingface.rotation_scales(model).keys() == plain.keys()
+    assert mt.huggingface.rotation_scales(model).keys() == plain.keys()

@@ -11,10 +11,10 @@ from huggingface_models import _BODY, V, build, difference, ids, logits
 from torch import nn
 
 import manifold_tying as mt
+from manifold_tying.huggingface import halves
+from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.linalg import defect
 from manifold_tying.parametrizations import parametrized
-from manifold_tying.tying.huggingface import halves
-from manifold_tying.tying.huggingface._tables import read_tables
 
 
 def stored(model: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import manifold_tying as mt
 from manifold_tying.cli import main
-from manifold_tying.tying.huggingface._checkpoint import write
+from manifold_tying.huggingface.checkpoint import write
 
 # transformers 5.23 renames what PEFT 0.21 calls
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

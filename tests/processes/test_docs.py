@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 import manifold_tying as mt
+from manifold_tying.huggingface import halves
 from manifold_tying.models import PRESETS
 from manifold_tying.training import TrainConfig, resolve
 from manifold_tying.training.build import build_model
 from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying.huggingface import halves
 
 ROOT = Path(__file__).resolve().parents[2]
 

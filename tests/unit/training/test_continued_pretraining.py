@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
+from manifold_tying.huggingface import PITEmbedding
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, load_model, resolve, train
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.data import Batches, open_tokens, prepare
 from manifold_tying.training.loop import load_data
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying.huggingface import PITEmbedding
 
 V, D, N = 300, 16, 16
 TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
@@ -335,7 +335,7 @@ def test_rotation_scales_move_a_table_evenly() -> None:
             table.copy_(table @ torch.diag(torch.logspace(-1, 1, D)))  # singular values over a factor of a hundred
             model.model.norm.weight.fill_(1.3)
         mt.convert(model, transform="rotation", memory="trainable", diagonal="exp")
-        overrides = mt.tying.huggingface.rotation_scales(model) if scaled else {}
+        overrides = mt.huggingface.rotation_scales(model) if scaled else {}
         optimizer = RiemannianAdam(param_groups(model, manifold_lr=1e-4, overrides=overrides), lr=1e-4)
         interface, gain = model.get_input_embeddings().interface, model.model.norm.weight.detach().clone()
         before = interface.materialize()[0].detach()
@@ -358,11 +358,11 @@ def test_rotation_scales_are_for_rotated_models(tmp_path: Path) -> None:
     model = mt.convert(build(**TINY), transform="rotation", memory="frozen")
     mt.save(model, tmp_path / "saved")
     loaded = mt.load(tmp_path / "saved")
-    expected, found = mt.tying.huggingface.rotation_scales(model), mt.tying.huggingface.rotation_scales(loaded)
+    expected, found = mt.huggingface.rotation_scales(model), mt.huggingface.rotation_scales(loaded)
     assert list(found) == list(expected) and len(found) == 3
     assert all(torch.equal(found[name]["scale"], expected[name]["scale"]) for name in found)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="vocabulary 300 -> 310"):
         loaded.resize_token_embeddings(310)
-    assert len(mt.tying.huggingface.rotation_scales(loaded)) == 3
+    assert len(mt.huggingface.rotation_scales(loaded)) == 3
     with pytest.raises(ValueError, match="transform='rotation'; other models need no scales"):
-        mt.tying.huggingface.rotation_scales(mt.convert(build(**TINY)))
+        mt.huggingface.rotation_scales(mt.convert(build(**TINY)))

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Diagonal
-from manifold_tying.tying._pit import PIT, Memory, Transform
-from manifold_tying.tying.huggingface._install import install, make_halves, own_config, swap
-from manifold_tying.tying.huggingface._modules import PITEmbedding, PITHead
-from manifold_tying.tying.huggingface._probe import failure, undisturbed
-from manifold_tying.tying.huggingface._rotate import (
+from manifold_tying.huggingface.install import install, make_halves, own_config, swap
+from manifold_tying.huggingface.modules import PITEmbedding, PITHead
+from manifold_tying.huggingface.rotation import (
     Changes,
     Rotation,
     can_rotate,
@@ -26,7 +22,10 @@ from manifold_tying.tying.huggingface._rotate import (
     rotation,
     undo,
 )
-from manifold_tying.tying.huggingface._tables import Source, read_tables
+from manifold_tying.huggingface.tables import Source, failure, read_tables, undisturbed
+from manifold_tying.manifolds import Retraction
+from manifold_tying.parametrizations import Diagonal
+from manifold_tying.tying import PIT, Memory, Transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from manifold_tying.tying.huggingface._folder import read_shapes
-from manifold_tying.tying.huggingface._install import halves
-from manifold_tying.tying.huggingface._modules import PITEmbedding
+from manifold_tying.huggingface.folder import read_shapes
+from manifold_tying.huggingface.install import halves
+from manifold_tying.huggingface.modules import PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,12 +14,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from manifold_tying import linalg
+from manifold_tying.huggingface.checkpoint import check_memory
+from manifold_tying.huggingface.files import check_files
+from manifold_tying.huggingface.folder import FORMAT, METHOD, check_entry
+from manifold_tying.huggingface.install import halves, install, make_halves
 from manifold_tying.parametrizations import mark_point, parametrized
-from manifold_tying.tying._pit import PIT
-from manifold_tying.tying.huggingface._checkpoint import check_memory
-from manifold_tying.tying.huggingface._entry import FORMAT, METHOD, check_entry
-from manifold_tying.tying.huggingface._files import check_files
-from manifold_tying.tying.huggingface._install import halves, install, make_halves
+from manifold_tying.tying import PIT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # circular at run time

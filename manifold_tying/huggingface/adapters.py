@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from manifold_tying.tying.huggingface._install import halves
+from manifold_tying.huggingface.install import halves
 
 
 def train_interface(peft_model: nn.Module) -> None:

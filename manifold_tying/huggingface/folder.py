@@ -1,0 +1,306 @@
+"""The folder of a checkpoint: its config entry, weight map, model class and table names; nothing is executed."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from manifold_tying._json import check_regular, read_object
+from manifold_tying._transformers import import_transformers
+from manifold_tying.manifolds import Retraction
+from manifold_tying.parametrizations import Diagonal
+from manifold_tying.tying import Memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+METHOD = "manifold-tying"
+"""``quant_method`` in config.json; selects this package in transformers."""
+FORMAT = 2
+"""Format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)."""
+REQUIRES = "manifold-tying[huggingface]"
+"""config.json's ``requires`` entry: the package needed to read the tables."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value != 0
+
+
+def _is_pair(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and 0 < value[0] < value[1]
+    )
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _one_of(names: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: isinstance(value, str) and value in names), "one of " + ", ".join(map(repr, names))
+
+
+_IS_BOOL = (lambda value: isinstance(value, bool)), "true or false"
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "memory": _one_of(get_args(Memory)),
+    "retraction": _one_of(get_args(Retraction)),
+    "diagonal": _one_of(get_args(Diagonal)),
+    "bounds": ((lambda value: value is None or _is_pair(value)), "null or two positive numbers in ascending order"),
+    "bridge": _IS_BOOL,
+    "scale": (_is_scale, "a finite number other than 0"),
+    "padding_idx": ((lambda value: value is None or _is_index(value)), "null or a token id"),
+    "rotated": _IS_BOOL,
+}
+_NOT_FREE = {"retraction", "diagonal", "bounds"}  # a free table has none of them
+_OPTIONAL = {"rotated"}  # missing from checkpoints of early versions
+
+
+def check_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Validate a complete entry; ValueError names the unknown, missing or wrong option."""
+    if (version := entry.get("format")) not in (1, FORMAT) or isinstance(version, bool):
+        raise ValueError(
+            f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; install a newer manifold-tying"
+        )
+    options = check_options({name: value for name, value in entry.items() if name not in ("quant_method", "format")})
+    unused = _NOT_FREE if options.get("memory") == "free" else set()
+    if missing := _OPTIONS.keys() - _OPTIONAL - unused - options.keys():
+        raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}; save the converted model again")
+    return dict(entry)
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Validate the options of an interface; ValueError for an unknown option or an invalid value."""
+    for name, value in options.items():
+        if name not in _OPTIONS:
+            raise ValueError(f"unknown option {name!r:.80} in quantization_config; expected {', '.join(_OPTIONS)}")
+        known, expected = _OPTIONS[name]
+        if not known(value):
+            raise ValueError(f"expected {expected} as {name} in quantization_config, got {value!r:.80}")
+    return dict(options)
+
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DAMAGED = "it is damaged or incomplete"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"expected the folder of a transformers checkpoint, but {folder / 'config.json'} does not exist"
+        )
+    return read_object(folder / "config.json", DAMAGED)
+
+
+def recorded_options(folder: Path) -> dict[str, Any] | None:
+    """The validated entry of a converted checkpoint in config.json; None if the checkpoint is not converted."""
+    entry = read_config(folder).get("quantization_config")
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"{folder / 'config.json'} is damaged: expected a JSON object as quantization_config, got {entry!r:.80}"
+        )
+    if entry.get("quant_method") != METHOD:
+        return None
+    try:
+        return check_entry(entry)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Map each tensor name to its file; ValueError if an index points outside the folder."""
+    if (folder / WHOLE).exists():
+        with _open(folder / WHOLE) as tensors:
+            return dict.fromkeys(tensors.keys(), WHOLE)
+    if not (folder / INDEX).exists():
+        raise ValueError(
+            f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
+            "with transformers, if you trust them, and save the model again with safe_serialization=True"
+        )
+    where = read_object(folder / INDEX, DAMAGED).get("weight_map")
+    if not isinstance(where, dict) or not where or not all(map(_is_safetensors_here, where.values())):
+        raise ValueError(
+            f"{folder / INDEX} is damaged: expected a weight_map from parameters to safetensors files of this folder"
+        )
+    return where
+
+
+def _is_safetensors_here(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\\"} & {*name}
+
+
+def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Map each tensor name in the safetensors files to its shape."""
+    found: dict[str, list[int]] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+        with _open(file) as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return found
+
+
+def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -> dict[str, Tensor]:
+    """Read only the named tensors."""
+    read = {}
+    for name in names:
+        with _open(folder / where[name]) as tensors:
+            if name not in tensors.keys():
+                raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
+            read[name] = tensors.get_tensor(name)
+    return read
+
+
+def _open(file: str | Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            "reading a saved model needs safetensors; install the extra: pip install 'manifold-tying[train]' "
+            "(from a checkout: pip install '.[train]')"
+        ) from error
+    try:
+        check_regular(file)
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): it is missing, damaged or incomplete") from error
+
+
+def model_class(folder: Path) -> Any:
+    """The class named under ``architectures`` in config.json: from transformers or registered with AutoModelForCausalLM."""
+    transformers = import_transformers()
+    file = folder / "config.json"
+    names = read_config(folder).get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(
+            f'expected {file} to name the model\'s class, as in "architectures": ["LlamaForCausalLM"], got {names!r:.80}'
+        )
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        registered = transformers.AutoModelForCausalLM._model_mapping.get(type(read_transformers_config(folder)), None)
+        kind = registered if getattr(registered, "__name__", None) == names[0] else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{file} names {names[0]!r} under architectures, which is not a model class of transformers "
+            f"{transformers.__version__}. Fix the entry, install a version that has the class, or register your own class with "
+            "AutoModelForCausalLM.register"
+        )
+    return kind
+
+
+def read_transformers_config(folder: Path) -> Any:
+    """config.json as transformers' configuration object."""
+    read_config(folder)
+    try:
+        return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # damaged fields can make a config class raise any exception
+        raise ValueError(f"transformers does not know the model in {folder / 'config.json'}: {error}") from error
+
+
+def build_empty(folder: Path) -> "PreTrainedModel":
+    """Build the stock model from config.json on the meta device."""
+    kind, config = model_class(folder), read_transformers_config(folder)
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build a {kind.__name__} from {folder / 'config.json'}: {type(error).__name__}: {error}"
+        ) from error
+
+
+# Name endings for unknown classes: Llama, Qwen, Granite, Gemma, OPT and Phi; GPT-2; GPT-NeoX; BLOOM and Falcon; Mamba.
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+
+
+def table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
+    """(embedding's name, head's name, whether a missing head is the embedding); ``where`` maps each tensor to its file.
+
+    Uses the model's class if transformers has it, otherwise common names.
+    """
+    try:
+        model_class(folder)
+    except (ValueError, ModuleNotFoundError):
+        return _usual_names(folder, where)
+    return _names_of_class(folder, where)
+
+
+def _names_of_class(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
+    model = build_empty(folder)
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = _accessed(model, "input"), _accessed(model, "output")
+    if id(embedding) not in names or id(head) not in names:
+        raise ValueError(
+            f"expected a language model in {folder}, but {type(model).__name__} has no embedding or no head "
+            "(get_input_embeddings, get_output_embeddings)"
+        )
+    inside, outside = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+    tied = _tied_with(inside, model.all_tied_weights_keys)
+    table, score = _stored(model, (inside, *sorted(tied)), where), _stored(model, (outside,), where)
+    return table, None if score == table else score, outside in tied
+
+
+def _accessed(model: Any, side: str) -> Any:
+    try:
+        return getattr(model, f"get_{side}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _tied_with(name: str, pairs: Mapping[str, str]) -> set[str]:
+    """All other names of the tensor."""
+    source = pairs.get(name, name)
+    return ({target for target, of in pairs.items() if of == source} | {source}) - {name}
+
+
+def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:
+    """The stored name of the parameter that the model calls ``names``, or None.
+
+    Some classes rename parameters when they save. Checkpoints of base models lack a prefix; then the only stored name with the
+    longest common suffix matches.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameter = torch.empty(1, 1, device="meta")
+    saved = [name for own in names for name in revert_weight_conversion(model, {own: parameter})]
+    if exact := [name for name in (*saved, *names) if name in where]:
+        return exact[0]
+    ends = {found: max(_common_end(name, found) for name in names) for found in where}
+    longest = max(ends.values(), default=0)
+    best = [found for found, length in ends.items() if length == longest]
+    return best[0] if longest >= 2 and len(best) == 1 else None  # 1 part is only "weight"
+
+
+def _common_end(left: str, right: str) -> int:
+    pairs = zip(reversed(left.split(".")), reversed(right.split(".")), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(left.count("."), right.count(".")) + 1)
+
+
+def _usual_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
+    config = read_config(folder)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    rows = config.get("vocab_size", text.get("vocab_size"))
+    embeddings = [name for name in where if _EMBEDDING.search(name)]
+    if len(embeddings) > 1 and isinstance(rows, int):  # exclude embeddings of a vision tower
+        shapes = read_shapes(folder / where[name] for name in embeddings)
+        embeddings = [name for name in embeddings if shapes[name][:1] >= [rows]]
+    heads = [name for name in where if _HEAD.search(name)]
+    for what, found in (("embedding table", embeddings), ("head", heads)):
+        if len(found) > 1:
+            raise ValueError(
+                f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which one reads the tokens"
+            )
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
+    return next(iter(embeddings), None), next(iter(heads), None), tied
