@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import manifold_tying as mt
-from manifold_tying import linalg
+from manifold_tying import distributed, linalg
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
@@ -98,7 +98,7 @@ def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
         losses = train(model, model.loss, group.mean, group.share, steps)
     result: dict[str, Any] = {"losses": losses}
     if isinstance(model.interface, mt.PIT):
-        Z = linalg.full_tensor(model.interface.memory.detach())
+        Z = distributed.full_tensor(model.interface.memory.detach())
         result["defect"] = linalg.defect(Z).item()
         result["sharded defect"] = linalg.defect(model.interface.memory).item()
     if arm == "poet":
@@ -127,7 +127,7 @@ def moved(group: Group) -> dict[str, Any]:
             with counted() as sums:
                 ends = move(start, kind, group.rows)
             results[f"{shape} {kind}"] = {
-                "error": max(largest(linalg.full_tensor(X) - Y) for X, Y in zip(ends, expected, strict=True)),
+                "error": max(largest(distributed.full_tensor(X) - Y) for X, Y in zip(ends, expected, strict=True)),
                 "way": min(largest(X - Y) for X, Y in zip(start, expected, strict=True)),
                 "defect": max(linalg.defect(X).item() for X in ends),
                 "sums": sums,
@@ -213,9 +213,9 @@ def merged_after_a_forward(group: Group) -> dict[str, float]:
             found["before"] = model(x).sum().item()
         merged = schedule.step()
     assert merged
-    linalg.reshard_fsdp(model)
+    distributed.reshard_fsdp(model)
     vectors = [p for name, p in model.named_parameters() if name.endswith("original")]
-    found["moments"] = sum(float(linalg.full_tensor(optimizer.state[p]["exp_avg"]).abs().sum()) for p in vectors)
+    found["moments"] = sum(float(distributed.full_tensor(optimizer.state[p]["exp_avg"]).abs().sum()) for p in vectors)
     with torch.no_grad():
         found["after"] = model(x).sum().item()
     return found
@@ -273,7 +273,7 @@ def states_of_stacks(folder: Path, group: Group) -> float:
     set_state_dict(again, resumed_optimizer, model_state_dict=states["m"], optim_state_dict=states["o"])
     steps(again, resumed_optimizer, range(5, 8))
     pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return max(float((linalg.full_tensor(a) - linalg.full_tensor(b)).abs().max().detach()) for a, b in pairs)
+    return max(float((distributed.full_tensor(a) - distributed.full_tensor(b)).abs().max().detach()) for a, b in pairs)
 
 
 def not_finite(group: Group) -> dict[str, Any]:
@@ -288,14 +288,14 @@ def not_finite(group: Group) -> dict[str, Any]:
         )
         G = gradient((37, 12), 0)
         G[-1, -1] = torch.nan
-        before = [linalg.to_local(x).clone() for x in (p.detach(), other.detach())]
+        before = [distributed.to_local(x).clone() for x in (p.detach(), other.detach())]
         p.grad, other.grad = group.rows(G), group.rows(torch.ones(5, 2))
         try:
             optimizer.step()
             said = ""
         except ValueError as error:
             said = str(error)
-        after = [linalg.to_local(x) for x in (p.detach(), other.detach())]
+        after = [distributed.to_local(x) for x in (p.detach(), other.detach())]
         result[nonfinite] = {"said": said, "unchanged": all(map(torch.equal, before, after))}
     return result
 
@@ -313,7 +313,7 @@ def from_meta(arm: str, group: Group) -> dict[str, Any]:
     return {
         "E": E.tolist(),
         "W_out": W_out.tolist(),
-        "body": linalg.full_tensor(model.get_parameter("blocks.0.attention.query.weight").detach()).tolist(),
+        "body": distributed.full_tensor(model.get_parameter("blocks.0.attention.query.weight").detach()).tolist(),
         "types": [isinstance(p, DTensor) for p in model.parameters()],
     }
 
@@ -346,10 +346,10 @@ def scores_of(group: Group) -> dict[str, Any]:
             if split:
                 shard_vocabulary(interface, group.mesh)
             hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
-            logits = linalg.full_tensor(interface.logits(hidden))
+            logits = distributed.full_tensor(interface.logits(hidden))
             logits.square().mean().backward()
             assert hidden.grad is not None
-            gradients = [linalg.full_tensor(p.grad) for p in interface.parameters() if p.grad is not None]
+            gradients = [distributed.full_tensor(p.grad) for p in interface.parameters() if p.grad is not None]
             found.append([logits.detach(), hidden.grad, *gradients, *interface.materialize()])
         result[arm] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
     return result
@@ -368,13 +368,13 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
             parameters = list(interface.parameters())
             loss = interface.loss(interface.embed(ids).tanh(), ids)
             first = torch.autograd.grad(loss, parameters, create_graph=True)
-            squares = [linalg.to_local(g).square().sum() for g in first]
+            squares = [distributed.to_local(g).square().sum() for g in first]
             total = sum(
-                VocabularyShard.of(p).reduce_from_ranks(square) if linalg.is_dtensor(p) else square
+                VocabularyShard.of(p).reduce_from_ranks(square) if distributed.is_dtensor(p) else square
                 for p, square in zip(parameters, squares, strict=True)
             )
             assert isinstance(total, Tensor)
-            found.append([linalg.full_tensor(g) for g in torch.autograd.grad(total, parameters)])
+            found.append([distributed.full_tensor(g) for g in torch.autograd.grad(total, parameters)])
         result[arm] = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
     return result
 

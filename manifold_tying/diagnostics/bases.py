@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import precision
 
 _BLOCK_ENTRIES = 2**22  # of a block of rows, in float64: 32 MiB
 # Smallest over largest singular value. A polar factor is off by float64's rounding over this ratio.
@@ -23,8 +23,8 @@ def check_table(table: Tensor, name: str) -> None:
     """ValueError unless the table is a finite floating (V, d) with V >= d >= 1."""
     if table.ndim != 2:
         raise ValueError(f"expected {name} (V, d), got {tuple(table.shape)}")
-    linalg.check_tall(table, name)
-    linalg.check_finite(table)
+    precision.check_tall(table, name)
+    precision.check_finite(table)
 
 
 def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
             f"expected {name} of full column rank, got singular values from {h[-1]:.1e} to {h[0]:.1e}: its polar factor is "
             "not determined. Look for zero, constant or duplicate columns"
         )
-    return linalg.sym((Vh.mT * h) @ Vh), linalg.sym((Vh.mT / h) @ Vh)
+    return precision.sym((Vh.mT * h) @ Vh), precision.sym((Vh.mT / h) @ Vh)
 
 
 def basis_product(A: Tensor, inverse_A: Tensor, B: Tensor, inverse_B: Tensor) -> Tensor:
@@ -88,5 +88,5 @@ def principal_angles(A: Tensor, B: Tensor) -> Tensor:
     M = basis_product(A, inverse_A, B, inverse_B)
     gram = torch.zeros_like(M)
     for a, b in zip(table_blocks(A), table_blocks(B), strict=True):
-        gram += linalg.gram(b @ inverse_B - (a @ inverse_A) @ M)
+        gram += precision.gram(b @ inverse_B - (a @ inverse_A) @ M)
     return angles_of(torch.linalg.svdvals(M), gram)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import precision
 from manifold_tying.diagnostics.bases import angles_of, basis_product, check_table, polar_scale, table_blocks
 from manifold_tying.tying import TokenInterface
 
@@ -124,7 +124,7 @@ def interface_consistency(E: Tensor, W_out: Tensor) -> InterfaceConsistency:
     distance, anchor_distance, squares = torch.zeros(3, dtype=torch.float64, device=E.device)
     for a, b in zip(table_blocks(A), table_blocks(B), strict=True):
         u, q = a @ inverse_A, b @ inverse_B
-        gram += linalg.gram(q - u @ M)
+        gram += precision.gram(q - u @ M)
         distance += _cosine_distance(u, q).sum()
         anchors = q @ inverse_B
         anchor_distance += _cosine_distance(a, anchors).sum()
@@ -148,7 +148,7 @@ def delta_ti(E: Tensor, W_out: Tensor) -> float:
     product = torch.zeros(E.shape[1], E.shape[1], dtype=torch.float64, device=E.device)
     for e, w in zip(table_blocks(E), table_blocks(W_out.mT), strict=True):
         product += w.mT @ e
-    return torch.linalg.matrix_norm(product - linalg.eye_like(product)).item()
+    return torch.linalg.matrix_norm(product - precision.eye_like(product)).item()
 
 
 def _check_shapes(E: Tensor, W_out: Tensor) -> None:

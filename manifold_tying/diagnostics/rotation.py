@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import linalg, precision
 
 
 class TraceProbe(NamedTuple):
@@ -30,8 +30,8 @@ def vector_probe(R: Tensor, v: Tensor | None = None, generator: torch.Generator 
     Without v: a normal one from `generator`, or from seed 0, so that every call with the same m probes with the same v, as
     in the paper, and torch's own generator stays as it is. Dividing by ‖Rv‖ matters where R is only nearly orthogonal.
     """
-    linalg.check_square(R)
-    linalg.compute_dtype(R.dtype)
+    precision.check_square(R)
+    precision.compute_dtype(R.dtype)
     m = R.shape[-1]
     if v is None:
         generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -52,19 +52,19 @@ def trace_probe(R: Tensor) -> TraceProbe:
     Var = (m + tr R² - 2 tr² R / m) / (m(m + 2)) = 2‖S - (tr R / m) I‖_F² / (m(m + 2)), zero at R = I as it has to be. The
     last form is computed: it does not cancel, and holds for any square R.
     """
-    linalg.check_square(R)
-    linalg.compute_dtype(R.dtype)
+    precision.check_square(R)
+    precision.compute_dtype(R.dtype)
     m = R.shape[-1]
-    S = linalg.sym(R.detach().double())
+    S = precision.sym(R.detach().double())
     mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)
-    deviation = torch.linalg.matrix_norm(S - mean[..., None, None] * linalg.eye_like(S))
+    deviation = torch.linalg.matrix_norm(S - mean[..., None, None] * precision.eye_like(S))
     return TraceProbe(mean, deviation * (2 / (m * (m + 2))) ** 0.5)
 
 
 def orthogonality_error(R: Tensor) -> Tensor:
     """e_orth = ‖RRᵀ - I‖_F / ‖I‖_F of R (..., m, m): (...), float64. (POET, section 5; for square R the `defect`.)"""
-    linalg.check_square(R)
-    linalg.compute_dtype(R.dtype)
+    precision.check_square(R)
+    precision.compute_dtype(R.dtype)
     return linalg.defect(R.detach())
 
 
@@ -92,7 +92,7 @@ def phases(
         raise ValueError(f"expected steps, values and learning rates of one length >= 4, got {found}")
     if any(later <= earlier for earlier, later in pairwise(steps)):
         raise ValueError("expected increasing steps; sort the records, and drop those that a resumed run wrote again")
-    linalg.check_finite(torch.stack([curve, rates]))
+    precision.check_finite(torch.stack([curve, rates]))
     if abs(curve[n // 2 : 3 * n // 4].median() - curve[3 * n // 4 :].median()) > tolerance:
         return Phases(None, None)
     near = (curve - curve[n // 2 :].median()).abs() <= tolerance

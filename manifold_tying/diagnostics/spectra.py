@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import precision
 
 _BLOCK_ENTRIES = 2**22  # of a block of distances, in float64: 32 MiB
 
@@ -23,10 +23,10 @@ class SpectralSummary(NamedTuple):
 
 def singular_values(W: Tensor) -> Tensor:
     """The min(m, n) singular values of W (..., m, n), descending, float64. R W P has the same. (POET, equation 2.)"""
-    linalg.compute_dtype(W.dtype)
+    precision.compute_dtype(W.dtype)
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected a matrix (..., m, n) with m, n >= 1, got {tuple(W.shape)}; flatten kernels")
-    linalg.check_finite(W)
+    precision.check_finite(W)
     return torch.linalg.svdvals(W.detach().double())
 
 
@@ -50,9 +50,9 @@ def spectral_summary(W: Tensor) -> SpectralSummary:
 
 def eigenvalues(T: Tensor) -> Tensor:
     """The eigenvalues of a symmetric T (..., d, d), ascending, float64: of PIT's transform, all positive."""
-    linalg.check_square(T)
-    linalg.compute_dtype(T.dtype)
-    linalg.check_finite(T)
+    precision.check_square(T)
+    precision.compute_dtype(T.dtype)
+    precision.check_finite(T)
     return torch.linalg.eigvalsh(T.detach().double())
 
 
@@ -68,7 +68,7 @@ def condition(T: Tensor) -> float:
 
 def condition_from_factor(L: Tensor) -> float:
     """The condition number of T = L Lᵀ from its factor L (d, d): cond(L)², in float64, accurate where T's own is lost."""
-    linalg.check_square(L)
+    precision.check_square(L)
     sigma = singular_values(L)
     return (sigma[0] / sigma[-1]).square().item()
 
@@ -81,12 +81,12 @@ def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
     equal directions give infinity. n²/2 distances, a block of rows at a time: memory grows with n, not n². Distances
     come from inner products, those of blocks with nearly equal rows from differences, since these carry the sum.
     """
-    linalg.compute_dtype(W.dtype)
+    precision.compute_dtype(W.dtype)
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected rows (..., n, d) with n, d >= 1, got {tuple(W.shape)}")
     if not 0 < s < math.inf:
         raise ValueError(f"expected a finite exponent s > 0, got {s}")
-    linalg.check_finite(W)
+    precision.check_finite(W)
     rows = W.detach().double()
     # By the largest entry first: squares of tiny and huge rows would leave float64.
     rows = rows / rows.abs().amax(-1, keepdim=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import linalg
+from manifold_tying import linalg, precision
 from manifold_tying.huggingface.folder import FORMAT, METHOD, REQUIRES
 from manifold_tying.huggingface.modules import PITEmbedding, PITHead
 from manifold_tying.parametrizations import CholeskyFactor, OnStiefel, parametrized
@@ -203,7 +203,7 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
     Z = old._table().double()
     if V < old.vocab_size:
         Y = Z[:V]
-        squares = torch.linalg.eigvalsh(linalg.gram(Y))
+        squares = torch.linalg.eigvalsh(precision.gram(Y))
         smallest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
         if not smallest > 1e-5:
             raise ValueError(

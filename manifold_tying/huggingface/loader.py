@@ -13,7 +13,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from manifold_tying import linalg
+from manifold_tying import linalg, precision
 from manifold_tying.huggingface.checkpoint import check_memory
 from manifold_tying.huggingface.files import check_files
 from manifold_tying.huggingface.folder import FORMAT, METHOD, check_entry
@@ -100,7 +100,7 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
         interface = PIT(V, d, **options)
         if bridge:
             interface.bridge = nn.Parameter(torch.empty(d, d, dtype=interface._table().dtype))
-    interface = interface.to(linalg.compute_dtype(dtype))
+    interface = interface.to(precision.compute_dtype(dtype))
     bias = getattr(head, "bias", None)
     new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
     if config.format == 1:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.tying import PIT
 
 
 def head_weight(interface: PIT, dtype: torch.dtype) -> Tensor:
     """W_outᵀ (V, d) in dtype, lazy; eager for a sharded memory and in compiled code, which drops unused values."""
     parameters = tuple(interface.parameters())
-    if torch.compiler.is_compiling() or any(map(linalg.is_dtensor, parameters)):
+    if torch.compiler.is_compiling() or any(map(distributed.is_dtensor, parameters)):
         return _compute(interface, dtype)
     return _Deferred.apply(interface, dtype, *parameters)
 

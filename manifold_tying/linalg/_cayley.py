@@ -5,15 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._autograd import custom_gradient, in_transform, save, saved
-from manifold_tying.linalg._precision import (
-    check_int,
-    check_square,
-    compute_dtype,
-    eye_like,
-    full_precision,
-    gram,
-)
+from manifold_tying.autograd import custom_gradient, in_transform, save, saved
+from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision, gram
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
 _SMALL = 64 * 64

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._precision import check_finite, compute_dtype, eye_like, full_precision, sym
+from manifold_tying.precision import check_finite, compute_dtype, eye_like, full_precision, sym
 
 # Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.linalg._autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
+from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
 from manifold_tying.linalg._polar import polar
-from manifold_tying.linalg._precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram
+from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram
 
 Orthonormalization = Literal["polar", "qr", "cholesky-qr"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.linalg._autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
+from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.linalg._polar_factors import polar_eigh, polar_matmuls
-from manifold_tying.linalg._precision import check_tall, compute_dtype, full_precision, gram, sym
+from manifold_tying.precision import check_tall, compute_dtype, full_precision, gram, sym
 
 # Up to this many columns an eigendecomposition is as fast as the matmuls that replace it.
 _FEW_COLUMNS = 64

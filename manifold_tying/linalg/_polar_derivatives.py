@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from manifold_tying.linalg._precision import eye_like, full_precision, sym
+from manifold_tying.precision import eye_like, full_precision, sym
 
 
 class DifferentiablePolar(Function):

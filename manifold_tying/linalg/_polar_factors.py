@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._precision import check_finite, eye_like, gram, sym
+from manifold_tying.precision import check_finite, eye_like, gram, sym
 
 # Smallest allowed ratio of a Gram matrix's eigenvalues, in either dtype. Its rounding is eps times the largest: in float32 one
 # Newton-Schulz step still restores U; in float64 the error of U grows with the condition squared, to 1e5 eps at 8e3.

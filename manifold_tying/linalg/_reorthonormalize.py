@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._distributed import Reduce, no_reduce, orthonormalize_rows_
+from manifold_tying.distributed import Reduce, is_dtensor, no_reduce, row_reduce, to_local
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt, inverse_sqrt_sync_free, polar_near_identity
 from manifold_tying.linalg._polar import polar
-from manifold_tying.linalg._precision import compute_dtype, eye_like, full_precision, gram, row_chunks
+from manifold_tying.precision import compute_dtype, eye_like, full_precision, gram, gram_in_double, row_chunks
 
 # On a CPU, up to this size, float64 with few operations is faster than many small float32 matmuls.
 _FEW_COLUMNS = 32
@@ -88,3 +88,37 @@ def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
         part = Y[..., rows, :]
         part.copy_(torch.matmul(part, P, out=buffer[..., : part.shape[-2], :]))
     return Y
+
+
+def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
+    """Y <- its polar factor Y (YᵀY)^(-1/2), for this rank's rows of a matrix (..., n, p) of condition up to about 1e6.
+
+    In float64 by the eigenvalues of YᵀY: one all-reduce, two for a condition above 1e3. ValueError on all ranks alike if the
+    matrix is rank-deficient or not finite.
+    """
+    for _ in range(2):
+        G = reduce(gram_in_double(Y))
+        eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
+        smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
+        if not (smallest > 1e-13 * largest).all():
+            raise ValueError(
+                "expected a finite matrix of full column rank, to find the nearest orthonormal one, got squared singular "
+                f"values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
+            )
+        P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
+        for rows in row_chunks(Y):
+            Y[..., rows, :] = (Y[..., rows, :].double() @ P).to(Y.dtype)
+        if (smallest > 1e-6 * largest).all():
+            break
+    return Y
+
+
+def defect(X: Tensor) -> Tensor:
+    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
+
+    For a DTensor sharded by rows: one all-reduce of p x p, the same result on every rank, no gradient.
+    """
+    if is_dtensor(X):
+        X = X.detach()
+    G = row_reduce(X)(gram_in_double(to_local(X)))
+    return torch.linalg.matrix_norm(G - eye_like(G)) / X.shape[-1] ** 0.5

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, precision
 from manifold_tying._geoopt import geoopt
 
 
@@ -23,12 +23,12 @@ class SPD(geoopt.Manifold):
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """The symmetric part of U."""
-        return linalg.sym(u)
+        return precision.sym(u)
 
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
         """X sym(G) X, the gradient of the affine-invariant metric."""
-        with linalg.full_precision(x.device):
-            return linalg.sym(x @ linalg.sym(u) @ x)
+        with precision.full_precision(x.device):
+            return precision.sym(x @ precision.sym(u) @ x)
 
     def projx(self, x: Tensor) -> Tensor:
         """Nearest symmetric matrix with eigenvalues at least 1e-6 (float32) or 1e-12 (float64) times the largest."""
@@ -36,21 +36,21 @@ class SPD(geoopt.Manifold):
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """X + U + U X⁻¹U / 2."""
-        with linalg.full_precision(x.device):
-            return linalg.sym(x + u + u @ torch.cholesky_solve(u, torch.linalg.cholesky(x)) / 2)
+        with precision.full_precision(x.device):
+            return precision.sym(x + u + u @ torch.cholesky_solve(u, torch.linalg.cholesky(x)) / 2)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """L exp(L⁻¹U L⁻ᵀ) Lᵀ, the geodesic."""
-        with linalg.full_precision(x.device):
+        with precision.full_precision(x.device):
             L = torch.linalg.cholesky(x)
-            return linalg.sym(L @ torch.linalg.matrix_exp(whiten(L, u)) @ L.mT)
+            return precision.sym(L @ torch.linalg.matrix_exp(whiten(L, u)) @ L.mT)
 
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         """L log(L⁻¹Y L⁻ᵀ) Lᵀ, the inverse of :meth:`expmap`."""
-        with linalg.full_precision(x.device):
+        with precision.full_precision(x.device):
             L = torch.linalg.cholesky(x)
             eigenvalues, V = torch.linalg.eigh(whiten(L, y))
-            return linalg.sym(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
+            return precision.sym(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
@@ -60,9 +60,9 @@ class SPD(geoopt.Manifold):
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
-        with linalg.full_precision(x.device):
+        with precision.full_precision(x.device):
             L_y = torch.linalg.cholesky(y)
-            return linalg.sym(L_y @ whiten(torch.linalg.cholesky(x), v) @ L_y.mT)
+            return precision.sym(L_y @ whiten(torch.linalg.cholesky(x), v) @ L_y.mT)
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr X⁻¹U X⁻¹V, shape (...)."""
@@ -112,7 +112,7 @@ class SPD(geoopt.Manifold):
 def whiten(L: Tensor, U: Tensor) -> Tensor:
     """L⁻¹ U L⁻ᵀ for lower triangular L and symmetric U."""
     half = torch.linalg.solve_triangular(L, U, upper=False)
-    return linalg.sym(torch.linalg.solve_triangular(L.mT, half, upper=True, left=False))
+    return precision.sym(torch.linalg.solve_triangular(L.mT, half, upper=True, left=False))
 
 
 def nearest_spd(X: Tensor) -> Tensor:
@@ -120,16 +120,16 @@ def nearest_spd(X: Tensor) -> Tensor:
 
     The multiple is 1e-6 in float32 and 1e-12 in float64. ValueError if no eigenvalue is positive.
     """
-    dtype = linalg.compute_dtype(X.dtype)
-    if not linalg.has_data(X):
+    dtype = precision.compute_dtype(X.dtype)
+    if not autograd.has_data(X):
         return torch.empty_like(X)
     if not torch.isfinite(X).all():
         raise ValueError("expected a finite matrix, but it contains NaN or Inf")
-    eigenvalues, V = torch.linalg.eigh(linalg.sym(X.double()))
+    eigenvalues, V = torch.linalg.eigh(precision.sym(X.double()))
     largest = eigenvalues[..., -1:]
     if not (largest > 0).all():
         raise ValueError(
             "expected a matrix with a positive eigenvalue, to project it to a positive definite one; it has none"
         )
     eigenvalues = torch.maximum(eigenvalues, largest * (1e-6 if dtype == torch.float32 else 1e-12))
-    return linalg.sym((V * eigenvalues[..., None, :]) @ V.mT).to(X.dtype)
+    return precision.sym((V * eigenvalues[..., None, :]) @ V.mT).to(X.dtype)

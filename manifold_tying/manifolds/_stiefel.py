@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
@@ -47,30 +47,30 @@ class Stiefel(geoopt.Manifold):
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
         """See the class for the arguments."""
         check_retraction(retraction)
-        linalg.check_int("terms", terms, 1)
+        precision.check_int("terms", terms, 1)
         super().__init__()
         self.retraction = retraction
         self.terms = terms
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """Orthogonal projection to the tangent space: U - X sym(XᵀU)."""
-        return linalg.row_local_map(tangent_part, x, u)
+        return distributed.row_local_map(tangent_part, x, u)
 
     egrad2rgrad = proju
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the manifold, the polar factor."""
-        if not linalg.has_data(x):
+        if not autograd.has_data(x):
             return torch.empty_like(x, memory_format=torch.contiguous_format)
-        if not linalg.is_dtensor(x):
+        if not distributed.is_dtensor(x):
             return linalg.polar(x)[0]
-        return linalg.row_local_map(lambda reduce, rows: linalg.orthonormalize_rows_(rows.clone(), reduce), x)
+        return distributed.row_local_map(lambda reduce, rows: linalg.orthonormalize_rows_(rows.clone(), reduce), x)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """Move x along the tangent vector u by this manifold's retraction."""
-        with linalg.full_precision(x.device):
+        with precision.full_precision(x.device):
             if self.retraction == "polar":
-                return linalg.row_local_map(lambda reduce, x, u: linalg.reorthonormalize(x + u, reduce), x, u)
+                return distributed.row_local_map(lambda reduce, x, u: linalg.reorthonormalize(x + u, reduce), x, u)
             self.check_placement(x)
             if self.retraction == "qr":
                 return linalg.orthonormalize(x + u, "cholesky-qr")
@@ -83,8 +83,8 @@ class Stiefel(geoopt.Manifold):
 
     def check_placement(self, x: Tensor, label: str = "point") -> None:
         """ValueError if x is a DTensor with a placement that this retraction does not support."""
-        if linalg.is_dtensor(x):
-            linalg.check_row_sharding(x, label)
+        if distributed.is_dtensor(x):
+            distributed.check_row_sharding(x, label)
             if self.retraction != "polar":
                 raise ValueError(
                     f"the {label} is a DTensor, which only retraction 'polar' supports, got {self.retraction!r}; "
@@ -98,10 +98,10 @@ class Stiefel(geoopt.Manifold):
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """Geodesic of the Euclidean metric: [X U] exp([[A, -UᵀU], [I, A]]) [I; 0] exp(-A), A = XᵀU (Edelman et al. 1998)."""
         x, u = torch.broadcast_tensors(x, u)
-        with linalg.full_precision(x.device):
+        with precision.full_precision(x.device):
             A = x.mT @ u
-            eye = linalg.eye_like(A).expand_as(A)
-            block = torch.cat([torch.cat([A, -linalg.gram(u)], -1), torch.cat([eye, A], -1)], -2)
+            eye = precision.eye_like(A).expand_as(A)
+            block = torch.cat([torch.cat([A, -precision.gram(u)], -1), torch.cat([eye, A], -1)], -2)
             first = torch.linalg.matrix_exp(block)[..., : A.shape[-1]]
             return linalg.reorthonormalize(torch.cat([x, u], -1) @ (first @ torch.linalg.matrix_exp(-A)))
 
@@ -111,8 +111,10 @@ class Stiefel(geoopt.Manifold):
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr UᵀV, shape (...)."""
-        reduce = linalg.row_reduce(x)
-        return reduce((linalg.to_local(u) * linalg.to_local(u if v is None else v)).sum((-1, -2), keepdim=keepdim))
+        reduce = distributed.row_reduce(x)
+        return reduce(
+            (distributed.to_local(u) * distributed.to_local(u if v is None else v)).sum((-1, -2), keepdim=keepdim)
+        )
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
@@ -125,7 +127,7 @@ class Stiefel(geoopt.Manifold):
     def random_(self, x: Tensor) -> Tensor:
         """Fill x (n, p) with a uniform random point; with the same seed, ranks get the rows that one process would draw."""
         with torch.no_grad():
-            return x.copy_(self.projx(linalg.sharded_normal_(x)))
+            return x.copy_(self.projx(distributed.sharded_normal_(x)))
 
     def origin(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
@@ -143,40 +145,40 @@ class Stiefel(geoopt.Manifold):
         return ok, reason
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        with linalg.full_precision(x.device):
-            G = linalg.row_reduce(x)(linalg.gram(linalg.to_local(x)))
+        with precision.full_precision(x.device):
+            G = distributed.row_reduce(x)(precision.gram(distributed.to_local(x)))
         if G.numel() == 0:  # no matrices on this rank
             return True, None
-        error = (G - linalg.eye_like(G)).abs().max().item()
+        error = (G - precision.eye_like(G)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
 
     def _check_vector_on_tangent(
         self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
     ) -> tuple[bool, str | None]:
-        with linalg.full_precision(x.device):
-            XtU = linalg.row_reduce(x)(linalg.to_local(x).mT @ linalg.to_local(u))
+        with precision.full_precision(x.device):
+            XtU = distributed.row_reduce(x)(distributed.to_local(x).mT @ distributed.to_local(u))
         if XtU.numel() == 0:
             return True, None
-        error = 2 * linalg.sym(XtU).abs().max().item()
+        error = 2 * precision.sym(XtU).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀU + UᵀX| is {error:.1e}, allowed is {atol:.1e}")
 
     def extra_repr(self) -> str:
         return self.retraction
 
 
-def tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor) -> Tensor:
+def tangent_part(reduce: distributed.Reduce, x: Tensor, u: Tensor) -> Tensor:
     """U - X sym(XᵀU) for this rank's rows of X and U."""
-    with linalg.full_precision(x.device):
-        return u - x @ linalg.sym(reduce(x.mT @ u))
+    with precision.full_precision(x.device):
+        return u - x @ precision.sym(reduce(x.mT @ u))
 
 
-def scaled_tangent_part(reduce: linalg.Reduce, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
+def scaled_tangent_part(reduce: distributed.Reduce, x: Tensor, u: Tensor, scale: Tensor) -> Tensor:
     """Project W = U diag(s) to the tangent space, where a change of column j costs 1/s_j; for this rank's rows.
 
     W - X C with C_ij = (A + Aᵀ)_ij s_j² / (s_i² + s_j²) and A = XᵀW. The usual projection splits the correction equally
     between two columns, so a column with s_j = 0 would move as much as one with a large s_j.
     """
-    with linalg.full_precision(x.device):
+    with precision.full_precision(x.device):
         w = u * scale
         A = reduce(x.mT @ w)
         squares = scale.square()
@@ -190,13 +192,13 @@ def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
     W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so all but two products with n rows are 2p x 2p. The result is
     at least float32.
     """
-    x, u = torch.broadcast_tensors(*(a.to(linalg.compute_dtype(a.dtype)) for a in (x, u)))
+    x, u = torch.broadcast_tensors(*(a.to(precision.compute_dtype(a.dtype)) for a in (x, u)))
     B = u - x @ (x.mT @ u) / 2
-    XtX, XtB, BtB = linalg.gram(x), x.mT @ B, linalg.gram(B)
+    XtX, XtB, BtB = precision.gram(x), x.mT @ B, precision.gram(B)
     half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2
     RtX = torch.cat([XtX, -XtB.mT], -2)
     if terms is None:
-        coefficients = torch.linalg.solve(linalg.eye_like(half_M) - half_M, RtX)
+        coefficients = torch.linalg.solve(precision.eye_like(half_M) - half_M, RtX)
     else:
         # (I + A) Σ Aⁱ x = x + 2(A + ... + A^terms) x + A^(terms+1) x with A = W/2 and Aʲx = L (M/2)^(j-1) Rᵀx / 2.
         power, coefficients = RtX / 2, RtX

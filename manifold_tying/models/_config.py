@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from manifold_tying import linalg
+from manifold_tying import precision
 
 NormName = Literal["rmsnorm", "layernorm"]
 
@@ -45,8 +45,8 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            linalg.check_int(name, getattr(self, name), 1)
-        linalg.check_int("head_dim", self.head_dim, 0, " (0: derived)")
+            precision.check_int(name, getattr(self, name), 1)
+        precision.check_int("head_dim", self.head_dim, 0, " (0: derived)")
         for name in ("rope_theta", "norm_eps", "initializer_std", "embedding_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.models._attention import Attention
 from manifold_tying.models._config import LlamaConfig
 from manifold_tying.models._rope import RotaryTables, rotary_tables
@@ -104,7 +104,9 @@ class Llama(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
-                linalg.sharded_normal_(module.weight).mul_(residual_std if name.endswith((".output", ".down")) else std)
+                distributed.sharded_normal_(module.weight).mul_(
+                    residual_std if name.endswith((".output", ".down")) else std
+                )
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, Attention) and module.gate is not None:

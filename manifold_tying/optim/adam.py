@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import rules
@@ -122,8 +122,8 @@ class RiemannianAdam(RiemannianOptimizer):
         adamw(
             parts,
             local_gradients(params),
-            [linalg.to_local(state["exp_avg"]) for state in states],
-            [linalg.to_local(state["exp_avg_sq"]) for state in states],
+            [distributed.to_local(state["exp_avg"]) for state in states],
+            [distributed.to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             foreach=None if group["fused"] else group["foreach"],
@@ -140,7 +140,7 @@ class RiemannianAdam(RiemannianOptimizer):
             found_inf = self._guard.found_inf
             sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
             # The projection follows the user's float32 precision setting: it affects the direction, not the point.
-            with linalg.disable_autocast(batch.params[0].device):
+            with precision.disable_autocast(batch.params[0].device):
                 rules.polar_adam_(batch, sync_free=sync_free, found_inf=found_inf, **_kernel_options(group, fused=True))
             return
         direction = partial(self._direction, group, batch)
@@ -157,7 +157,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
         """Whether :func:`rules.polar_adam_` can update p (required for masking on the device)."""
-        kernel = p.device.type in ("cpu", "cuda") and linalg.to_local(p).is_contiguous()
+        kernel = p.device.type in ("cpu", "cuda") and distributed.to_local(p).is_contiguous()
         usual = rules.is_polar(self._manifolds[p]) and group["second_moment"] == "element" and p not in self._scales
         return usual and kernel
 
@@ -183,6 +183,6 @@ def _second_moment(p: Tensor, group: Group) -> Tensor:
         return p
     if group["second_moment"] == "row":
         return p[..., :1]
-    if linalg.row_reduce(p) is linalg.no_reduce:
+    if distributed.row_reduce(p) is distributed.no_reduce:
         return p[..., :1, :1]  # same placement as the matrices
-    return linalg.to_local(p).new_empty(*linalg.to_local(p).shape[:-2], 1, 1)
+    return distributed.to_local(p).new_empty(*distributed.to_local(p).shape[:-2], 1, 1)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.rules import is_polar
@@ -27,7 +27,7 @@ def check_range(group: Group, **minimum: float) -> None:
             raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
-    linalg.check_int("retract_every", group["retract_every"], 1)
+    precision.check_int("retract_every", group["retract_every"], 1)
 
 
 def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) -> None:
@@ -42,7 +42,7 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
     if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
-    elif linalg.is_dtensor(p):
+    elif distributed.is_dtensor(p):
         raise ValueError(f"{label} is a DTensor, which works on Stiefel itself only, got {type(manifold).__name__}")
     if not p.is_meta:
         ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
@@ -70,4 +70,4 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
         raise ValueError(f"a scale works for points of Stiefel only, but {name} is on {manifold}")
     if group["weight_decay"] != 0:
         raise ValueError(f"a scale needs weight_decay=0, got {group['weight_decay']} for {name}")
-    return linalg.shard_like(scale, p) if manifold is None else scale
+    return distributed.shard_like(scale, p) if manifold is None else scale

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim.rules import manifold_key
 from manifold_tying.parametrizations import manifold_of
@@ -40,7 +40,7 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model (nn.Module), to find parameters by name, got {type(model).__name__}")
-    linalg.reshard_fsdp(model)
+    distributed.reshard_fsdp(model)
     overrides = dict(overrides or {})
     if wrong := [pattern for pattern, options in overrides.items() if not isinstance(options, Mapping)]:
         raise ValueError(

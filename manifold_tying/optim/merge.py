@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying.optim.optimizer import RiemannianOptimizer
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
@@ -51,9 +51,9 @@ class MergeSchedule:
         relaxed: float = 0.1,
         relax_until: int = 2000,
     ) -> None:
-        linalg.check_int("every", every, 1)
-        linalg.check_int("relax_steps", relax_steps, 0)
-        linalg.check_int("relax_until", relax_until, 0)
+        precision.check_int("every", every, 1)
+        precision.check_int("relax_steps", relax_steps, 0)
+        precision.check_int("relax_until", relax_until, 0)
         if not 0 < relaxed < math.inf:
             raise ValueError(
                 f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}"
@@ -79,7 +79,7 @@ class MergeSchedule:
         self.steps += 1
         merges = self.steps % self.every == 0
         if merges or self.steps % -(-self.every // DRIFT_CHECKS) == 0:
-            linalg.reshard_fsdp(self.model)
+            distributed.reshard_fsdp(self.model)
             found = equivalences(self.model)
             if not found:
                 raise ValueError("the model has no equivalence any more; do not step the schedule after materialize")

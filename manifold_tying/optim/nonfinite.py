@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 
 NonFinite = Literal["raise", "skip", "ignore"]
 _LARGE = 1e18  # sums of squares of smaller float32 numbers cannot overflow
@@ -26,7 +26,11 @@ class NonFiniteGuard:
         self._pending: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
     def check(
-        self, names: list[str], gradients: list[Tensor], deferred: bool, reduce: linalg.Reduce = linalg.no_reduce
+        self,
+        names: list[str],
+        gradients: list[Tensor],
+        deferred: bool,
+        reduce: distributed.Reduce = distributed.no_reduce,
     ) -> bool:
         """Whether to run the update; with "raise", a ValueError names the bad parameters.
 
@@ -53,7 +57,7 @@ class NonFiniteGuard:
         # One fast pass over the gradients gives the sum of their norms, the one number that the host reads.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
         size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
-        if reduce is linalg.no_reduce:
+        if reduce is distributed.no_reduce:
             self.needs_rescaling = not float(size) < _LARGE
         else:
             self.needs_rescaling = bool(_on_any_rank(~(size < _LARGE), reduce))
@@ -88,12 +92,12 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     largest = torch.finfo(gradient.dtype).max
     limit = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
-    return gradient * (limit / largest / linalg.mesh_reduce([p])(mine / largest)).clamp(max=1)
+    return gradient * (limit / largest / distributed.mesh_reduce([p])(mine / largest)).clamp(max=1)
 
 
-def _on_any_rank(bad: Tensor, reduce: linalg.Reduce) -> Tensor:
+def _on_any_rank(bad: Tensor, reduce: distributed.Reduce) -> Tensor:
     """True if any rank has True."""
-    return bad if reduce is linalg.no_reduce else reduce(bad.float()) > 0
+    return bad if reduce is distributed.no_reduce else reduce(bad.float()) > 0
 
 
 def _message(when: str, names: list[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
@@ -145,15 +145,17 @@ class RiemannianOptimizer(Optimizer):
         if self._guard.nonfinite == "ignore":
             params = [p for p in params if p in self._manifolds]
         names = [self._names[p] for p in params]
-        return self._guard.check(names, local_gradients(params), sync_free, linalg.mesh_reduce(params))
+        return self._guard.check(names, local_gradients(params), sync_free, distributed.mesh_reduce(params))
 
     def _step_ordinary_scaled(self, group: Group, params: list[Tensor]) -> None:
         """With a scale, compute the update from zeros, then scale and add it: it may be tiny relative to the parameter."""
-        parts = [torch.zeros_like(linalg.to_local(p)) if p in self._scales else linalg.to_local(p) for p in params]
+        parts = [
+            torch.zeros_like(distributed.to_local(p)) if p in self._scales else distributed.to_local(p) for p in params
+        ]
         self._step_ordinary(group, params, parts)
         for p, part in zip(params, parts, strict=True):
             if p in self._scales:
-                linalg.to_local(p).addcmul_(self._scales[p], part)
+                distributed.to_local(p).addcmul_(self._scales[p], part)
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
         """The points of a group that have a gradient, grouped into batches that one call can update."""
@@ -167,7 +169,7 @@ class RiemannianOptimizer(Optimizer):
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
             placed: Any = p  # a DTensor has a mesh
-            where = (placed.device_mesh, placed.placements) if linalg.is_dtensor(p) else p.device
+            where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
             scale = id(self._scales[p]) if p in self._scales else None
             alike[manifold_key(self._manifolds[p]), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
@@ -225,4 +227,4 @@ class RiemannianOptimizer(Optimizer):
 
 def local_gradients(params: list[Tensor]) -> list[Tensor]:
     """This rank's part of each gradient."""
-    return [linalg.to_local(p.grad) for p in params if p.grad is not None]
+    return [distributed.to_local(p.grad) for p in params if p.grad is not None]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 
@@ -26,12 +26,12 @@ class Batch(NamedTuple):
     project: bool
 
     @property
-    def reduce(self) -> linalg.Reduce:
-        return linalg.row_reduce(self.params[0])
+    def reduce(self) -> distributed.Reduce:
+        return distributed.row_reduce(self.params[0])
 
     def local(self, key: str) -> list[Tensor]:
         """This rank's part of one state tensor of every point."""
-        return [linalg.to_local(state[key]) for state in self.states]
+        return [distributed.to_local(state[key]) for state in self.states]
 
 
 def is_polar(manifold: geoopt.Manifold) -> bool:
@@ -44,12 +44,14 @@ def manifold_key(manifold: geoopt.Manifold) -> Any:
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
-def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: linalg.Reduce) -> Tensor:
+def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: distributed.Reduce) -> Tensor:
     """G projected to the tangent space at X: on Stiefel G - X sym(XᵀG)."""
     return tangent_part(reduce, X, G) if is_polar(manifold) else manifold.egrad2rgrad(X, G)
 
 
-def retract(manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: linalg.Reduce, transported: Tensor) -> Tensor:
+def retract(
+    manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: distributed.Reduce, transported: Tensor
+) -> Tensor:
     """Move X along -step; on a foreign manifold also transport the moment ``transported``, in place."""
     if is_polar(manifold):
         return linalg.reorthonormalize_(X - step, reduce)
@@ -70,7 +72,7 @@ def adam_direction(
     return (m / (1 - beta1**step)).div_((v / (1 - beta2**step)).sqrt_().add_(eps))
 
 
-def mean_square(R: Tensor, second_moment: str, entries: int, reduce: linalg.Reduce) -> Tensor:
+def mean_square(R: Tensor, second_moment: str, entries: int, reduce: distributed.Reduce) -> Tensor:
     """Squares of R, or their mean by row or by matrix; a full matrix has ``entries`` entries over all ranks."""
     if second_moment == "matrix":
         return reduce(R.square().sum((-2, -1), keepdim=True)) / entries
@@ -113,7 +115,7 @@ def riemannian_step_(
 
     ``direction`` updates the stacked state in place. On a foreign manifold the state's ``moment`` is transported.
     """
-    points, steps = [linalg.to_local(p) for p in batch.params], batch.local("step")
+    points, steps = [distributed.to_local(p) for p in batch.params], batch.local("step")
     X, G = _stack(points), _stack(batch.gradients)
     for count in steps:
         count += 1
@@ -131,7 +133,7 @@ def riemannian_step_(
     for i, p in enumerate(points):
         p.copy_(moved[i])
         for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state
-            linalg.to_local(batch.states[i][key]).copy_(state[key][i])
+            distributed.to_local(batch.states[i][key]).copy_(state[key][i])
 
 
 def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **options: Any) -> None:
@@ -141,11 +143,11 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     rows at a time, which stays in the CPU cache.
     """
     count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
-    points, gradients = [linalg.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
+    points, gradients = [distributed.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
     X, G = (points[0], gradients[0]) if count == 1 else (torch.stack(points), torch.stack(gradients))
     A = reduce(X.mT @ G) if batch.project else None
     twice = None if A is None else A + A.mT
-    blocks = linalg.row_chunks(X)
+    blocks = precision.row_chunks(X)
     for rows in blocks:
         x, R, *moments = (X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq"))
         if len(blocks) > 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim import rules
 from manifold_tying.optim.checks import Group, check_kernels, check_range
@@ -68,7 +68,7 @@ class RiemannianSGD(RiemannianOptimizer):
 
     def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         found = [self.state[p].get("momentum_buffer") for p in params]
-        buffers = [None if buffer is None else linalg.to_local(buffer) for buffer in found]
+        buffers = [None if buffer is None else distributed.to_local(buffer) for buffer in found]
         sgd(
             parts,
             local_gradients(params),
@@ -86,7 +86,7 @@ class RiemannianSGD(RiemannianOptimizer):
             for p, before, buffer in zip(params, found, buffers, strict=True):
                 if before is None:
                     assert buffer is not None, "sgd made it"
-                    self.state[p]["momentum_buffer"] = linalg.from_local_like(p, buffer)
+                    self.state[p]["momentum_buffer"] = distributed.from_local_like(p, buffer)
 
     def _step_points(self, group: Group, batch: rules.Batch) -> None:
         def direction(X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import nearest_spd
 from manifold_tying.parametrizations._constraint import Constraint
 
@@ -34,11 +34,13 @@ class _Clamp(torch.autograd.Function):
         result = grad.masked_fill(outward, 0)
         if torch.is_grad_enabled() and (((x < low) | (x > high)) & ~outward).any():
             # This gradient is not the derivative of the clamp, so it cannot be differentiated.
-            result = linalg.no_second_derivative(result, (x, grad), "an entry of the diagonal is outside of its bounds")
+            result = autograd.no_second_derivative(
+                result, (x, grad), "an entry of the diagonal is outside of its bounds"
+            )
         return result, None, None
 
 
-_clamp = linalg.custom_gradient(_Clamp, torch.clamp, differentiable=True)
+_clamp = autograd.custom_gradient(_Clamp, torch.clamp, differentiable=True)
 
 
 class CholeskyFactor(Constraint):
@@ -65,7 +67,7 @@ class CholeskyFactor(Constraint):
 
     def lower(self, stored: Tensor) -> Tensor:
         """L in the stored tensor's dtype; a DTensor is gathered, so every rank gets the full L."""
-        stored = linalg.full_tensor(stored)
+        stored = distributed.full_tensor(stored)
         raw = stored.diagonal(dim1=-2, dim2=-1)
         positive = F.softplus(raw) if self.diagonal == "softplus" else raw.exp()
         if self.bounds is not None:
@@ -74,7 +76,7 @@ class CholeskyFactor(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Invert :meth:`lower`; ValueError unless weight is lower triangular with a positive diagonal."""
-        if not linalg.has_data(weight):
+        if not autograd.has_data(weight):
             return torch.empty_like(weight)
         positive = weight.diagonal(dim1=-2, dim2=-1)
         square = weight.shape[-1] == weight.shape[-2]
@@ -98,10 +100,10 @@ class CholeskySPD(Constraint):
         self.factor = factor
 
     def forward(self, stored: Tensor) -> Tensor:
-        with linalg.full_precision(stored.device):
+        with precision.full_precision(stored.device):
             L = self.factor.lower(stored)
             return (L @ L.mT).to(self.dtype_marker.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        T = nearest_spd(weight.to(linalg.compute_dtype(weight.dtype)))
+        T = nearest_spd(weight.to(precision.compute_dtype(weight.dtype)))
         return self.factor.right_inverse(torch.linalg.cholesky(T).contiguous())

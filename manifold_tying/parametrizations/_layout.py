@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, precision
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 ATTENTION = 3  # matrices that MultiheadAttention stacks in in_proj_weight
@@ -50,17 +50,17 @@ class Layout:
             raise ValueError(f"{kind} has no parameter {name!r} of its own; its parameters: {names}")
         if isinstance(weight, nn.parameter.UninitializedParameter):
             raise ValueError(f"{kind}.{name} has no shape yet; run the module on some input first")
-        if linalg.is_dtensor(weight):
+        if distributed.is_dtensor(weight):
             raise ValueError(f"{kind}.{name} is already a DTensor; constrain it first, then shard the model")
         if _is_shared(module, name):
             raise ValueError(
                 f"{kind}.{name} is also another module's parameter (a tied table), which would read the stored tensor. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
-        linalg.compute_dtype(weight.dtype)
+        precision.compute_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
             raise ValueError(f"expected {kind}.{name} to be a matrix or a stack of matrices, got {tuple(weight.shape)}")
-        if linalg.has_data(weight) and not torch.isfinite(weight).all():
+        if autograd.has_data(weight) and not torch.isfinite(weight).all():
             raise ValueError(f"expected {kind}.{name} to be finite, but it contains NaN or Inf")
         return cls(weight.shape, isinstance(module, CONVOLUTIONS))
 
@@ -79,7 +79,7 @@ class Layout:
                 stacklevel=3,
             )
         blocks = 1 if blocks is None else blocks
-        linalg.check_int("blocks", blocks, 1)
+        precision.check_int("blocks", blocks, 1)
         if rows % blocks:
             raise ValueError(
                 f"expected blocks to divide the {rows} rows of {kind}.{name} {tuple(layout.shape)}, got {blocks}"
@@ -101,7 +101,7 @@ class Layout:
         if weight.shape != self.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
         matrix = weight.reshape(self.matrix_shape)
-        return (matrix.mT if self._wide else matrix).to(linalg.compute_dtype(weight.dtype)).contiguous()
+        return (matrix.mT if self._wide else matrix).to(precision.compute_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
         """Convert tall matrices back to the weight's shape."""

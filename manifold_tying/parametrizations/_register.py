@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
@@ -108,13 +108,13 @@ def materialize(module: M) -> M:
 
     Warns if R and P of an equivalence are not orthogonal to within 1e-3.
     """
-    linalg.reshard_fsdp(module)
+    distributed.reshard_fsdp(module)
     found = list(constraints(module))
     for path, owner, name in found:
         parts = parametrized(owner)[name]
         if not all(isinstance(part, Constraint) for part in parts):
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
-        if linalg.is_dtensor(parts.original):
+        if distributed.is_dtensor(parts.original):
             raise ValueError(
                 f"{path} is a DTensor; gather the state dict into an unsharded model first, then materialize that"
             )
@@ -185,7 +185,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     weight = getattr(module, name)
     label = f"{type(module).__name__}.{name} of shape {tuple(weight.shape)}"
     given = weight.data
-    weight.data = given.to(linalg.compute_dtype(given.dtype))
+    weight.data = given.to(precision.compute_dtype(given.dtype))
     try:
         # unsafe: the stored tensor may have another shape (tall) and dtype (float32) than the weight.
         parametrize.register_parametrization(module, name, constraint, unsafe=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._register import constraints, is_ours, parametrized, register
 from manifold_tying.poet.layer_class import share_class
@@ -100,7 +100,7 @@ def equivalence(
     device, dtype = weight.device, weight.dtype
     register_equivalence(module, name, layout, spec, seed)
     if start is not None:
-        setattr(module, name, start.to(device, linalg.compute_dtype(dtype)))
+        setattr(module, name, start.to(device, precision.compute_dtype(dtype)))
     return module
 
 
@@ -259,7 +259,7 @@ def merge(module: nn.Module) -> int:
     >>> merge(layer)
     1
     """
-    linalg.reshard_fsdp(module)
+    distributed.reshard_fsdp(module)
     found = equivalences(module)
     merge_all(found)
     return len(found)
@@ -280,7 +280,7 @@ def keep_plain_weights(model: nn.Module) -> None:
 def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     for name, stored, parts in _constrained(model):
         if f"{prefix}{stored}" in state:
-            weight = linalg.full_tensor(parts.original.detach())
+            weight = distributed.full_tensor(parts.original.detach())
             for part in parts:
                 weight = part(weight)
             state[f"{prefix}{name}"] = weight.clone()  # safetensors rejects tensors that share memory

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import linalg
+from manifold_tying import autograd, precision
 from manifold_tying.poet.rotation import (
     Blocks,
     add_block_outer_,
@@ -50,7 +50,7 @@ def poet_linear(
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ never forms W; it saves x and x Pᵀ W0ᵀ for the backward. Weight-centric: forms W in the
     skew parameters' dtype, casts it to x's, and forms it again in the backward; it saves x. Both agree to rounding.
     """
-    x = x.to(linalg.autocast_dtype(x))
+    x = x.to(precision.autocast_dtype(x))
     is_compiling = torch.compiler.is_compiling()
     if input_centric:
         flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
@@ -82,7 +82,7 @@ def arrange_back(W: Tensor, perms: Permutations) -> Tensor:
 
 
 def _plain_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    with linalg.full_precision(W0.device):
+    with precision.full_precision(W0.device):
         R, P = both_blocks(spec, skew_params)
         return arrange_back(block_matmul_rows(block_matmul(W0.to(skew_params.dtype), P), R), perms)
 
@@ -100,16 +100,16 @@ class _WeightCentric(Function):
     def forward(
         ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
     ) -> Tensor:
-        linalg.save(ctx, (x, W0, skew_params, spec, perms))
+        autograd.save(ctx, (x, W0, skew_params, spec, perms))
         return _plain_weight_centric(x, W0, skew_params, spec, perms)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, W0, skew_params, spec, perms), _ = linalg.saved(ctx)
+        (x, W0, skew_params, spec, perms), _ = autograd.saved(ctx)
         needs_x, _, needs_skew, *_ = ctx.needs_input_grad
         R, P, pull_back = _blocks_with_gradient(spec, skew_params)
         grad_x = grad_skew = None
-        with linalg.full_precision(W0.device):
+        with precision.full_precision(W0.device):
             W0 = W0.to(skew_params.dtype)
             M = block_matmul(W0, P)
             W = arrange_back(block_matmul_rows(M, R), perms).to(grad.dtype) if needs_x else None
@@ -120,7 +120,7 @@ class _WeightCentric(Function):
             of_R, of_P = _zeros(R), _zeros(P)
             grad_W = grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
             grad_W = arrange(grad_W.to(M.dtype), perms)
-            with linalg.full_precision(W0.device):
+            with precision.full_precision(W0.device):
                 add_block_outer_(of_R, grad_W.mT, M.mT)
                 del M
                 add_block_outer_(of_P, W0, block_matmul_rows(grad_W, transposed(R)))
@@ -137,14 +137,14 @@ def _plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: Rotat
     return _rotate_out(v, of_R, spec, perms)
 
 
-@linalg.recomputed
+@autograd.recomputed
 def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
     """x Pᵀ, in the order of W0's stored columns."""
     P = orthogonal_blocks(spec.P, of_P, spec.terms, _matmul_dtype(x))
     return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
 
 
-@linalg.recomputed
+@autograd.recomputed
 def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
     """v Rᵀ, in the layer's order."""
     R = orthogonal_blocks(spec.R, of_R, spec.terms, _matmul_dtype(v))
@@ -176,12 +176,12 @@ class _InputCentric(Function):
             permute_into(y[t], scratch(1, m), perms.rows_inverse)
             if rotated < m:
                 kept[t] = v[:, :rotated]  # all that the gradient of R needs
-        linalg.save(ctx, (x, W0, skew_params, spec, perms), kept)
+        autograd.save(ctx, (x, W0, skew_params, spec, perms), kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, W0, skew_params, spec, perms), (v,) = linalg.saved(ctx)
+        (x, W0, skew_params, spec, perms), (v,) = autograd.saved(ctx)
         R, P, pull_back = _blocks_with_gradient(spec, skew_params, _matmul_dtype(x))
         W, of_R, of_P, grad_x = W0.to(grad.dtype), _zeros(R), _zeros(P), torch.empty_like(x)
         m, n = W.shape
@@ -229,7 +229,7 @@ def _blocks_with_gradient(
         R, P = both_blocks(spec, leaf, matmul_dtype)
 
     def pull_back(of_R: Blocks, of_P: Blocks) -> Tensor:
-        with linalg.full_precision(leaf.device):
+        with precision.full_precision(leaf.device):
             return torch.autograd.grad((*R, *P), leaf, (*of_R, *of_P))[0]
 
     return [G.detach() for G in R], [G.detach() for G in P], pull_back
@@ -244,10 +244,10 @@ def _matmul_dtype(x: Tensor) -> torch.dtype | None:
     return torch.bfloat16 if x.dtype == torch.bfloat16 else None
 
 
-_weight = linalg.recomputed(_plain_weight)
-_recomputed_weight_centric = linalg.recomputed(_plain_weight_centric)
-_weight_centric = linalg.custom_gradient(_WeightCentric, _plain_weight_centric)
-_input_centric = linalg.custom_gradient(_InputCentric, _plain_input_centric)
+_weight = autograd.recomputed(_plain_weight)
+_recomputed_weight_centric = autograd.recomputed(_plain_weight_centric)
+_weight_centric = autograd.custom_gradient(_WeightCentric, _plain_weight_centric)
+_input_centric = autograd.custom_gradient(_InputCentric, _plain_input_centric)
 
 
 # ---- the cheaper of the two

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._register import constraints, parametrized
@@ -102,14 +102,14 @@ class Equivalence(Constraint):
     def _load_error(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
         """Why a state cannot be loaded; "" if it can."""
         # Shapes can agree although the blocks differ; loading would then silently give another weight.
-        if form is not None and linalg.has_data(form) and form.tolist() != self._form:
+        if form is not None and autograd.has_data(form) and form.tolist() != self._form:
             return (
                 f"form: expected block sizes and rotating dimensions of R and P, and terms, to be {self._form}, got "
                 f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
             )
         if base is not None and base.shape != self.layout.shape:
             return f"base: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}"
-        if base is not None and not linalg.has_data(base) and not assign and linalg.has_data(self.ordered_base):
+        if base is not None and not autograd.has_data(base) and not assign and autograd.has_data(self.ordered_base):
             return "base: a tensor on the meta device has no values to load; load with assign=True"
         return ""
 
@@ -125,8 +125,8 @@ class Equivalence(Constraint):
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) must have the layer's dtype unless autocast is on."""
-        dtype = linalg.autocast_dtype(x)
-        autocast = linalg.is_autocast_on(x.device) and dtype.itemsize < 4
+        dtype = precision.autocast_dtype(x)
+        autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype_marker.dtype):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype_marker.dtype}, got {tuple(x.shape)} in {x.dtype}"
@@ -144,10 +144,10 @@ class Equivalence(Constraint):
         """Make the weight the new base, with R and P the identity."""
         if weight.shape != self.layout.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
-        if linalg.has_data(weight):
-            linalg.check_finite(weight)
+        if autograd.has_data(weight):
+            precision.check_finite(weight)
         self.ordered_base.copy_(self._to_rotation_order(weight))
-        dtype = linalg.compute_dtype(self.ordered_base.dtype)
+        dtype = precision.compute_dtype(self.ordered_base.dtype)
         return torch.zeros(*self.layout.matrix_shape[:-2], self.spec.num_params, dtype=dtype, device=weight.device)
 
     @torch.no_grad()
@@ -194,13 +194,13 @@ Found = Sequence[tuple[str, Equivalence, Tensor]]
 def merge_all(found: Found) -> None:
     """Merge all, or none if a vector is not finite; warn about the worst if one is not orthogonal to within 1e-3."""
     # Every rank has all of W0: gather the sharded vectors, then each rank merges identically.
-    vectors = [(path, part, linalg.full_tensor(stored.detach())) for path, part, stored in found]
+    vectors = [(path, part, distributed.full_tensor(stored.detach())) for path, part, stored in found]
     if bad := [path for path, _, vector in vectors if not vector.isfinite().all()]:
         raise ValueError(f"the skew vectors of {', '.join(bad)} hold NaN or Inf; nothing was merged")
     check_drift(vectors)
     for (_, part, vector), (_, _, stored) in zip(vectors, found, strict=True):
         part.merge_(vector)
-        linalg.to_local(stored.detach()).zero_()
+        distributed.to_local(stored.detach()).zero_()
         stored.grad = None
 
 

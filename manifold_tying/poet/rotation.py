@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 Blocks = list[Tensor]
@@ -55,7 +55,7 @@ def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
     """x_j G_j block by block, x (..., T, n), blocks with the same leading dimensions; remaining columns are unchanged."""
     if not blocks:
         return x
-    if x.ndim == 2 and not linalg.is_tracing():
+    if x.ndim == 2 and not autograd.is_tracing():
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         block_matmul_into(y, x, blocks)
         return y
@@ -149,7 +149,7 @@ def _gather(x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
     return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # half the time of index_select on a CPU
 
 
-_permute = linalg.custom_gradient(_Permute, _gather, differentiable=True)
+_permute = autograd.custom_gradient(_Permute, _gather, differentiable=True)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
@@ -179,7 +179,7 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
     drifted = []
     for path, spec, skew_params in found:
         if spec.terms is not None and not skew_params.is_meta:
-            norm = skew_norm(spec, linalg.full_tensor(skew_params)).double()
+            norm = skew_norm(spec, distributed.full_tensor(skew_params)).double()
             drifted.append((float(truncation_error(norm, spec.terms).nan_to_num(math.inf)), float(norm), path))
     worst, size, name = max(drifted, default=(0.0, 0.0, ""))
     if worst > _MAX_DEFECT:
@@ -209,7 +209,7 @@ def _spectral_norms(A: Tensor) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     v = torch.randn(A.shape[-1], 1, generator=generator, device="cpu").to(A)
     norm = A.new_zeros(A.shape[:-2])
-    with linalg.full_precision(A.device):
+    with precision.full_precision(A.device):
         for _ in range(_POWER_STEPS):
             v = A @ (A @ v)
             squared = torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)

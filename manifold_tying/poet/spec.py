@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, linalg, precision
 
 Scheme = Literal["block", "full"]
 Sides = Literal["both", "in", "out"]
@@ -31,9 +31,9 @@ class BlockSpec:
     num_rotated: int
 
     def __post_init__(self) -> None:
-        linalg.check_int("the dimensions of a side", self.n, 1)
-        linalg.check_int("a block's size", self.block, 1)
-        linalg.check_int("the dimensions that rotate", self.num_rotated, 0)
+        precision.check_int("the dimensions of a side", self.n, 1)
+        precision.check_int("a block's size", self.block, 1)
+        precision.check_int("the dimensions that rotate", self.num_rotated, 0)
         if max(self.block, self.num_rotated) > self.n:
             raise ValueError(
                 f"block ({self.block}) and rotating dimensions ({self.num_rotated}) must not exceed the dimension {self.n}"
@@ -143,7 +143,7 @@ def _inverse(order: Tensor) -> Tensor:
 def random_seed() -> int:
     """A seed from torch's default CPU generator, independent of the default device."""
     drawn = torch.randint(2**62, (), device="cpu")
-    return int(drawn) if linalg.has_data(drawn) else 0
+    return int(drawn) if autograd.has_data(drawn) else 0
 
 
 def hash_seed(*parts: int | str) -> int:
@@ -195,7 +195,7 @@ def check_options(
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
             raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
-    linalg.check_int("block_size", block_size, 2)
+    precision.check_int("block_size", block_size, 2)
     if fraction is not None and scheme != "full":
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
@@ -212,13 +212,13 @@ def check_options(
 def check_terms(terms: Any) -> None:
     """ValueError unless terms is None or an integer from 1 to 64."""
     if terms is not None:
-        linalg.check_int("terms", terms, 1, ", or None for the exact map")
+        precision.check_int("terms", terms, 1, ", or None for the exact map")
         if terms > _MAX_TERMS:
             raise ValueError(f"expected at most {_MAX_TERMS} terms, got {terms}; None is the exact map")
 
 
 def check_seed(seed: Any) -> None:
     """ValueError unless seed is a nonnegative integer that fits into int64."""
-    linalg.check_int("seed", seed, 0)
+    precision.check_int("seed", seed, 0)
     if seed >= 2**63:
         raise ValueError(f"expected a seed below 2**63, got {seed}")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.linalg import sym
+from manifold_tying.precision import sym
 
 
 def rounding(dtype: torch.dtype, size: int, condition: float = 1.0) -> float:

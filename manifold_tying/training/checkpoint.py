@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.training.config import CORPUS, differing, other_text
@@ -212,7 +212,7 @@ def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
     """An empty state of the parameter p, sharded like p if it has p's rows."""
-    if linalg.is_dtensor(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
+    if distributed.is_dtensor(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
     return torch.empty(shape, dtype=dtype)

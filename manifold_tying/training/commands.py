@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from manifold_tying import diagnostics, linalg
+from manifold_tying import diagnostics, precision
 from manifold_tying.diagnostics.bases import table_blocks
 from manifold_tying.diagnostics.saved import saved_interface
 from manifold_tying.huggingface import convert, export, load, save
@@ -239,6 +239,6 @@ def _condition(table: Tensor) -> float:
     d = table.shape[1]
     gram = torch.zeros(d, d, dtype=torch.float64)
     for rows in table_blocks(table):
-        gram += linalg.gram(rows)
+        gram += precision.gram(rows)
     squares = torch.linalg.eigvalsh(gram)
     return (squares[-1] / squares[0].clamp_min(0)).sqrt().item()

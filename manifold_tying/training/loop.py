@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.recipe import rate_factor
 from manifold_tying.training.build import build_merges, build_model, build_optimizer, clipped_parameters
@@ -226,7 +226,7 @@ def train_step(
 
 
 def _grad_norm(parameters: list[Tensor]) -> Tensor:
-    return linalg.full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    return distributed.full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def _penalty(settings: Settings, model: Model) -> Tensor | float:
@@ -246,7 +246,7 @@ def _nan_message(
 ) -> str:
     """The error for gradients that are not finite."""
     kept = writer.kept()
-    grads = {name: linalg.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
+    grads = {name: distributed.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
     names = list(dict.fromkeys(name for found in processes.all_gather(bad) for name in found))
     listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import diagnostics, linalg
+from manifold_tying import diagnostics, precision
 from manifold_tying.diagnostics.spectra import entropy_of
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.poet import equivalences
@@ -145,7 +145,7 @@ class _Turned:
         return numbers
 
     def _with(self, R: Side, P: Side, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with linalg.full_precision(self.R.device):
+        with precision.full_precision(self.R.device):
             factors = rotated_rows(self.R, *R), rotated_columns(self.P, *P)
         rows, columns = self.rows.clone(), self.columns.clone()
         rows[_turned(R)] += steps

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.training.checkpoint import (
     FOLDER,
@@ -130,7 +130,7 @@ def export_model(path: Path, out: Path) -> None:
 
 
 def _sharded(parts: dict[str, dict[str, Tensor]]) -> bool:
-    return any(linalg.is_dtensor(tensor) for tensors in parts.values() for tensor in tensors.values())
+    return any(distributed.is_dtensor(tensor) for tensors in parts.values() for tensor in tensors.values())
 
 
 def _make_empty(folder: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 from manifold_tying.tying._tables import INITIAL_STD
 from manifold_tying.tying._vocabulary import VocabularyShard
@@ -38,7 +38,7 @@ class FreePIT(PIT):
     def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = INITIAL_STD) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
-        dtype = linalg.compute_dtype(torch.get_default_dtype())
+        dtype = precision.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * std)
         self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹
 
@@ -53,12 +53,12 @@ class FreePIT(PIT):
     @property
     def memory(self) -> Tensor:  # type: ignore[override]  # read-only
         """Z, (V, d): the orthonormal polar factor of W."""
-        return linalg.polar(linalg.full_tensor(self.table))[0]
+        return linalg.polar(distributed.full_tensor(self.table))[0]
 
     @property
     def transform(self) -> Tensor:
         """T, (d, d): the symmetric polar factor of W."""
-        return linalg.polar(linalg.full_tensor(self.table))[1]
+        return linalg.polar(distributed.full_tensor(self.table))[1]
 
     @property
     def cholesky_factor(self) -> Tensor:  # type: ignore[override]
@@ -69,7 +69,7 @@ class FreePIT(PIT):
     def head_weight(self) -> Tensor:
         if self.bridge is None:
             return self.table
-        with linalg.full_precision(self._dtype_marker.device):
+        with precision.full_precision(self._dtype_marker.device):
             return self.table @ self.bridge.mT
 
     def _table(self) -> Tensor:
@@ -77,32 +77,32 @@ class FreePIT(PIT):
 
     def _divide(self, rows: Tensor) -> Tensor:
         """rows (WᵀW)⁻¹."""
-        inverse = None if linalg.in_transform() else self._inverse_gram()
-        return _divide(rows, linalg.to_local(self.table), inverse, VocabularyShard.of(self.table))
+        inverse = None if autograd.in_transform() else self._inverse_gram()
+        return _divide(rows, distributed.to_local(self.table), inverse, VocabularyShard.of(self.table))
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden)
         if self.bridge is not None:
-            with linalg.full_precision(hidden.device):
+            with precision.full_precision(hidden.device):
                 hidden = (hidden.to(self.bridge.dtype) @ self.bridge).to(hidden.dtype)
         return hidden, self.table
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            W = linalg.full_tensor(self.table)
+            W = distributed.full_tensor(self.table)
             wide = W.double()
             return self._with_bridge(wide @ _inverse_gram(W), wide.mT, dtype or W.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        linalg.sharded_normal_(self.table).mul_(self.std)
+        distributed.sharded_normal_(self.table).mul_(self.std)
 
     def _inverse_gram(self) -> Tensor:
         """(WᵀW)⁻¹ in float64, recomputed only when W has changed."""
         W = self.table.detach()
         may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not linalg.has_data(linalg.to_local(W)) or not may_ask:
+        if torch.compiler.is_compiling() or not autograd.has_data(distributed.to_local(W)) or not may_ask:
             return _inverse_gram(W)
         key = (_fingerprint(W), W.dtype, W.device)
         if self._cached is None or self._cached[0] != key:
@@ -120,10 +120,10 @@ def _fingerprint(W: Tensor) -> float:
     Version counters would be cheaper, but writes through ``.data`` bypass them: EMA weights, some optimizers, fused kernels
     of other libraries.
     """
-    rows = linalg.to_local(W)
+    rows = distributed.to_local(W)
     v = torch.arange(1, rows.shape[1] + 1, dtype=W.dtype, device=W.device).sin()
     s = (rows @ v).double()
-    return float(linalg.row_reduce(W)(s @ s))
+    return float(distributed.row_reduce(W)(s @ s))
 
 
 @torch.no_grad()
@@ -132,9 +132,9 @@ def _inverse_gram(W: Tensor) -> Tensor:
 
     NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient.
     """
-    G = linalg.row_reduce(W)(linalg.gram_in_double(linalg.to_local(W)))
+    G = distributed.row_reduce(W)(precision.gram_in_double(distributed.to_local(W)))
     L, info = torch.linalg.cholesky_ex(G)
-    if G.device.type == "cpu" and linalg.has_data(G) and not torch.compiler.is_compiling():
+    if G.device.type == "cpu" and autograd.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
         if torch.isfinite(G).all() and (info != 0 or pivots.min() < MIN_PIVOT_RATIO * pivots.max()):
             raise ValueError(
@@ -150,12 +150,12 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard) -> Tensor:
         e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
-        linalg.save(ctx, (rows, W, inverse, vocabulary), e)
+        autograd.save(ctx, (rows, W, inverse, vocabulary), e)
         return e
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (_, W, inverse, _), (e,) = linalg.saved(ctx)
+        (_, W, inverse, _), (e,) = autograd.saved(ctx)
         Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
         grad_W = None
         if ctx.needs_input_grad[1]:
@@ -170,4 +170,4 @@ def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: Vocabula
     return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
 
 
-_divide = linalg.custom_gradient(_Divide, _plain)
+_divide = autograd.custom_gradient(_Divide, _plain)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Token chunks: the fewest that keep peak memory under 10 % of the logits in the matmul dtype. Matmuls with few rows are slow,
@@ -38,11 +38,11 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
         raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
-    dtype = linalg.autocast_dtype(hidden)
+    dtype = precision.autocast_dtype(hidden)
     grad = torch.is_grad_enabled()  # must be read here: it is off inside an autograd.Function
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows, vocabulary = linalg.to_local(table), VocabularyShard.of(table)
+    rows, vocabulary = distributed.to_local(table), VocabularyShard.of(table)
     return _chunked(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
 
 
@@ -97,7 +97,7 @@ def _loss_and_gradients(
             if dtype == wide:
                 grad_table.addmm_(p.mT, h[part])
             else:  # a block of rows at a time, which on a CPU stays in its cache
-                for block in linalg.row_chunks(grad_table):
+                for block in precision.row_chunks(grad_table):
                     grad_table[block] += p[:, block].mT @ h[part]
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
@@ -117,8 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted: tuple[bool, bool],
     ) -> Tensor:
         args = (hidden, table, targets, vocabulary, ignore_index, dtype, wanted)
-        linalg.save(ctx, args)
-        with linalg.disable_autocast(hidden.device):
+        autograd.save(ctx, args)
+        with precision.disable_autocast(hidden.device):
             loss, *ctx.gradients = _loss_and_gradients(*args)
         return loss
 
@@ -127,8 +127,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaled in place and released, so that no second (V, d) tensor is held; a second backward recomputes them.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            with linalg.disable_autocast(grad.device):
-                gradients = _loss_and_gradients(*linalg.saved(ctx)[0])[1:]
+            with precision.disable_autocast(grad.device):
+                gradients = _loss_and_gradients(*autograd.saved(ctx)[0])[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
         return hidden, table, None, None, None, None, None
 
@@ -142,10 +142,10 @@ def _with_all_logits(
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
 ) -> Tensor:
-    wide = linalg.compute_dtype(dtype)
+    wide = precision.compute_dtype(dtype)
     counted = targets != ignore_index
     index, is_local = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
-    with linalg.disable_autocast(hidden.device):
+    with precision.disable_autocast(hidden.device):
         x = F.linear(vocabulary.copy_to_ranks(hidden.to(dtype)), table.to(dtype)).to(wide)
         largest = vocabulary.max(x.detach())
         total = vocabulary.reduce_from_ranks((x - largest).exp().sum(1, keepdim=True))
@@ -153,4 +153,4 @@ def _with_all_logits(
         return (losses[:, 0] * counted).sum() / counted.sum().clamp_min(1)
 
 
-_chunked = linalg.custom_gradient(_LinearCrossEntropy, _with_all_logits)
+_chunked = autograd.custom_gradient(_LinearCrossEntropy, _with_all_logits)

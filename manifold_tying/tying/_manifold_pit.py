@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import linalg
+from manifold_tying import distributed, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
@@ -45,7 +45,7 @@ class ManifoldPIT(PIT):
         bounds: Bounds | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size)
-        dtype = linalg.compute_dtype(torch.get_default_dtype())
+        dtype = precision.compute_dtype(torch.get_default_dtype())
         factor = CholeskyFactor(diagonal, bounds, dtype)
         if factor.bounds is not None:
             check_bounds(1.0, 1.0, factor.bounds)
@@ -76,7 +76,7 @@ class ManifoldPIT(PIT):
 
     @property
     def head_weight(self) -> Tensor:
-        with linalg.full_precision(self._dtype_marker.device):
+        with precision.full_precision(self._dtype_marker.device):
             right = self.transform if self.bridge is None else self.transform @ self.bridge.mT
             return self.memory @ right
 
@@ -93,7 +93,7 @@ class ManifoldPIT(PIT):
         h T is larger than the logits by about √(V/d), so it can overflow float16 when the logits do not. For float16 matmuls
         a power of two close to that factor moves from h T to Z.
         """
-        if linalg.autocast_dtype(hidden) != torch.float16:
+        if precision.autocast_dtype(hidden) != torch.float16:
             return self._readout(hidden), self.memory
         factor = 2.0 ** round(math.log2(self.vocab_size / self.hidden_size) / 2)
         return self._readout(hidden, factor), self.memory * factor
@@ -101,7 +101,7 @@ class ManifoldPIT(PIT):
     def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
         """h T / divisor, computed in float32, in the dtype of h."""
         check_hidden(hidden)
-        with linalg.full_precision(hidden.device):
+        with precision.full_precision(hidden.device):
             L = self.cholesky_factor
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
@@ -111,7 +111,7 @@ class ManifoldPIT(PIT):
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            memory = linalg.full_tensor(self.memory)
+            memory = distributed.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()
             return self._with_bridge(solve_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
 
@@ -122,7 +122,7 @@ class ManifoldPIT(PIT):
         Z, L = stored["memory"].original, stored["cholesky_factor"].original
         cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)
         eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
-        linalg.copy_rows_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
+        distributed.copy_rows_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.memory.dtype

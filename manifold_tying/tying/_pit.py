@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal
 from manifold_tying.tying._loss import linear_cross_entropy
@@ -119,10 +119,10 @@ class PIT(TokenInterface):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
         form = _pit_class(memory, options)
         U, H = decompose(weight)
-        T = linalg.eye_like(H)
+        T = precision.eye_like(H)
         if transform != "identity" and not bridge:
-            T = H if transform == "head" else linalg.sym(torch.linalg.inv(H))
-        pit = form._from_factors(U, T, linalg.compute_dtype(weight.dtype), memory=memory, **options)
+            T = H if transform == "head" else precision.sym(torch.linalg.inv(H))
+        pit = form._from_factors(U, T, precision.compute_dtype(weight.dtype), memory=memory, **options)
         if bridge:
             pit.bridge = nn.Parameter(H.to(pit._table().dtype))
         return pit.to(weight.dtype)
@@ -135,7 +135,7 @@ class PIT(TokenInterface):
     def to_free(self) -> "PIT":
         """A copy with the same E, W_out (and bridge) as one free table W = Z T, which any optimizer trains."""
         with torch.no_grad():
-            Z = linalg.full_tensor(self.memory)
+            Z = distributed.full_tensor(self.memory)
             free = _pit_class("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
@@ -144,7 +144,7 @@ class PIT(TokenInterface):
     @property
     def transform(self) -> Tensor:
         """T = L Lᵀ, (d, d)."""
-        with linalg.full_precision(self._dtype_marker.device):
+        with precision.full_precision(self._dtype_marker.device):
             L = self.cholesky_factor
             return L @ L.mT
 
@@ -160,17 +160,17 @@ class PIT(TokenInterface):
         to every looked-up row, or to the full vocabulary if that is smaller.
         """
         check_ids(ids)
-        with linalg.full_precision(ids.device):
+        with precision.full_precision(ids.device):
             table = self._table()
             if (
                 ids.device.type == "cpu"
-                and linalg.has_data(ids)
-                and not linalg.in_transform()
+                and autograd.has_data(ids)
+                and not autograd.in_transform()
                 and not torch.compiler.is_compiling()
             ):
                 rows, index = ids.unique(return_inverse=True)
                 e = F.embedding(index, self._divide(vocab_embedding(rows, table)))
-            elif ids.numel() > self.vocab_size and not linalg.is_dtensor(table):
+            elif ids.numel() > self.vocab_size and not distributed.is_dtensor(table):
                 e = F.embedding(ids, self._divide(table))
             else:
                 e = self._divide(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
@@ -203,7 +203,7 @@ class PIT(TokenInterface):
 
     def _with_bridge(self, E: Tensor, W_out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.bridge is not None:
-            bridge = linalg.full_tensor(self.bridge).double()
+            bridge = distributed.full_tensor(self.bridge).double()
             E, W_out = E @ bridge, bridge @ W_out
         return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
 

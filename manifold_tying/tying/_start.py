@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import linalg, precision
 from manifold_tying.parametrizations import Bounds
 
 
@@ -20,7 +20,7 @@ def decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Polar factors of a table in float64; ValueError, with the reason, if PIT cannot start from it."""
     if weight.ndim != 2:
         raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
-    linalg.compute_dtype(weight.dtype)
+    precision.compute_dtype(weight.dtype)
     V, d = weight.shape
     if V < d:
         raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")

@@ -6,7 +6,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
@@ -32,7 +32,11 @@ class _PlainTables(TokenInterface):
     def _head(self) -> Tensor: ...
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        return hidden if self.log_scale is None else hidden * linalg.full_tensor(self.log_scale).exp().to(hidden.dtype)
+        return (
+            hidden
+            if self.log_scale is None
+            else hidden * distributed.full_tensor(self.log_scale).exp().to(hidden.dtype)
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         check_ids(ids)
@@ -45,7 +49,7 @@ class _PlainTables(TokenInterface):
         return linear_cross_entropy(self._scaled(hidden), self._head, targets, ignore_index=ignore_index)
 
     def materialize(self) -> tuple[Tensor, Tensor]:
-        E, head = (linalg.full_tensor(table.detach()) for table in (self._embedding, self._head))
+        E, head = (distributed.full_tensor(table.detach()) for table in (self._embedding, self._head))
         return E.clone(), self._scaled(head).detach().T.clone(memory_format=torch.contiguous_format)
 
     def reset_parameters(self) -> None:
@@ -59,7 +63,7 @@ class _PlainTables(TokenInterface):
                 if name == "log_scale":
                     parameter.zero_()
                 else:
-                    linalg.sharded_normal_(parameter).mul_(self.std)
+                    distributed.sharded_normal_(parameter).mul_(self.std)
 
 
 class Untied(_PlainTables):

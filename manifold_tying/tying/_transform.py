@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd
 
 
 def solve_transform(rows: Tensor, L: Tensor) -> Tensor:
@@ -40,4 +40,4 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
 
 
-_divide = linalg.custom_gradient(_Divide, _solve, differentiable=True)
+_divide = autograd.custom_gradient(_Divide, _solve, differentiable=True)

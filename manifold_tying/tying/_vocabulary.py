@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class VocabularyShard:
     @classmethod
     def of(cls, table: Tensor) -> "VocabularyShard":
         """The shard of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
-        if not linalg.is_dtensor(table):
+        if not distributed.is_dtensor(table):
             return cls(len(table))
-        first, dtensor = linalg.row_offset(table), table
+        first, dtensor = distributed.row_offset(table), table
         placements, mesh = dtensor.placements, dtensor.device_mesh  # type: ignore[attr-defined]
         sharding = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
         if not sharding:
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
-        return cls(len(linalg.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
+        return cls(len(distributed.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
 
     @property
     def world_size(self) -> int:
@@ -82,7 +82,7 @@ class VocabularyShard:
 
 def vocab_logits(hidden: Tensor, table: Tensor) -> Tensor:
     """hidden tableᵀ, (..., V), in hidden's dtype; a DTensor sharded by vocabulary for a DTensor sharded by rows."""
-    if not linalg.is_dtensor(table):
+    if not distributed.is_dtensor(table):
         return F.linear(hidden, table.to(hidden.dtype))
     from torch.distributed.tensor import DTensor, Shard
 
@@ -91,7 +91,7 @@ def vocab_logits(hidden: Tensor, table: Tensor) -> Tensor:
     x = VocabularyShard.of(table).copy_to_ranks(hidden)
     shape = torch.Size((*hidden.shape[:-1], len(table)))
     return DTensor.from_local(
-        F.linear(x, linalg.to_local(table).to(hidden.dtype)),
+        F.linear(x, distributed.to_local(table).to(hidden.dtype)),
         parts.device_mesh,
         columns,
         run_check=False,
@@ -127,9 +127,9 @@ def vocab_embedding(ids: Tensor, table: Tensor) -> Tensor:
 
     All ranks must look up the same ids.
     """
-    if not linalg.is_dtensor(table):
+    if not distributed.is_dtensor(table):
         return F.embedding(ids, table)
-    return _VocabEmbedding.apply(ids, linalg.to_local(table), VocabularyShard.of(table))
+    return _VocabEmbedding.apply(ids, distributed.to_local(table), VocabularyShard.of(table))
 
 
 class _VocabEmbedding(torch.autograd.Function):

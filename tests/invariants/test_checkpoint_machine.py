@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from manifold_tying import linalg
+from manifold_tying import distributed
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.training import checkpoint as reading
@@ -53,7 +53,7 @@ class Trained:
         self.steps += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        return {k: linalg.full_tensor(v.detach()).clone() for k, v in self.model.state_dict().items()}
+        return {k: distributed.full_tensor(v.detach()).clone() for k, v in self.model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import linalg, precision
 from manifold_tying.linalg._polar_factors import polar_matmuls
 
 METHODS = get_args(linalg.Orthonormalization)
@@ -167,7 +167,7 @@ def test_defect_is_the_formula_in_float64() -> None:
 
 
 def by_products(Y: Tensor) -> bool:
-    return polar_matmuls(Y, linalg.gram(Y)) is not None
+    return polar_matmuls(Y, precision.gram(Y)) is not None
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge()
 def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...]) -> None:
     X = orthonormal(*shape)
     U = torch.randn(shape, dtype=torch.float64)
-    U = U - X @ linalg.sym(X.mT @ U)
+    U = U - X @ precision.sym(X.mT @ U)
     sizes, dtypes = (0.0, 1e-3, 0.3, 1.8, 3.0, 30.0, 1e6), ((torch.float32, 1e-6), (torch.float64, 1e-14))
     for size, (dtype, bound) in itertools.product(sizes, dtypes):
         Y = X + U * size / torch.linalg.matrix_norm(U, 2)[..., None, None]
@@ -535,7 +535,7 @@ def medium_precision(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("medium_precision")
 def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
-    with linalg.full_precision(torch.device("cpu")):
+    with precision.full_precision(torch.device("cpu")):
         assert PRODUCTS.fp32_precision == "ieee"
     assert PRODUCTS.fp32_precision == "bf16"
     assert linalg.defect(linalg.polar(torch.randn(200, 32))[0]) <= 1e-6
@@ -563,7 +563,7 @@ def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("function", ["polar U", "qr", "cholesky-qr", "reorthonormalize", "inverse_sqrt"])
 def test_nan_and_infinity_are_refused(function: str) -> None:
-    f = {**FUNCTIONS, "inverse_sqrt": lambda Y: linalg.inverse_sqrt(linalg.gram(Y))}[function]
+    f = {**FUNCTIONS, "inverse_sqrt": lambda Y: linalg.inverse_sqrt(precision.gram(Y))}[function]
     for dtype, bad in itertools.product(
         (torch.float32, torch.float64, torch.bfloat16), (math.nan, math.inf, -math.inf)
     ):

@@ -12,8 +12,7 @@ from machine import peak_bytes
 from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
 
-from manifold_tying import linalg
-from manifold_tying.linalg import _precision
+from manifold_tying import linalg, precision
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
 
@@ -31,7 +30,7 @@ def with_condition(condition: float, *shape: int, scale: float = 1.0) -> Tensor:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 256 rows, the fewest there are."""
-    monkeypatch.setattr(_precision, "_BLOCK_ENTRIES", 1)
+    monkeypatch.setattr(precision, "_BLOCK_ENTRIES", 1)
 
 
 # The Gram matrix
@@ -42,11 +41,11 @@ def test_gram_is_the_product_by_its_transpose(p: int) -> None:
     transposed = torch.randn(p, p + 60, dtype=torch.float64).T
     sliced = torch.randn(p + 60, 2 * p + 1, dtype=torch.float64)[:, 1::2]
     for Y, dtype in itertools.product((transposed.contiguous(), transposed, sliced), DTYPES):
-        G = linalg.gram(Y.to(dtype))
+        G = precision.gram(Y.to(dtype))
         rounded = Y.to(dtype).double().numpy().copy()
         expected, eps = rounded.T @ rounded, torch.finfo(dtype).eps
         assert G.shape == (p, p) and G.dtype == dtype
-        stacked = linalg.gram(torch.stack([Y, -Y]).to(dtype))
+        stacked = precision.gram(torch.stack([Y, -Y]).to(dtype))
         for result in (G, *stacked):
             np.testing.assert_allclose(result.double().numpy(), expected, rtol=0, atol=16 * eps * expected.max())
         # What is above the panels is copied; inside the blocks on the diagonal there is the product's rounding.
@@ -58,7 +57,7 @@ def test_gram_is_the_product_by_its_transpose(p: int) -> None:
 def test_gradient_of_a_wide_gram_matrix() -> None:
     Y, weights = torch.randn(200, 195, dtype=torch.float64), torch.randn(195, 195, dtype=torch.float64)
     leaf = Y.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad((linalg.gram(leaf) * weights).sum(), leaf)
+    (gradient,) = torch.autograd.grad((precision.gram(leaf) * weights).sum(), leaf)
     expected = Y.numpy() @ (weights + weights.T).numpy()
     np.testing.assert_allclose(gradient.numpy(), expected, rtol=0, atol=1e-11)
 
@@ -93,7 +92,7 @@ def test_beyond_it_falls_short_and_never_over() -> None:
         product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), sync_free=True)
         rounding = 1e-15 * condition
         assert (product - product.mT).abs().max() <= 1e-13 + rounding
-        h = torch.linalg.eigvalsh(linalg.sym(product))
+        h = torch.linalg.eigvalsh(precision.sym(product))
         assert h.min() > 0 and h.max() <= 1 + 1e-14 + rounding
         assert h.min() < 0.9 if condition >= 1e4 else h.min() > 0.5  # and short it does fall
 
@@ -120,7 +119,7 @@ def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tu
 @pytest.mark.parametrize("n", [256, 257, 700])
 @pytest.mark.parametrize(("condition", "fixed"), [(1.1, False), (200.0, False), (8.0, True)])
 def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
-    assert len(linalg.row_chunks(torch.zeros(n, 20))) == -(-n // 256)
+    assert len(precision.row_chunks(torch.zeros(n, 20))) == -(-n // 256)
     Y = with_condition(condition, n, 20)
     expected = polar_np(Y.numpy())
     for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
@@ -220,7 +219,7 @@ def test_a_point_that_is_not_contiguous_moves_alike() -> None:
 
 
 def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_precision, "_BLOCK_ENTRIES", 2**14)
+    monkeypatch.setattr(precision, "_BLOCK_ENTRIES", 2**14)
     V, d = 50_000, 16
     table = V * d * 4
     peaks = {}

@@ -127,3 +127,12 @@ def row_chunks(Y: Tensor) -> list[slice]:
     n, p = Y.shape
     rows = max(256, _BLOCK_ENTRIES // p)
     return [slice(start, min(start + rows, n)) for start in range(0, max(1, n), rows)]
+
+
+def gram_in_double(Y: Tensor) -> Tensor:
+    """YᵀY in float64, (..., n, p) to (..., p, p), one block of rows at a time."""
+    G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
+    for rows in row_chunks(Y):
+        part = Y[..., rows, :].double()
+        G += part.mT @ part
+    return G

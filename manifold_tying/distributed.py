@@ -11,8 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from manifold_tying.linalg._precision import eye_like, row_chunks
-
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor, in place if possible, over the ranks that share the rows of a matrix; returns the sum."""
 
@@ -141,38 +139,6 @@ def from_local_like(X: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=X.shape, stride=X.stride())
 
 
-def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
-    """Y <- its polar factor Y (YᵀY)^(-1/2), for this rank's rows of a matrix (..., n, p) of condition up to about 1e6.
-
-    In float64 by the eigenvalues of YᵀY: one all-reduce, two for a condition above 1e3. ValueError on all ranks alike if the
-    matrix is rank-deficient or not finite.
-    """
-    for _ in range(2):
-        G = reduce(gram_in_double(Y))
-        eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
-        smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
-        if not (smallest > 1e-13 * largest).all():
-            raise ValueError(
-                "expected a finite matrix of full column rank, to find the nearest orthonormal one, got squared singular "
-                f"values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
-            )
-        P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
-        for rows in row_chunks(Y):
-            Y[..., rows, :] = (Y[..., rows, :].double() @ P).to(Y.dtype)
-        if (smallest > 1e-6 * largest).all():
-            break
-    return Y
-
-
-def gram_in_double(Y: Tensor) -> Tensor:
-    """YᵀY in float64, (..., n, p) to (..., p, p), one block of rows at a time."""
-    G = torch.zeros(*Y.shape[:-2], Y.shape[-1], Y.shape[-1], dtype=torch.float64, device=Y.device)
-    for rows in row_chunks(Y):
-        part = Y[..., rows, :].double()
-        G += part.mT @ part
-    return G
-
-
 @torch.no_grad()
 def sharded_normal_(X: Tensor) -> Tensor:
     """Fill X (n, p) with standard normal numbers from torch's default CPU generator; returns X.
@@ -208,14 +174,3 @@ def row_offset(X: Tensor) -> int:
         return 0
     processes, rank = x.device_mesh.size(sharding[0]), x.device_mesh.get_local_rank(sharding[0])
     return min(len(X), rank * -(-len(X) // processes))
-
-
-def defect(X: Tensor) -> Tensor:
-    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
-
-    For a DTensor sharded by rows: one all-reduce of p x p, the same result on every rank, no gradient.
-    """
-    if is_dtensor(X):
-        X = X.detach()
-    G = row_reduce(X)(gram_in_double(to_local(X)))
-    return torch.linalg.matrix_norm(G - eye_like(G)) / X.shape[-1] ** 0.5

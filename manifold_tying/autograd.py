@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from manifold_tying.linalg._precision import full_precision
+from manifold_tying.precision import full_precision
 
 
 def custom_gradient(
