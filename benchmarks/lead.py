@@ -20,7 +20,7 @@ from manifold_tying.models import preset
 from manifold_tying.training import Settings
 from manifold_tying.training.arms import run_folder
 from manifold_tying.training.papers.budgets import candidates, trial_specs
-from manifold_tying.training.report._figures import COLOURS
+from manifold_tying.training.report.figures import COLOURS
 
 PIT = "pit-trainable"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -111,4 +111,4 @@ def _run_four_processes(environment: dict[str, str], name: str, folder: Path) ->
 @pytest.fixture
 def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No PNG of figures, for tests of what stands around them."""
-    monkeypatch.setattr("manifold_tying.training.report._figures.picture", lambda figure, frame, arms: b"")
+    monkeypatch.setattr("manifold_tying.training.report.figures.picture", lambda figure, frame, arms: b"")

@@ -56,9 +56,7 @@ def save_run(run: Path, interface: Interface, seed: int = 0, steps: tuple[int, .
         write_checkpoint(run, staged, keep=None)
 
 
-def test_diagnostics_run_after_an_ablation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diagnostics_run_after_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arms: tuple[Interface, ...] = ("untied", "transpose", "pit-frozen", "pit-trainable")
     for arm in arms:

@@ -13,9 +13,9 @@ from training_runs import config, text
 from manifold_tying.cli import main
 from manifold_tying.training import train
 from manifold_tying.training.report import load_experiment, load_experiments
-from manifold_tying.training.report._comparison import comparable, differences, names_of
-from manifold_tying.training.report._load import interface_of
-from manifold_tying.training.report._tables import results
+from manifold_tying.training.report.comparison import comparable, differences, names_of
+from manifold_tying.training.report.load import interface_of
+from manifold_tying.training.report.tables import results
 
 
 def describe(folder: Path, **changes: Any) -> None:

@@ -30,8 +30,8 @@ from manifold_tying.training.report import (
     summary_table,
     write_report,
 )
-from manifold_tying.training.report._figures import FIGURES, MOST, curve, drawn
-from manifold_tying.training.report._render import MARKS
+from manifold_tying.training.report.figures import FIGURES, MOST, curve, drawn
+from manifold_tying.training.report.render import MARKS
 
 
 def reported_page(out: Path) -> Page:

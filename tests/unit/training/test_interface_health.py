@@ -15,7 +15,7 @@ from manifold_tying.cli import main
 from manifold_tying.training import checkpoints, train
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.report import load_experiment
-from manifold_tying.training.report._findings import health
+from manifold_tying.training.report.findings import health
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from manifold_tying.training import AblateConfig, ablate, resolve, train
 from manifold_tying.training.data import open_tokens
 from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.report import load_experiments
-from manifold_tying.training.report._comparison import comparable, differences
+from manifold_tying.training.report.comparison import comparable, differences
 
 
 def rewrite(corpus: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.numbers import FEWEST, Summary, interval, mean, paired_differences, perplexity, summarize
-from manifold_tying.training.report._load import Experiment, arm_names, by_seed, checked_rows, failures, interface_of
+from manifold_tying.training.report.load import Experiment, arm_names, by_seed, checked_rows, failures, interface_of
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
 Losses = Mapping[str, Mapping[int, float]]  # by arm and seed

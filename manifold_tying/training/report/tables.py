@@ -14,9 +14,9 @@ from rich.text import Text
 
 from manifold_tying.training import numbers as numbers
 from manifold_tying.training.numbers import DASH, Summary, fixed, significant, summarize
-from manifold_tying.training.report._comparison import APART, comparable, differences
-from manifold_tying.training.report._findings import all_findings
-from manifold_tying.training.report._load import (
+from manifold_tying.training.report.comparison import APART, comparable, differences
+from manifold_tying.training.report.findings import all_findings
+from manifold_tying.training.report.load import (
     BASELINES,
     Experiment,
     Row,

@@ -16,10 +16,10 @@ from plotly.offline import get_plotlyjs
 from manifold_tying.training.files import write_whole
 from manifold_tying.training.numbers import DASH
 from manifold_tying.training.report import _figures
-from manifold_tying.training.report._comparison import APART, comparable, differences
-from manifold_tying.training.report._findings import all_findings
-from manifold_tying.training.report._load import Experiment, arm_names
-from manifold_tying.training.report._tables import Cell, Table, results
+from manifold_tying.training.report.comparison import APART, comparable, differences
+from manifold_tying.training.report.findings import all_findings
+from manifold_tying.training.report.load import Experiment, arm_names
+from manifold_tying.training.report.tables import Cell, Table, results
 
 # By these a file is known as ours: of this version, and of those before plotly.
 MARKS = (

@@ -13,8 +13,8 @@ from PIL import Image
 
 from manifold_tying import diagnostics
 from manifold_tying.training.numbers import significant
-from manifold_tying.training.report._load import Experiment, Run, arm_names
-from manifold_tying.training.report._tables import Cell, Table
+from manifold_tying.training.report.load import Experiment, Run, arm_names
+from manifold_tying.training.report.tables import Cell, Table
 
 # Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on lines are dashed as well
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")

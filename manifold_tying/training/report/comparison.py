@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from manifold_tying.models import PRESETS
-from manifold_tying.training.report._load import Experiment, arm_names, load_experiment
+from manifold_tying.training.report.load import Experiment, arm_names, load_experiment
 
 # What a validation loss is measured on; everything else may well be what is compared.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
