@@ -1,4 +1,4 @@
-"""JSON that runs wrote, checked: every complaint names the file, the place in it and what to do."""
+"""Read and check a run's JSON files; each error names the file, the line and what to do."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ AGAIN = "run the command that wrote the folder again"
 
 
 def lines_of(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
-    """The objects of a .jsonl file: numbers under the required keys, numbers or null or nothing under the optional."""
+    """The objects of a .jsonl file: numbers under the required keys; a number, null or nothing under the optional ones."""
     for count, text in enumerate(_content(path).splitlines(), start=1):
         where = f"{path}, line {count}"
         try:
@@ -53,7 +53,7 @@ def text_under(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def number(value: Any, key: str, where: str) -> float:
-    # bool is an int to Python, and not a measurement; NaN and infinity are: they are how a run diverges
+    # In Python bool is an int. NaN and infinity are valid: they come from a diverged run.
     if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1e300):
         raise ValueError(f"{where}: expected a number under {key!r}, got {value!r}; {AGAIN}")
     return value

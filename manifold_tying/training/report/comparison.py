@@ -1,4 +1,4 @@
-"""Several experiments as one, and whether their losses may be compared at all."""
+"""Merge experiments, and decide whether their losses are comparable."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,13 +9,13 @@ import pandas as pd
 from manifold_tying.models import PRESETS
 from manifold_tying.training.report.load import Experiment, arm_names, load_experiment
 
-# What a validation loss is measured on; everything else may well be what is compared.
+# Settings that must agree for losses to be comparable.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
 APART = "Losses here are not all measured on the same text in the same tokens, so they cannot be compared across:"
 
 
 def load_experiments(folders: Sequence[str | Path]) -> Experiment:
-    """One experiment as it is; of several the arms are called ``folder/arm``."""
+    """Load the folders as one experiment; with several, arms are called ``folder/arm``."""
     if not folders:
         raise ValueError("expected at least one folder; give the --out of manifold-tying ablate or train")
     paths = [Path(folder) for folder in folders]
@@ -27,7 +27,7 @@ def load_experiments(folders: Sequence[str | Path]) -> Experiment:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, and as many before it as tell them apart."""
+    """The shortest ends of the paths that differ."""
     parts = [folder.resolve().parts for folder in folders]
     names = [of[-1] for of in parts]
     for count in range(2, max(map(len, parts)) + 1):
@@ -37,7 +37,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def merged(experiments: Mapping[str, Experiment]) -> Experiment:
-    """The experiments in one, under the names of their folders."""
+    """Merge experiments given by folder name."""
     named = experiments.items()
     arms = {f"{name}/{arm}": {**one.settings, **own} for name, one in named for arm, own in one.arms.items()}
     values = {key: [own.get(key) for own in arms.values()] for own in arms.values() for key in own}
@@ -53,18 +53,18 @@ def merged(experiments: Mapping[str, Experiment]) -> Experiment:
 
 
 def comparable(experiment: Experiment) -> list[list[str]]:
-    """The arms that have finished runs, in groups within which losses are measured on the same."""
+    """The finished arms in groups of comparable losses."""
     groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
     for _, alike in measured.groupby([*MEASURED_ON], sort=False):
         if alike.text.nunique() > 1:
             groups += [list(of.index) for _, of in alike.groupby("text", sort=False, dropna=False)]
-        else:  # what the first versions did not record is no difference
+        else:  # the first versions did not record the text
             groups.append(list(alike.index))
     return groups
 
 
 def differences(experiment: Experiment) -> list[str]:
-    """A sentence for each setting by which the losses are not measured on the same text, in the same tokens."""
+    """A sentence for each setting that makes losses incomparable."""
     measured = _measured_on(experiment)
     names = {key: key.replace("val_", "validation ").replace("_", " ") for key in MEASURED_ON}
     sentences = [_sentence(name, measured[key]) for key, name in names.items()]
@@ -73,14 +73,14 @@ def differences(experiment: Experiment) -> list[str]:
 
 
 def _sentence(name: str, values: pd.Series) -> str:
-    """The arms by their values; "" where all have the same."""
+    """The arms by value; "" if all are equal."""
     groups = values.groupby(values, sort=False)
     listed = "; ".join(f"{value} ({', '.join(of.index)})" for value, of in groups)
     return f"{name}: {listed}." if len(groups) > 1 else ""
 
 
 def _measured_on(experiment: Experiment) -> pd.DataFrame:
-    """A line per arm: ``MEASURED_ON`` by its settings, and the ``text`` that its runs recorded, if they did."""
+    """A row per arm: the settings of ``MEASURED_ON``, and the ``text`` that its runs recorded."""
     table: dict[str, list[str | None]] = {}
     for arm, own in experiment.arms.items():
         settings = {**experiment.settings, **own}

@@ -1,4 +1,4 @@
-"""What ``ablate`` or ``train`` left in a folder: rows, courses of runs as data frames, settings, all of it checked."""
+"""Load and check the folder of an ablation or a run: rows, metrics as data frames, settings."""
 
 import math
 import re
@@ -15,12 +15,12 @@ from manifold_tying.training.config import ARM, CORPUS, POET_SETTINGS
 from manifold_tying.training.records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
 from manifold_tying.training.sections import Body, Interface
 
-Row = Mapping[str, Any]  # an object of summary.json: how the run of one arm with one seed ended
-BASELINES = ("transpose", "adamw")  # the other arms are measured against the first of these that there is
+Row = Mapping[str, Any]  # an object of summary.json: the result of one arm with one seed
+BASELINES = ("transpose", "adamw")  # the first of these that exists is the baseline
 TRAINED = (*get_args(Interface), *get_args(Body))
-# null says that there is nothing to measure: no memory, no transform, no rotations, no memory counter;
+# null: nothing to measure, such as a memory, a transform or rotations
 NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
-LOSSES = ("val_loss", "train_loss")  # but a loss there always is, and null is JSON's for one that is no longer a number
+LOSSES = ("val_loss", "train_loss")  # here null is a loss that is not finite
 QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters")
 COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
@@ -28,7 +28,7 @@ ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.jso
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The course of one run. In its frames NaN is what was not measured, and inf a measurement that was no number."""
+    """The metrics of one run. NaN: not measured. inf: measured, but not finite."""
 
     arm: str
     seed: int
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A folder that was read; ``command`` is "" where it was not recorded, ``kind`` "ablation" or "run"."""
+    """A loaded folder; ``command`` is "" if it was not recorded, ``kind`` "ablation" or "run"."""
 
     name: str
     command: str
@@ -50,17 +50,17 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """All that the report knows: arms (what is compared) times seeds (how often)."""
+    """Everything in the report: arms and seeds."""
 
     rows: Sequence[Row]
     runs: Sequence[Run]
     sources: Sequence[Source]
     settings: Mapping[str, Any]
-    """What all arms share."""
+    """Settings shared by all arms."""
     arms: Mapping[str, Mapping[str, Any]]
     """The settings of each arm, its learning rates among them."""
     failures: Sequence[str] = ()
-    """A sentence for each run that stopped before its end."""
+    """A sentence for each run that stopped early."""
 
 
 def arm_names(rows: Iterable[Row]) -> list[str]:
@@ -69,18 +69,18 @@ def arm_names(rows: Iterable[Row]) -> list[str]:
 
 
 def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
-    """One quantity of one arm by seed, without the runs in which it was not measured."""
+    """One quantity of one arm by seed, without runs that lack it."""
     return {row["seed"]: row[quantity] for row in rows if row["arm"] == arm and row[quantity] is not None}
 
 
 def interface_of(arm: str) -> str:
-    """What an arm trains: ``pit-frozen+lr=0.002`` a pit-frozen, ``mine/untied`` the untied of a folder."""
-    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)  # the last: a folder may be called as an arm is
+    """The interface or body of an arm: pit-frozen for ``pit-frozen+lr=0.002``, untied for ``mine/untied``."""
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)  # the last one: a folder may have the name of an arm
     return named[-1] if named else arm.partition("+")[0]
 
 
 def baseline_of(arms: Sequence[str]) -> str | None:
-    """The arm to measure against: transpose itself, else its first variant; adamw where there is neither."""
+    """The baseline: transpose, else its first variant, else adamw."""
     for baseline in BASELINES:
         if variants := [arm for arm in arms if interface_of(arm) == baseline]:
             return baseline if baseline in variants else variants[0]
@@ -88,7 +88,7 @@ def baseline_of(arms: Sequence[str]) -> str | None:
 
 
 def load_experiment(folder: str | Path) -> Experiment:
-    """What ``manifold-tying ablate --out`` or ``train --out`` left in a folder; ValueError if it is not whole."""
+    """Load a folder that ``ablate --out`` or ``train --out`` wrote; ValueError if it is incomplete."""
     folder = Path(folder)
     if any((folder / name).exists() for name in ABLATION):
         return _with_evaluated_tokens(_ablation(folder))
@@ -143,11 +143,11 @@ def _single_run(out: Path) -> Experiment:
 
 
 def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
-    """``val_tokens`` as the number that was evaluated; the setting is a request, which a small corpus cannot meet."""
+    """Replace ``val_tokens`` by the number of evaluated tokens, which is lower for a small corpus."""
     evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
     if not evaluated:  # the first versions did not record it
         return experiment
-    usual = next(iter(evaluated.values()))  # of arms that are not finished, too
+    usual = next(iter(evaluated.values()))  # for unfinished arms
     of_arms = {arm: evaluated.get(arm, own.get("val_tokens", usual)) for arm, own in experiment.arms.items()}
     settings, arms = dict(experiment.settings), {arm: dict(own) for arm, own in experiment.arms.items()}
     for place in (settings, *arms.values()):
@@ -160,7 +160,7 @@ def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
 
 
 def checked_rows(rows: object, *, where: str) -> list[Row]:
-    """The objects of summary.json, checked. Runs that stopped before their end are left to :func:`failures`."""
+    """The checked objects of summary.json without those of :func:`failures`."""
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
         raise ValueError(f"{where}: expected a list with one object per arm and seed, got {kind_of(rows)}; {AGAIN}")
     checked = [_row(row, f"{where}, entry {place}") for place, row in enumerate(rows) if not _failed(row)]
@@ -198,7 +198,7 @@ def _row(value: object, where: str) -> Row:
 
 
 def _run(folder: Path, row: Row) -> Run:
-    """metrics.jsonl, timing.jsonl and, where there is one, probes.jsonl of a run's folder."""
+    """Read a run's metrics.jsonl, timing.jsonl and, if it exists, probes.jsonl."""
     metrics = _frame(lines_of(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
     timing = _frame(lines_of(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
     metrics = metrics.merge(timing, on="step", how="left")
@@ -213,7 +213,7 @@ def _run(folder: Path, row: Row) -> Run:
 
 
 def _frame(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """One line per step, the later one of two. A value that is no number becomes inf, so that NaN is a missing one."""
+    """One row per step, the last of duplicates. Values that are not finite become inf; NaN means missing."""
     table = [[None if line.get(key) is None else _or_inf(line[key]) for key in columns] for line in lines]
     return pd.DataFrame(table, columns=list(columns), dtype=float).drop_duplicates("step", keep="last")
 

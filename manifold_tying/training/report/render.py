@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from manifold_tying.training.files import write_whole
 from manifold_tying.training.numbers import DASH
-from manifold_tying.training.report import _figures
+from manifold_tying.training.report import figures as plots
 from manifold_tying.training.report.comparison import APART, comparable, differences
 from manifold_tying.training.report.findings import all_findings
 from manifold_tying.training.report.load import Experiment, arm_names
@@ -26,10 +26,10 @@ MARKS = (
     b'<meta name="generator" content="manifold-tying report">',
     b"<!-- The page is all there is: nothing is fetched",
 )
-# The hues of _figures.COLOURS, each with a contrast of at least 6 to a dark page
+# The hues of plots.COLOURS, each with a contrast of at least 6 to a dark page
 ON_DARK = ("#4A9FE3", "#F27B35", "#2DBF93", "#E295C1", "#F0B840", "#9AD6F7", "#B4BBC5")
 COLOUR_NAMES = ("arms", "paper", "raised", "ink", "quiet", "rule")
-LIGHT = (_figures.COLOURS, "#ffffff", "#f6f7f9", "#1f2328", "#5b6470", "#d8dee4")
+LIGHT = (plots.COLOURS, "#ffffff", "#f6f7f9", "#1f2328", "#5b6470", "#d8dee4")
 DARK = (ON_DARK, "#14171c", "#1c2027", "#e4e7eb", "#9aa4b0", "#333a44")
 THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("light", LIGHT), ("dark", DARK))}
 
@@ -46,17 +46,17 @@ def write_report(experiment: Experiment, out: str | Path) -> Path:
 def page(experiment: Experiment) -> str:
     """The whole page as text."""
     arms, groups = arm_names(experiment.rows), comparable(experiment)
-    window = _figures.smoothing_window(experiment)
-    found, missing = _figures.drawn(experiment)
+    window = plots.smoothing_window(experiment)
+    found, missing = plots.drawn(experiment)
     figures = [
         {
             "title": figure.title,
-            "plot": _figures.plot(figure, frame, arms),
-            "png": base64.b64encode(_figures.picture(figure, frame, arms)).decode(),
+            "plot": plots.plot(figure, frame, arms),
+            "png": base64.b64encode(plots.picture(figure, frame, arms)).decode(),
             "weights": [weight for weight in frame.weight.unique() if weight],
-            "caption": _figures.caption(figure, frame, arms, window),
-            "alternative": _figures.alternative(figure, frame),
-            "table": _figures.values(figure, frame),
+            "caption": plots.caption(figure, frame, arms, window),
+            "alternative": plots.alternative(figure, frame),
+            "table": plots.values(figure, frame),
         }
         for figure, frame in found
     ]
