@@ -1,6 +1,7 @@
 """What a model's constraint does, in numbers."""
 
 from manifold_tying.diagnostics.bases import principal_angles as principal_angles
+from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
 from manifold_tying.diagnostics.gradient import BucketGradients as BucketGradients
 from manifold_tying.diagnostics.gradient import SideGradients as SideGradients
@@ -19,10 +20,12 @@ from manifold_tying.diagnostics.rotation import update_counts as update_counts
 from manifold_tying.diagnostics.rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics.saved import SavedTables as SavedTables
 from manifold_tying.diagnostics.saved import inspect_tables as inspect_tables
+from manifold_tying.diagnostics.saved import saved_interface as saved_interface
 from manifold_tying.diagnostics.spectra import SpectralSummary as SpectralSummary
 from manifold_tying.diagnostics.spectra import condition as condition
 from manifold_tying.diagnostics.spectra import condition_from_factor as condition_from_factor
 from manifold_tying.diagnostics.spectra import eigenvalues as eigenvalues
+from manifold_tying.diagnostics.spectra import entropy_of as entropy_of
 from manifold_tying.diagnostics.spectra import hyperspherical_energy as hyperspherical_energy
 from manifold_tying.diagnostics.spectra import singular_values as singular_values
 from manifold_tying.diagnostics.spectra import spectral_summary as spectral_summary

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from manifold_tying.huggingface.install import halves
 from manifold_tying.huggingface.tables import random_ids
-from manifold_tying.parametrizations._register import parametrized
+from manifold_tying.parametrizations import parametrized
 from manifold_tying.tying import FreePIT
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from manifold_tying import distributed
 from manifold_tying.models._attention import Attention
 from manifold_tying.models._config import LlamaConfig
 from manifold_tying.models._rope import RotaryTables, rotary_tables
-from manifold_tying.tying.interface import TokenInterface
+from manifold_tying.tying import TokenInterface
 
 # Embeddings may be legitimately small (1/√V for an orthonormal memory, less once T has grown), so a norm's usual eps would
 # matter. This one only keeps zero rows finite.

@@ -8,16 +8,22 @@ from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
+from manifold_tying.parametrizations._constraint import Constraint as Constraint
 from manifold_tying.parametrizations._constraint import mark_point as mark_point
+from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
+from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
 from manifold_tying.parametrizations._register import constraints as constraints
+from manifold_tying.parametrizations._register import is_ours as is_ours
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal
+from manifold_tying.parametrizations._register import own_class as own_class
 from manifold_tying.parametrizations._register import parametrized as parametrized
+from manifold_tying.parametrizations._register import register as register
 from manifold_tying.parametrizations._register import spd as spd
 from manifold_tying.parametrizations._register import stiefel as stiefel
 

@@ -128,7 +128,7 @@ def materialize(module: M) -> M:
     with torch.inference_mode(False), torch.no_grad():
         for _, owner, name in found:
             value = getattr(owner, name)
-            _own_class(owner)
+            own_class(owner)
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     return module
@@ -145,7 +145,7 @@ def _replace_stored(weight: Tensor, value: Tensor) -> None:
     unmark(weight)
 
 
-def _own_class(module: nn.Module) -> None:
+def own_class(module: nn.Module) -> None:
     """Give the module its own class: removing a parametrization changes the class, which copies of the module share."""
     kind = type(module)
     own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}

@@ -10,5 +10,9 @@ from manifold_tying.poet.parametrization import Equivalence as Equivalence
 from manifold_tying.poet.parametrization import check_drift as check_drift
 from manifold_tying.poet.parametrization import equivalences as equivalences
 from manifold_tying.poet.parametrization import merge_all as merge_all
+from manifold_tying.poet.rotation import Side as Side
+from manifold_tying.poet.rotation import rotated_columns as rotated_columns
+from manifold_tying.poet.rotation import rotated_rows as rotated_rows
 from manifold_tying.poet.spec import Init as Init
 from manifold_tying.poet.spec import Scheme as Scheme
+from manifold_tying.poet.spec import check_options as check_options

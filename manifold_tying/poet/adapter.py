@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying._json import NotJSON, parsed
-from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout
+from manifold_tying.parametrizations import CONVOLUTIONS, Layout
 from manifold_tying.poet.apply import keep_plain_weights, register_equivalence
 from manifold_tying.poet.parametrization import Equivalence, check_drift, equivalences
 from manifold_tying.poet.spec import BlockSpec, RotationSpec, check_seed, check_terms

@@ -11,8 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import distributed, precision
-from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._register import constraints, is_ours, parametrized, register
+from manifold_tying.parametrizations import Layout, constraints, is_ours, parametrized, register
 from manifold_tying.poet.layer_class import share_class
 from manifold_tying.poet.parametrization import Equivalence, equivalences, merge_all
 from manifold_tying.poet.spec import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from manifold_tying.parametrizations._register import _own_class, parametrized
+from manifold_tying.parametrizations import own_class, parametrized
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -46,7 +46,7 @@ def _shared_class(layer: Any, kind: Any, forward: Callable[..., Tensor]) -> Any:
     def delete(self: Any, name: str) -> None:
         # register_parametrization deletes the tensor from the layer, then adds a property to its class.
         if isinstance(type(self), _SharedClass):
-            _own_class(self)
+            own_class(self)
         layer.__delattr__(self, name)
 
     own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.parametrizations._constraint import Constraint
-from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._register import constraints, parametrized
+from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
 from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
 from manifold_tying.poet.rotation import Side, both_blocks, warn_if_not_orthogonal
 from manifold_tying.poet.spec import Permutations, RotationSpec

@@ -13,8 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from manifold_tying import diagnostics, precision
-from manifold_tying.diagnostics.bases import table_blocks
-from manifold_tying.diagnostics.saved import saved_interface
+from manifold_tying.diagnostics import saved_interface, table_blocks
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock
 from manifold_tying.huggingface.files import NOTE, README, is_note, note_name

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from manifold_tying.huggingface.folder import read_transformers_config, recorded_options, weight_map
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.poet.spec import check_options
+from manifold_tying.poet import check_options
 from manifold_tying.training import sections as of
 from manifold_tying.training.machine import check_device
 from manifold_tying.training.sections import Interface, check_value

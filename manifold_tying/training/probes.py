@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import diagnostics, precision
-from manifold_tying.diagnostics.spectra import entropy_of
+from manifold_tying.diagnostics import entropy_of
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.poet import equivalences
-from manifold_tying.poet.rotation import Side, rotated_columns, rotated_rows
+from manifold_tying.poet import Side, equivalences, rotated_columns, rotated_rows
 from manifold_tying.training.hf_model import Model
 from manifold_tying.training.processes import gathered
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
-from manifold_tying.poet.spec import Init
+from manifold_tying.poet import Init
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-free"]
 Body = Literal["adamw", "poet-block", "poet-full"]

@@ -83,3 +83,12 @@ def test_relative_imports_stay_within_their_layer() -> None:
             depth = len(file.relative_to(ROOT).parts) - 2
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 assert not (isinstance(node, ast.ImportFrom) and node.level > max(depth, 0)), file
+
+
+def test_a_package_imports_another_by_its_init() -> None:
+    for layer in ALLOWED.keys() - {"cli"}:  # the command line loads one command's module
+        for file in files(layer):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                parts = (getattr(node, "module", None) or "").split(".")
+                inside = parts[0] == "manifold_tying" and len(parts) > 2 and parts[1] not in (layer, "huggingface")
+                assert not inside, f"{file} imports {'.'.join(parts)}"

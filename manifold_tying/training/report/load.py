@@ -75,7 +75,9 @@ def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
 
 def interface_of(arm: str) -> str:
     """The interface or body of an arm: pit-frozen for ``pit-frozen+lr=0.002``, untied for ``mine/untied``."""
-    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)  # the last one: a folder may have the name of an arm
+    named = re.findall(
+        rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm
+    )  # the last one: a folder may have the name of an arm
     return named[-1] if named else arm.partition("+")[0]
 
 
