@@ -40,10 +40,11 @@ ORDER = tuple(dict.fromkeys(path[0] for path in HOT_PATHS))
 INTRODUCTION = """## In short
 
 Our time over that of what one would use instead: smallest to largest over the measured sizes, their number in brackets. Below
-1 ours is faster; **bold** where ours is slower at one size or more. Memory is in the sections.
+1 ours is faster; **bold** where ours is slower at one size or more. Memory and accuracy are on the pages of each hot path.
 """
 
-WORDS = """
+WORDS = """## Terms
+
 - N: tokens in a step. V × d: vocabulary and hidden size. b: block size of R and P.
 - floor: four matrix products and PyTorch's default Adam. Ours can be below it: it takes the fused Adam kernel, computes 5/8 of
   the one product that is symmetric, and works on blocks of rows. "floor (fused Adam)" has that kernel, too.
@@ -71,7 +72,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join([what, name, peer_name, *cells]) + " |")
     on_gpu = any(result["machine"]["device"] != "cpu" for result in results)
     note = [] if on_gpu else ["\nNo GPU has been measured."]
-    return "\n".join([INTRODUCTION, *lines, *note, WORDS])
+    return "\n".join([INTRODUCTION, *lines, *note, ""])
 
 
 def place(result: dict[str, Any]) -> tuple[str, str]:

@@ -1,12 +1,12 @@
-"""The pages of results: the files in benchmarks/results as sections of docs/benchmarks.md and docs/papers.md.
+"""The pages of results, from the files in benchmarks/results: docs/benchmarks.md, docs/benchmarks/*.md and docs/papers.md.
 
-python -m benchmarks.page            # writes them
+python -m benchmarks.page            # writes them, and the charts in docs/figures
 python -m benchmarks.page --check    # exits with 1 where a page differs from the results
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ from typing import Any
 import tyro
 
 from benchmarks import papers
+from benchmarks._chart import chart
 from benchmarks._command import ROOT, columns
-from benchmarks._summary import ORDER, place, summary
+from benchmarks._summary import ORDER, WORDS, place, summary
 
-HEADER = """# Benchmarks
+DO_NOT_EDIT = "Written by `python -m benchmarks.page` from `benchmarks/results`; do not edit."
+HEADER = f"""# Benchmarks
 
-Written by `python -m benchmarks.page` from `benchmarks/results`; do not edit. Each section names the
-command that measured it; `python -m benchmarks.NAME --help` says what is timed.
+{DO_NOT_EDIT} `python -m benchmarks.NAME --help` says what a benchmark times.
 
-Contenders of a row take turns round by round in one process. Times are medians over rounds. The column × NAME is the median
-over rounds of a contender's time over that of NAME in the same round. Extra memory is the peak during a step above the level
-before it, each in a process of its own.
+Contenders of a row take turns round by round in one process. Times are medians over rounds. A ratio is the median over
+rounds of a contender's time over the reference's in the same round.
 """
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,22 @@ class Options:
     """Where results are and where the pages go."""
 
     results: Path = ROOT / "benchmarks/results"
-    page: Path = ROOT / "docs/benchmarks.md"
-    papers: Path = ROOT / "docs/papers.md"
+    docs: Path = ROOT / "docs"
     check: bool = False
     """Write nothing; exit with 1 where a page differs."""
 
 
-def render(results: Path) -> str:
-    """The page, the same for the same files."""
+def load(results: Path) -> dict[str, dict[str, Result]]:
+    """The results by benchmark, in the summary's order, and by file name, float32 first."""
+    found: dict[str, dict[str, Result]] = {name: {} for name in ORDER}
     read = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("*.json")]
-    found = sorted((_rank(name, result), name, result) for name, result in read if is_result(result))
-    if not found:
-        return "\n".join([HEADER, "No results yet.\n"])
-    sections = [_section(name, result) for _, name, result in found]
-    return "\n".join([HEADER, summary([result for *_, result in found]), *sections])
+    for name, result in sorted(read, key=lambda item: item[0]):
+        if is_result(result):
+            found.setdefault(result["benchmark"], {})[name] = result
+    by_dtype = {
+        name: sorted(own.items(), key=lambda item: item[1]["dtype"] != "float32") for name, own in found.items()
+    }
+    return {name: dict(own) for name, own in by_dtype.items() if own}
 
 
 def is_result(data: Any) -> bool:
@@ -54,54 +57,83 @@ def is_result(data: Any) -> bool:
     return isinstance(data, dict) and "benchmark" in data and "rows" in data
 
 
-def _rank(name: str, result: dict[str, Any]) -> tuple[int, bool, str]:
-    """Where a section stands: by benchmark, in the summary's order, float32 first."""
-    benchmark = result["benchmark"]
-    return ORDER.index(benchmark) if benchmark in ORDER else len(ORDER), result["dtype"] != "float32", name
+def render(results: Path) -> dict[str, str]:
+    """The pages by their path in docs, the same for the same files."""
+    found = load(results)
+    pages = {"papers.md": papers.render(results)}
+    if not found:
+        return pages | {"benchmarks.md": "\n".join([HEADER, "No results yet.\n"])}
+    sections = [HEADER, summary([result for own in found.values() for result in own.values()])]
+    for name, own in found.items():
+        title = next(iter(own.values()))["title"]
+        sections.append(
+            f"## {title}\n\n![{title}: time over the reference's](figures/speed-{name}.svg)\n\n"
+            f"[Times, memory and accuracy](benchmarks/{name}.md)\n"
+        )
+        text = f"# {title}\n\n{DO_NOT_EDIT} [Terms](../benchmarks.md#terms)\n"
+        pages[f"benchmarks/{name}.md"] = "\n".join([text, *(_section(file, result) for file, result in own.items())])
+    return pages | {"benchmarks.md": "\n".join([*sections, WORDS])}
 
 
-def _section(name: str, result: dict[str, Any]) -> str:
+def _section(name: str, result: Result) -> str:
+    """One file: its machine, its commands, and a table for everything that was measured."""
     machine = dict(result["machine"])
     peers = ", ".join(f"{peer} {version}" for peer, version in machine.pop("peers").items() if version)
     machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
+    rows, origins = (
+        result["rows"],
+        dict.fromkeys(f"`{row['command']}` at commit {row['commit']}" for row in result["rows"]),
+    )
     # Of a training step there is a file for each preset, with which the labels of its rows begin.
-    model = [result["rows"][0]["row"].split()[0]] if result["benchmark"] == "training_step" else []
-    head = [
-        f"## {', '.join([result['title'], *model, *place(result)])}",
-        "",
-        f"`benchmarks/results/{name}`. Machine: {machine_text}. Peers: {peers}.",
-        "",
+    model = [rows[0]["row"].split()[0]] if result["benchmark"] == "training_step" else []
+    lines = [f"## {', '.join([*model, *place(result)])}", "", f"Machine: {machine_text}. Peers: {peers}.", ""]
+    lines += [
+        f'<details markdown="1"><summary>Commands</summary>\n\n`benchmarks/results/{name}`\n',
+        *(f"- {o}" for o in origins),
     ]
-    return "\n".join([*head, *(line for row in result["rows"] for line in _row(row))])
+    lines += ["", "</details>", ""]
+    shown = [_with_ratios(row, columns(row)) for row in rows]
+    headings = list(dict.fromkeys(heading for one in shown for heading in one))
+    for heading in headings:
+        lines += _table(heading, {row["row"]: one.get(heading, {}) for row, one in zip(rows, shown, strict=True)})
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        for contender, values in row["contenders"].items():
+            if note := values.get("unavailable") or values.get("note"):
+                notes.setdefault(f"{contender}: {note}", []).append(row["row"])
+    return "\n".join([*lines, *(f"- {', '.join(of)}: {note}" for note, of in notes.items()), ""])
 
 
-def _row(row: dict[str, Any]) -> list[str]:
-    """A row of the result: a heading, its table, and notes on single contenders."""
-    shown = columns(row)
-    origin = f"`{row['command']}` at commit {row['commit']}"
-    table = [_line(["contender", *shown]), _line(["---", *("---:" for _ in shown)])]
-    lines = [f"### {row['row']}", "", origin, "", *table]
-    notes = []
-    for name, values in row["contenders"].items():
-        note = values.get("unavailable") or values.get("note")
-        if note:
-            notes.append(f"- {name}: {note}")
-        if "unavailable" not in values:
-            lines.append(_line([name, *(cells.get(name, "") for cells in shown.values())]))
-    return [*lines, "", *notes, *([""] if notes else [])]
+def _with_ratios(row: Mapping[str, Any], shown: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Milliseconds and ratio in one cell."""
+    times, ratios = shown.pop("ms", {}), shown.pop(f"× {row['reference']}", {})
+    cells = {name: text + (f" ({ratios[name]})" if name in ratios else "") for name, text in times.items()}
+    return {f"ms (× {row['reference']})": cells, **shown} if cells else shown
 
 
-def _line(cells: Sequence[str]) -> str:
+def _table(heading: str, cells: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each row of the benchmark, a column for each contender."""
+    contenders = list(dict.fromkeys(name for of_row in cells.values() for name in of_row))
+    body = [[row, *(of_row.get(name, "") for name in contenders)] for row, of_row in cells.items() if of_row]
+    return [_line([heading, *contenders]), _line(["---", *("---:" for _ in contenders)]), *map(_line, body), ""]
+
+
+def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
-    for path, text in ((options.page, render(options.results)), (options.papers, papers.render(options.results))):
+    for name, text in render(options.results).items():
+        path = options.docs / name
         if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             sys.exit(f"{path} differs from the results; run python -m benchmarks.page")
+    if not options.check:
+        for name, own in load(options.results).items():
+            chart(list(own.values()), options.docs / f"figures/speed-{name}.svg")
 
 
 if __name__ == "__main__":

@@ -246,23 +246,26 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         ],
     }
     (results / "maps-cpu.json").write_text(json.dumps(result))
-    text = render(results)
-    assert text == render(results) != empty
+    pages = render(results)
+    assert pages == render(results) != empty
     for expected in (
         "`python -m benchmarks.maps --rounds 7` at commit 0123456789",
-        "| contender | ms | × a | extra MB | defect |",
-        "| a | 1.5 | 1.00 | 2.5 | 1.2e-07 |",
-        "| b | 12,345 |  |  |  |",
-        "- b: timed once\n- c: needs CUDA\n",
+        "| ms (× a) | a | b |",
+        "| 8 x 8 | 1.5 (1.00) | 12,345 |",
+        "| extra MB | a |",
+        "| 8 x 8 | 1.2e-07 |",
+        "- 8 x 8: b: timed once\n- 8 x 8: c: needs CUDA\n",
         "Peers: geoopt 0.5.1.",
-        "## Maps, abacus, bfloat16\n",
+        "## abacus, bfloat16\n",
     ):
-        assert expected in text
-    where = ["--results", str(results), "--page", str(tmp_path / "page.md"), "--papers", str(tmp_path / "papers.md")]
+        assert expected in pages["benchmarks/maps.md"]
+    assert "[Times, memory and accuracy](benchmarks/maps.md)" in pages["benchmarks.md"]
+    where = ["--results", str(results), "--docs", str(tmp_path)]
     with pytest.raises(SystemExit, match="differs"):
         page([*where, "--check"])
     page(where)
     page([*where, "--check"])
+    assert (tmp_path / "figures/speed-maps.svg").stat().st_size
     table = {"title": "POET, Table 5", "head": ["arm", "loss"], "body": [["xavier", "5.432"]], "notes": ["a note"]}
     described: dict[str, Any] = {"comparison": "poet-initialization", "command": "manifold-tying reproduce ..."}
     described |= {"machine": {}, "tables": [table]}
@@ -306,13 +309,13 @@ def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> 
     save("y.json", "quipu", "riemannian_step", [{"ours": 3.0, "geoopt": 2.0}])
     save("b.json", "abacus", "juggling", [{"ours": 1.0}])
     save("a.json", "abacus", "poet_step", [{"adamw": 1.0}])
-    text = render(tmp_path)
+    pages = render(tmp_path)
+    text = pages["benchmarks.md"]
     assert "| `RiemannianAdam` | geoopt | 0.25 to 0.75 (2) | **1.50** (1) |" in text
     assert "No GPU has been measured." in text
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    assert [heading.split(",")[0] for heading in headings] == [
-        "## In short", "## riemannian_step", "## riemannian_step", "## poet_step", "## juggling",
-    ]  # fmt: skip
+    assert headings == ["## In short", "## riemannian_step", "## poet_step", "## juggling", "## Terms"]
+    assert pages["benchmarks/riemannian_step.md"].count("\n## ") == 2
 
 
 def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
