@@ -6,9 +6,9 @@ def floor(V: int, d: int) -> float:
     return 8.0 * V * d**2
 
 
-def riemannian_step(V: int, d: int, retract_every: int = 1) -> float:
-    """XᵀG and X S at each ``retract_every``-th step; YᵀY, of which 5/8 is computed, Y P and four products for P at each."""
-    return 2.0 * V * d**2 * (2 / retract_every + 5 / 8 + 1) + 8.0 * d**3
+def riemannian_step(V: int, d: int, project_every: int = 1) -> float:
+    """XᵀG and X S at each ``project_every``-th step; YᵀY, of which 5/8 is computed, Y P and four products for P at each."""
+    return 2.0 * V * d**2 * (2 / project_every + 5 / 8 + 1) + 8.0 * d**3
 
 
 def loss(V: int, d: int, N: int, frozen: bool = False) -> float:

@@ -8,7 +8,7 @@ HOT_PATHS = (
     ("riemannian_step", "optimizer step of an orthonormal matrix", "ours", "`RiemannianAdam`", "geoopt", "geoopt"),
     ("riemannian_step", "", "ours", "the same", "POGO", "POGO"),
     ("riemannian_step", "", "ours", "the same", "floor", "floor"),
-    ("riemannian_step", "", "ours, retract_every=8", "with `retract_every=8`", "floor", "floor"),
+    ("riemannian_step", "", "ours, project_every=8", "with `project_every=8`", "floor", "floor"),
     ("riemannian_step", "", "ours, medium", 'at float32 precision "medium"', "floor", "floor"),
     ("riemannian_step", "", "ours, medium", "the same", "geoopt, medium", "geoopt at the same"),
     ("maps", "weight made orthonormal", "ours cayley", '`orthogonal(map="cayley")`', "torch cayley", "PyTorch's `cayley`"),

@@ -116,9 +116,9 @@ class Problem:
 
         return step
 
-    def ours(self, retract_every: int = 1, precision: Literal["highest", "medium"] = "highest") -> Step:
+    def ours(self, project_every: int = 1, precision: Literal["highest", "medium"] = "highest") -> Step:
         points = [self._on_stiefel(self.point)]
-        return Optimizing([self._riemannian_adam(points, retract_every)], points, self.gradients, precision)
+        return Optimizing([self._riemannian_adam(points, project_every)], points, self.gradients, precision)
 
     def ours_many(self, loop: bool) -> Step:
         """Each matrix of the batch a parameter; with one optimizer for all of them, or one for each."""
@@ -126,9 +126,9 @@ class Problem:
         owned = [[X] for X in points] if loop else [points]
         return Optimizing([self._riemannian_adam(own) for own in owned], points, self.gradients)
 
-    def _riemannian_adam(self, points: list[Tensor], retract_every: int = 1) -> RiemannianAdam:
+    def _riemannian_adam(self, points: list[Tensor], project_every: int = 1) -> RiemannianAdam:
         fused = True if self.device.type == "cuda" else None  # there it is what keeps the host from waiting
-        return RiemannianAdam(points, self.rate, retract_every=retract_every, fused=fused)
+        return RiemannianAdam(points, self.rate, project_every=project_every, fused=fused)
 
     def _on_stiefel(self, X: Tensor) -> Tensor:
         if self.dtype == torch.bfloat16:
@@ -196,7 +196,7 @@ def _row(problem: Problem) -> Row:
         Contender("floor", problem.floor),
         Contender("floor (fused Adam)", lambda: problem.floor(True)),
         Contender("ours", problem.ours),
-        Contender("ours, retract_every=8", lambda: problem.ours(8), steps=8),  # one of the eight projects its gradient
+        Contender("ours, project_every=8", lambda: problem.ours(8), steps=8),  # one of the eight projects its gradient
         Contender("ours, medium", lambda: problem.ours(precision="medium")),
     ]
     if batch:

@@ -36,7 +36,7 @@ def table(step: list[dict[str, Any]], interface: list[dict[str, Any]]) -> str:
             continue
         V, d = sizes(row)
         floor = "floor (fused Adam)"
-        for name, every in (("ours", 1), ("ours, retract_every=8", 8)):
+        for name, every in (("ours", 1), ("ours, project_every=8", 8)):
             counted = count.riemannian_step(V, d, every) / count.floor(V, d)
             lines.append(_line("step, " + name, row, floor, counted, _ratio(row, name, floor)))
     for row in interface:

@@ -31,7 +31,7 @@ RUNS: dict[tuple[str, str], tuple[int, ...]] = {
 SHAPES = ((9, 4), (37, 12), (150, 130))  # on four processes: 3, 3, 3, 0; uneven; wide enough for every path of products
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "element": lambda params: RiemannianAdam(params, lr=0.05),
-    "every-other": lambda params: RiemannianAdam(params, lr=0.05, retract_every=2),
+    "every-other": lambda params: RiemannianAdam(params, lr=0.05, project_every=2),
     "row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
     "matrix": lambda params: RiemannianAdam(params, lr=0.05, second_moment="matrix", maximize=True),
     "far": lambda params: RiemannianSGD(params, lr=300.0),

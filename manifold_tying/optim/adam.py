@@ -11,7 +11,7 @@ from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.checks import RENAMED, Group, check_kernels, check_range, renamed
 from manifold_tying.optim.nonfinite import NonFinite
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -53,7 +53,7 @@ class RiemannianAdam(RiemannianOptimizer):
         weight_decay: decoupled; never applied to points.
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). "row" and
             "matrix" make the trajectory independent of the basis of the columns.
-        retract_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
+        project_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
             point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
         maximize: maximize the objective.
         foreach: as in torch.optim.AdamW, for ordinary parameters.
@@ -73,20 +73,21 @@ class RiemannianAdam(RiemannianOptimizer):
         weight_decay: float = 0.0,
         *,
         second_moment: SecondMoment = "element",
-        retract_every: int = 1,
+        project_every: int = 1,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
+        **old: Any,
     ) -> None:
         check_kernels(lr, foreach, fused)
         if foreach and isinstance(lr, Tensor):
             raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
-            "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,
+            "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
         }  # fmt: skip
-        super().__init__(params, defaults, nonfinite)
+        super().__init__(params, defaults | renamed(old, RENAMED), nonfinite)
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, eps=0, weight_decay=0)

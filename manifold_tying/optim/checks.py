@@ -1,5 +1,7 @@
 """Checks that the Riemannian optimizers run when a parameter group is added."""
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.rules import is_polar
 
 Group = dict[str, Any]
+RENAMED = {"retract_every": "project_every"}  # options of groups, by their old names
+
+
+def renamed(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The options under their new names, with a DeprecationWarning; TypeError for one that ``names`` lacks."""
+    for old in options:
+        if old not in names:
+            raise TypeError(f"unexpected option {old!r}")
+        warnings.warn(f"{old} is now called {names[old]}", DeprecationWarning, stacklevel=4)
+    return {names[old]: value for old, value in options.items()}
 
 
 def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
@@ -27,7 +39,7 @@ def check_range(group: Group, **minimum: float) -> None:
             raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
-    precision.check_int("retract_every", group["retract_every"], 1)
+    precision.check_int("project_every", group["project_every"], 1)
 
 
 def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) -> None:
@@ -53,8 +65,8 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
             )
     if group.get("eps") == 0:
         raise ValueError(f"{label} needs eps > 0: a zero gradient would give 0 / 0")
-    if group["retract_every"] != 1 and not is_polar(manifold):
-        raise ValueError(f"retract_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
+    if group["project_every"] != 1 and not is_polar(manifold):
+        raise ValueError(f"project_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
 
 
 def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold | None, group: Group) -> Tensor:

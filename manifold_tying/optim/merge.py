@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import distributed, precision
+from manifold_tying.optim.checks import renamed
 from manifold_tying.optim.optimizer import RiemannianOptimizer
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
 _ZERO_INITIAL_STATE = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
+RENAMED = {"relax_steps": "clip_ramp_steps", "relaxed": "clip_factor", "relax_until": "clip_until_step"}  # options
 DRIFT_CHECKS = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
 
 
@@ -36,9 +38,9 @@ class MergeSchedule:
         model: contains equivalences.
         optimizer: trains the skew vectors; it must recreate missing ``optimizer.state[p]``.
         every: steps between merges, T_m.
-        relax_steps: steps after a merge until :meth:`clip` returns the full norm again.
-        relaxed: factor on the norm right after a merge; below 1 clips harder, above 1 less.
-        relax_until: last step at which :meth:`clip` changes the norm. The defaults are those of POET's code.
+        clip_ramp_steps: steps after a merge until :meth:`clip` returns the full norm again.
+        clip_factor: factor on the norm right after a merge; below 1 clips harder, above 1 less.
+        clip_until_step: last step at which :meth:`clip` changes the norm. The defaults are those of POET's code.
     """
 
     def __init__(
@@ -47,23 +49,21 @@ class MergeSchedule:
         optimizer: torch.optim.Optimizer,
         every: int = 400,
         *,
-        relax_steps: int = 10,
-        relaxed: float = 0.1,
-        relax_until: int = 2000,
+        clip_ramp_steps: int = 10,
+        clip_factor: float = 0.1,
+        clip_until_step: int = 2000,
+        **old: Any,
     ) -> None:
+        options = {"clip_ramp_steps": clip_ramp_steps, "clip_factor": clip_factor, "clip_until_step": clip_until_step}
+        self.clip_ramp_steps, self.clip_factor, self.clip_until_step = (options | renamed(old, RENAMED)).values()
         precision.check_int("every", every, 1)
-        precision.check_int("relax_steps", relax_steps, 0)
-        precision.check_int("relax_until", relax_until, 0)
-        if not 0 < relaxed < math.inf:
-            raise ValueError(
-                f"expected relaxed, a factor on the clipping norm, to be positive and finite, got {relaxed!r}"
-            )
+        precision.check_int("clip_ramp_steps", self.clip_ramp_steps, 0)
+        precision.check_int("clip_until_step", self.clip_until_step, 0)
+        if not 0 < self.clip_factor < math.inf:
+            raise ValueError(f"expected clip_factor to be positive and finite, got {self.clip_factor!r}")
         self.model = model
         self.optimizer = optimizer
         self.every = every
-        self.relax_steps = relax_steps
-        self.relaxed = relaxed
-        self.relax_until = relax_until
         self.steps = 0
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         found = equivalences(model)
@@ -92,11 +92,11 @@ class MergeSchedule:
         return merges
 
     def clip(self, norm: float) -> float:
-        """Clipping norm for the next step: ``relaxed`` times norm after a merge, rising back to norm."""
+        """Clipping norm for the next step: ``clip_factor`` times norm after a merge, rising back to norm."""
         since = self.steps % self.every
-        if not (self.every <= self.steps <= self.relax_until and since < self.relax_steps):
+        if not (self.every <= self.steps <= self.clip_until_step and since < self.clip_ramp_steps):
             return norm
-        return norm * (self.relaxed + (1 - self.relaxed) * since / self.relax_steps)
+        return norm * (self.clip_factor + (1 - self.clip_factor) * since / self.clip_ramp_steps)
 
     def _reset_state(self, stored: Tensor) -> None:
         """Reset the optimizer's state of a parameter to its initial values."""

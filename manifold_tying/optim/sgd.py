@@ -9,7 +9,7 @@ from torch.optim.sgd import sgd
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.checks import RENAMED, Group, check_kernels, check_range, renamed
 from manifold_tying.optim.nonfinite import NonFinite
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -27,7 +27,7 @@ class RiemannianSGD(RiemannianOptimizer):
         dampening: as in torch.optim.SGD.
         weight_decay: L2 penalty; never applied to points.
         nesterov: as in torch.optim.SGD.
-        retract_every: as in :class:`RiemannianAdam`.
+        project_every: as in :class:`RiemannianAdam`.
         maximize: maximize the objective.
         foreach: as in torch.optim.SGD.
         fused: as in torch.optim.SGD.
@@ -43,18 +43,19 @@ class RiemannianSGD(RiemannianOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
-        retract_every: int = 1,
+        project_every: int = 1,
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
+        **old: Any,
     ) -> None:
         check_kernels(lr, foreach, fused)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-            "retract_every": retract_every, "maximize": maximize, "foreach": foreach, "fused": fused,
+            "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
         }  # fmt: skip
-        super().__init__(params, defaults, nonfinite)
+        super().__init__(params, defaults | renamed(old, RENAMED), nonfinite)
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, momentum=0, weight_decay=0)

@@ -14,7 +14,7 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training.config import CORPUS, Settings, TrainConfig
+from manifold_tying.training.config import CORPUS, Settings, TrainConfig, current_names
 from manifold_tying.training.hf_model import HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
@@ -97,7 +97,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         settings.lr,
         settings.betas,
         second_moment=settings.second_moment,
-        retract_every=settings.retract_every,
+        project_every=settings.project_every,
         fused=True if torch.device(settings.device).type == "cuda" else None,
         nonfinite="ignore",  # the loop checks the norms before a step
     )
@@ -163,7 +163,7 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
             raise ValueError(f"expected the folder of a run with checkpoints or of one of them, got {folder}")
         folder = saved[-1]
     config = read_state(folder)["config"]
-    values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
+    values: dict[str, Any] = {k: v for k, v in current_names(config).items() if k not in ("interface", "seed", CORPUS)}
     values |= {name: Path(values[name]) for name in PATHS if values.get(name)}
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))

@@ -16,6 +16,7 @@ from manifold_tying.training.sections import Interface, check_value
 
 ARM = "arm"  # in config.json alone: the same run may be called otherwise
 CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
+RENAMED = {"retract_every": "project_every"}
 # A resumed run may differ in these.
 NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")
 OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
@@ -195,13 +196,18 @@ def read_shape(folder: Path) -> Shape:
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)
 
 
+def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the names of this version."""
+    return {RENAMED.get(name, name): value for name, value in config.items()}
+
+
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """The names by which two configurations differ. One that an earlier version did not have yet stood for its default.
 
     The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
     it, and what is not known is no difference.
     """
-    there = {k: v for k, v in DEFAULTS.items() if k in here} | dict(there)
+    there = {k: v for k, v in DEFAULTS.items() if k in here} | current_names(there)
     names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
     texts = there.get(CORPUS), here.get(CORPUS)
     return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])

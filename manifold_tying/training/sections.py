@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+import tyro
+
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
@@ -136,7 +138,7 @@ class Memory:
     """n: multiply its rate by √(n / step) after n steps; 0 is never."""
     retraction: Retraction | None = None
     """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
-    retract_every: Count = 1
+    project_every: Annotated[Count, tyro.conf.arg(aliases=("--retract-every",))] = 1
     """Project Z's gradient every n steps. Z is retracted at every step."""
     second_moment: SecondMoment = "element"
     """Granularity of Adam's second moment for Z."""
@@ -212,7 +214,7 @@ def check_value(name: str, value: object, hint: Any) -> None:
     for kind in (hint, *get_args(hint)):
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(get_args(kind))}")
-        for bounds in getattr(kind, "__metadata__", ()):
+        for bounds in filter(lambda found: isinstance(found, Bounds), getattr(kind, "__metadata__", ())):
             assert isinstance(value, int | float)
             low, high, is_open = bounds
             if not (low < value if is_open else low <= value) or value == math.inf:

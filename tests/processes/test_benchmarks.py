@@ -126,7 +126,7 @@ def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_riemannian_step_runs(tmp_path: Path) -> None:
-    names = ("floor", "floor (fused Adam)", "ours", "ours, retract_every=8", "geoopt", "torch orthogonal")
+    names = ("floor", "floor (fused Adam)", "ours", "ours, project_every=8", "geoopt", "torch orthogonal")
     several = ("ours, 4 parameters", "ours, Python loop")
     (row,) = run("riemannian_step", tmp_path / "result.json", "--rows", "4 x", "--only", *names, *several)
     for name in names:

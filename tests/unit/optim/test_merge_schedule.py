@@ -22,7 +22,7 @@ def build(optimizer: str = "AdamW", **options: Any) -> Any:
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
     equivalence_(model, exclude=(), block_size=4, seed=3, verbose=False)
     built = OPTIMIZERS[optimizer](model)
-    return model, built, MergeSchedule(model, built, **{"every": 5, "relax_steps": 2, **options})
+    return model, built, MergeSchedule(model, built, **{"every": 5, "clip_ramp_steps": 2, **options})
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -78,17 +78,19 @@ def clips(steps: int, **options: Any) -> list[float]:
 def test_clipping_norm_starts_at_a_tenth_after_a_merge_and_rises_linearly() -> None:
     """The default is the ramp of POET's own code; before the first merge nothing changes."""
     ramp = [100, 190, 280, 370, 460, 550, 640, 730, 820, 910]
-    assert clips(48, every=20, relax_steps=10) == [1000] * 20 + ramp + [1000] * 10 + ramp[:8]
+    assert clips(48, every=20, clip_ramp_steps=10) == [1000] * 20 + ramp + [1000] * 10 + ramp[:8]
     model, built, _ = build()
-    assert MergeSchedule(model, built, 20).relax_steps == 10
+    assert MergeSchedule(model, built, 20).clip_ramp_steps == 10
     assert clips(14, every=5) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100, 550, 1000, 1000]
 
 
 def test_clipping_norm_may_rise_after_a_merge_and_stops_changing_in_time() -> None:
-    assert clips(8, every=5, relaxed=5.0) == [1000] * 5 + [5000, 3000, 1000]
-    assert clips(8, every=5, relax_steps=0) == [1000] * 8
-    assert clips(17, every=5, relax_until=10) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100] + [1000] * 6
-    *_, schedule = build(every=1000, relax_steps=10)
+    assert clips(8, every=5, clip_factor=5.0) == [1000] * 5 + [5000, 3000, 1000]
+    with pytest.warns(DeprecationWarning, match="relaxed is now called clip_factor"):
+        assert clips(8, every=5, relaxed=5.0) == clips(8, every=5, clip_factor=5.0)
+    assert clips(8, every=5, clip_ramp_steps=0) == [1000] * 8
+    assert clips(17, every=5, clip_until_step=10) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100] + [1000] * 6
+    *_, schedule = build(every=1000, clip_ramp_steps=10)
     schedule.load_state_dict({"steps": 2000})
     assert schedule.clip(0.1) == pytest.approx(0.01)
     schedule.load_state_dict({"steps": 2001})
@@ -133,8 +135,8 @@ def test_growing_skew_matrices_are_told_of_before_the_merge() -> None:
 
 def test_errors() -> None:
     model, built, _ = build()
-    invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"relax_steps": -1}, {"relaxed": 0.0}]
-    invalid += [{"relaxed": float("nan")}, {"relaxed": float("inf")}, {"relax_until": -1}]
+    invalid: list[dict[str, Any]] = [{"every": 0}, {"every": 1.5}, {"clip_ramp_steps": -1}, {"clip_factor": 0.0}]
+    invalid += [{"clip_factor": float("nan")}, {"clip_factor": float("inf")}, {"clip_until_step": -1}]
     for options in invalid:
         with pytest.raises(ValueError, match="expected"):
             MergeSchedule(model, built, **options)

@@ -139,14 +139,14 @@ def test_sgd_on_stiefel_is_the_formula(momentum: float, dampening: float, nester
     np.testing.assert_allclose(X.detach().numpy(), Y, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "retraction", "retract_every"), MOVES)
+@pytest.mark.parametrize(("kind", "retraction", "project_every"), MOVES)
 @pytest.mark.parametrize("lr", [0.03, 1e4])
 def test_steps_however_violent_end_on_the_manifold_whatever_the_precision(
-    kind: Any, retraction: Any, retract_every: int, lr: float
+    kind: Any, retraction: Any, project_every: int, lr: float
 ) -> None:
     """Random gradients, none, one of rank one, duplicated rows, entries of 1e25; bfloat16 wherever torch may use it."""
     X = point(48, 8, retraction)
-    optimizer = kind([X], lr=lr, retract_every=retract_every)
+    optimizer = kind([X], lr=lr, project_every=project_every)
     rank_one = torch.outer(torch.randn(48), torch.randn(8))
     gradients = [torch.randn(48, 8), torch.zeros(48, 8), rank_one, torch.randn(1, 8).expand(48, 8), -1e3 * rank_one]
     try:
@@ -355,7 +355,7 @@ BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"lr": torch.tensor([0.1, 0.2])}, r"lr to be a number or a one-element tensor, got a tensor of shape \(2,\)"),
     ({"weight_decay": -0.1}, "weight_decay >= 0"),
     ({"fused": True, "foreach": True}, "fused"),
-    ({"retract_every": 0}, "retract_every"),
+    ({"project_every": 0}, "project_every"),
     ({"nonfinite": "never"}, "raise, skip, ignore"),
 ]
 BAD_OPTIONS: dict[Any, list[tuple[dict[str, Any], str]]] = {
@@ -398,14 +398,14 @@ def test_points_that_are_none_are_refused() -> None:
         assert "the.weight" in str(caught.value)
 
 
-def test_retract_every_is_for_polar_stiefel_alone() -> None:
+def test_project_every_is_for_polar_stiefel_alone() -> None:
     points = [point(8, 3, r) for r in RETRACTIONS[1:]]
     points.append(geoopt.ManifoldParameter(torch.tensor([1.0, 0.0]), manifold=geoopt.Sphere()))
     for p in points:
-        with pytest.raises(ValueError, match="retract_every"):
-            RiemannianAdam([p], retract_every=2)
-        RiemannianAdam([p], retract_every=1)
-    RiemannianAdam([point(8, 3), nn.Parameter(torch.zeros(2))], retract_every=2)
+        with pytest.raises(ValueError, match="project_every"):
+            RiemannianAdam([p], project_every=2)
+        RiemannianAdam([p], project_every=1)
+    RiemannianAdam([point(8, 3), nn.Parameter(torch.zeros(2))], project_every=2)
 
 
 # ---- states and groups of elsewhere
@@ -501,3 +501,21 @@ def test_complex_manifolds_are_geoopts() -> None:
             optimizer.step()
         found.append(p.detach().as_subclass(torch.Tensor))
     torch.testing.assert_close(*found)
+
+
+def test_old_names_of_options_warn() -> None:
+    X = point(8, 3)
+    for make in (
+        lambda: RiemannianAdam([X], retract_every=2),
+        lambda: RiemannianAdam([{"params": [X], "retract_every": 2}]),
+    ):
+        with pytest.warns(DeprecationWarning, match="retract_every is now called project_every"):
+            optimizer = make()
+        assert optimizer.param_groups[0]["project_every"] == 2
+    state = optimizer.state_dict()
+    state["param_groups"][0]["retract_every"] = 3
+    del state["param_groups"][0]["project_every"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["project_every"] == 3
+    with pytest.raises(TypeError, match="unexpected option 'learning_rate'"):
+        RiemannianSGD([X], learning_rate=0.1)

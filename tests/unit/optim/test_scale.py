@@ -42,7 +42,7 @@ def nearest_tangent(X: np.ndarray, W: np.ndarray, scale: np.ndarray) -> np.ndarr
     return W + (change * weights).reshape(n, p)
 
 
-@pytest.mark.parametrize("options", [{}, {"second_moment": "row"}, {"retract_every": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"second_moment": "row"}, {"project_every": 2}], ids=str)
 def test_columns_of_a_point(options: dict[str, Any]) -> None:
     X, scale = point(12, 4, dtype=torch.float64), torch.tensor([1.0, 0.1, 3.0, 0.01], dtype=torch.float64)
     lr, b1, b2, eps = 0.02, 0.8, 0.9, 1e-6
@@ -52,7 +52,7 @@ def test_columns_of_a_point(options: dict[str, Any]) -> None:
     for t in range(1, 9):
         drive(optimizer, [X], 1, seeded, start=t)
         G = seeded(t, 0, X).numpy()
-        G = tangent(Y, G) if t % options.get("retract_every", 1) == 1 % options.get("retract_every", 1) else G
+        G = tangent(Y, G) if t % options.get("project_every", 1) == 1 % options.get("project_every", 1) else G
         m, v = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * np.mean(G**2, axis=axis, keepdims=axis != ())
         step = lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
         Y = scipy.linalg.polar(Y - nearest_tangent(Y, step * scale.numpy(), scale.numpy()))[0]

@@ -174,8 +174,8 @@ POINTS: dict[str, Callable[[], list[Any]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "maximize": {"maximize": True},
-    "retract_every": {"retract_every": 3},
-    "both": {"retract_every": 3, "maximize": True},
+    "project_every": {"project_every": 3},
+    "both": {"project_every": 3, "maximize": True},
 }
 CASES = [(points, options, "element") for points, options in zip(POINTS, itertools.cycle(OPTIONS), strict=False)]
 CASES += [("three blocks", "both", "element"), ("mixed", "plain", "row"), ("batch", "maximize", "row")]
@@ -195,7 +195,7 @@ def test_adam_is_the_formula(points: str, options: str, second_moment: Any) -> N
         n, d = p.shape[-2:]
         gradients = [sign * seeded(t, i, p).view(-1, n, d).numpy() for t in range(steps)]
         state = optimizer.state[p]
-        how |= {"every": chosen.get("retract_every", 1), "second_moment": second_moment}
+        how |= {"every": chosen.get("project_every", 1), "second_moment": second_moment}
         matrices = start[i].view(-1, n, d).numpy()
         results = [adam_np(X, [G[k] for G in gradients], **how) for k, X in enumerate(matrices)]
         for ours, expected in zip(
@@ -225,7 +225,7 @@ def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -
     peaks = {}
     for second_moment in ("element", "row"):
         X = point(V, d)
-        optimizer = RiemannianAdam([X], lr=0.01, second_moment=second_moment, retract_every=2)
+        optimizer = RiemannianAdam([X], lr=0.01, second_moment=second_moment, project_every=2)
         drive(optimizer, [X], 1, seeded)  # which allocates the moments
         X.grad = seeded(1, 0, X)
         peaks[second_moment] = [peak_bytes(optimizer.step), peak_bytes(optimizer.step)]  # with and without projection
@@ -365,8 +365,8 @@ def test_a_compiled_step_is_the_eager_one_whatever_the_learning_rate(name: str) 
 
 def test_a_compiled_step_projects_always() -> None:
     make = MAKERS["element"]
-    ours, graphs = run_steps(make, compiled=True, retract_every=2)
-    always, now_and_then = (run_steps(make, compiled=False, retract_every=every)[0] for every in (1, 2))
+    ours, graphs = run_steps(make, compiled=True, project_every=2)
+    always, now_and_then = (run_steps(make, compiled=False, project_every=every)[0] for every in (1, 2))
     assert graphs <= 2
     for i, (a, b) in enumerate(zip(ours, always, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

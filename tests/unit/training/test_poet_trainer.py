@@ -32,7 +32,7 @@ class Norms(TrainerCallback):
 
 def trained(out: Path, resume: str | None = None, steps: int = 10) -> tuple[Any, list[float], Trainer]:
     model, norms = rotating(terms=None), Norms()
-    callbacks = [MergeCallback(every=4, relax_steps=2), norms]
+    callbacks = [MergeCallback(every=4, clip_ramp_steps=2), norms]
     trainer = Trainer(model.train(), arguments(out, steps), train_dataset=Repeated(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return model.eval(), norms.seen, trainer
