@@ -42,6 +42,16 @@ def test_spd(d: int) -> None:
 GEOOPT: dict[str, tuple[Any, tuple[int, ...], list[str]]] = {
     "Sphere": (geoopt.Sphere(), (5,), []),
     "EuclideanStiefel": (geoopt.EuclideanStiefel(), (5, 2), ["retr has a gradient"]),
+    "Stiefel": (
+        geoopt.Stiefel(),
+        (5, 2),
+        [  # its proju is the gradient of the canonical metric, and retr and expmap project by it first
+            "expmap moves along the vector",
+            "proju and egrad2rgrad give tangent vectors",
+            "proju is orthogonal",
+            "retr moves along the vector",
+        ],
+    ),
     "SymmetricPositiveDefinite": (geoopt.SymmetricPositiveDefinite(), (3, 3), []),
     "PoincareBall": (
         geoopt.PoincareBall().double(),
