@@ -1,4 +1,4 @@
-"""The pages of results, from the files in benchmarks/results: docs/benchmarks.md, docs/benchmarks/*.md and docs/papers.md.
+"""The pages of results, from the files in benchmarks/results: benchmarks.md and papers.md in docs, and what they link.
 
 python -m benchmarks.page            # writes them, and the charts in docs/figures
 python -m benchmarks.page --check    # exits with 1 where a page differs from the results
@@ -60,7 +60,7 @@ def is_result(data: Any) -> bool:
 def render(results: Path) -> dict[str, str]:
     """The pages by their path in docs, the same for the same files."""
     found = load(results)
-    pages = {"papers.md": papers.render(results)}
+    pages = papers.render(results)
     if not found:
         return pages | {"benchmarks.md": "\n".join([HEADER, "No results yet.\n"])}
     sections = [HEADER, summary([result for own in found.values() for result in own.values()])]

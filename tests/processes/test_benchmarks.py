@@ -240,6 +240,7 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
                     "a": {"milliseconds": 1.5, "ratio": 1.0, "rounds": 7, "memory_bytes": 2500000},
                     "b": {"milliseconds": 12345.0, "ratio": None, "rounds": 1, "note": "timed once"},
                     "c": {"unavailable": "needs CUDA"},
+                    "d": {"milliseconds": 3.0, "ratio": 2.0, "rounds": 7},
                 },
                 "extra": {"defect": {"a": 1.2e-7}},
             }
@@ -250,8 +251,8 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     assert pages == render(results) != empty
     for expected in (
         "`python -m benchmarks.maps --rounds 7` at commit 0123456789",
-        "| ms (× a) | a | b |",
-        "| 8 x 8 | 1.5 (1.00) | 12,345 |",
+        "| ms (× a) | a | b | d |",
+        "| 8 x 8 | 1.5 (1.00) | 12,345 | 3 (2.00) |",
         "| extra MB | a |",
         "| 8 x 8 | 1.2e-07 |",
         "- 8 x 8: b: timed once\n- 8 x 8: c: needs CUDA\n",
@@ -270,12 +271,12 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
     described: dict[str, Any] = {"comparison": "poet-initialization", "command": "manifold-tying reproduce ..."}
     described |= {"machine": {}, "tables": [table]}
     (results / "papers-poet-initialization-cpu.json").write_text(json.dumps(described))
-    with pytest.raises(SystemExit, match=r"papers\.md differs"):
+    with pytest.raises(SystemExit, match=r"poet-initialization-cpu\.md differs"):
         page([*where, "--check"])
     page(where)
-    text = (tmp_path / "papers.md").read_text()
+    text = (tmp_path / "papers/poet-initialization-cpu.md").read_text()
     for expected in (
-        "## poet-initialization, cpu\n",
+        "# poet-initialization, cpu\n",
         "| xavier | 5.432 |",
         "- a note",
         "`manifold-tying reproduce ...`",
