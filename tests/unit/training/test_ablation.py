@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_runs import SHAPE, TINY, config, text
+from training_runs import SHAPE, TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, loop
@@ -21,11 +21,6 @@ KEYS = {
 }  # fmt: skip
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "pit-free")
 V, D = SHAPE.vocab_size, SHAPE.hidden_size
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def settings(corpus: Path, **changes: Any) -> Settings:

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import TINY, config, text
+from training_runs import TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, train
 from manifold_tying.training._ablation import commands
 from manifold_tying.training.report import load_experiment, load_experiments
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def command(name: str, out: str, corpus: Path) -> list[str]:

@@ -12,15 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import TINY, config, text
+from training_runs import TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from experiments import write_experiment
-from training_runs import TINY, config, lines, text
+from training_runs import TINY, config, lines
 
 import manifold_tying as mt
 from manifold_tying import diagnostics
@@ -16,11 +16,6 @@ from manifold_tying.training import checkpoints, train
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.report import load_experiment
 from manifold_tying.training.report._findings import health
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("decades", [3, 9])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import config, lines, text
+from training_runs import config, lines
 
 from manifold_tying import diagnostics
 from manifold_tying.training import checkpoints, load_model, train
@@ -14,11 +14,6 @@ from manifold_tying.training._processes import Processes
 from manifold_tying.training.data import validation_batches
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.loop import load_data
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training_runs import SHAPE, TINY, text
+from training_runs import SHAPE, TINY
 
 import manifold_tying as mt
 from manifold_tying.cli import main
@@ -30,11 +30,6 @@ from manifold_tying.training.rundir import RESULT
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, TINY, SHAPE)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def config(name: Any, out: Path, corpus: Path, **changes: Any) -> ReproduceConfig:

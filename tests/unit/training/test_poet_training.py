@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import SHAPE, config, lines, text
+from training_runs import SHAPE, config, lines
 
 from manifold_tying import diagnostics
 from manifold_tying.poet import equivalences
@@ -18,11 +18,6 @@ from manifold_tying.training._recipe import resolve
 from manifold_tying.training.report import load_experiment, write_report
 
 KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import config, text
+from training_runs import config
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._lock import locked
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def test_a_second_run_is_told_who_has_the_folder(tmp_path: Path, corpus: Path) -> None:

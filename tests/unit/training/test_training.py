@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import config, lines, text
+from training_runs import config, lines
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, train
@@ -18,11 +18,6 @@ from manifold_tying.training._processes import Processes
 from manifold_tying.training._recipe import resolve
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.tying import PIT
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
