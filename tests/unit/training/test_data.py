@@ -455,15 +455,10 @@ def test_a_failed_build_leaves_nothing(
 
 
 def test_the_environment_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.delenv(name := "TOKENIZERS_PARALLELISM", raising=False)
     during = set()
-    prepare(
-        jsonl_corpus(tmp_path),
-        vocab_size=VOCABULARY,
-        progress=lambda _: during.add(os.environ.get("TOKENIZERS_PARALLELISM")),
-    )
-    assert during == {"false"}  # so that a fork of this process prints no warning
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY, progress=lambda _: during.add(os.environ.get(name)))
+    assert during == {"false"} and name not in os.environ  # so that a fork of this process prints no warning
 
 
 def test_of_two_processes_one_builds_and_the_other_waits(
