@@ -24,7 +24,7 @@ def stored(module: Any, name: str = "weight") -> nn.Parameter:
     return original
 
 
-def assert_one_graph(module: Any, x: Tensor, change: Callable[[], object]) -> None:
+def assert_one_graph(module: Any, x: Tensor, *changes: Callable[[Any], object]) -> None:
     """Compiled as a whole the layer is the eager one, before and after a change of what it stores."""
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -38,4 +38,5 @@ def assert_one_graph(module: Any, x: Tensor, change: Callable[[], object]) -> No
         assert gradients[0] is not None
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
-        change()
+        for change in changes:
+            change(module)

@@ -145,7 +145,7 @@ ALL_KINDS = [*CONSTRAINTS, "spd"]
 
 
 def constrained(kind: str, *shape: int) -> Any:
-    layer = nn.Linear(*shape)
+    layer: Any = nn.Linear(shape[0], shape[1])
     return spd(layer, "weight") if kind == "spd" else CONSTRAINTS[kind](layer, "weight")
 
 
@@ -186,7 +186,7 @@ def test_a_layer_changes_its_dtype_and_keeps_what_it_stores_wide(kind: str, dtyp
 def test_forward_compiles_to_one_graph(kind: str, shape: tuple[int, int]) -> None:
     module = constrained(kind, *shape)
     perturb(module, size=0.5 / shape[0])
-    assert_one_graph(module, torch.randn(3, shape[0]), lambda: perturb(module, size=0.5 / shape[0]))
+    assert_one_graph(module, torch.randn(3, shape[0]), partial(perturb, size=0.5 / shape[0]))
 
 
 # ---- symmetric positive definite weights
