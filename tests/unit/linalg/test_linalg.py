@@ -11,10 +11,12 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import conditioned, orthonormal, scipy_polar
 from torch import Tensor
 
 from manifold_tying import linalg
 from manifold_tying.linalg._polar_factors import polar_matmuls
+from manifold_tying.testing import tall_shapes
 
 METHODS = get_args(linalg.Orthonormalization)
 seeds = st.integers(0, 2**31 - 1)
@@ -22,38 +24,11 @@ settings.register_profile("reproducible", max_examples=40, deadline=None, derand
 reproducible = settings.get_profile("reproducible")
 
 
-def orthonormal(*shape: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0]
-
-
-def conditioned(shape: tuple[int, ...], condition: float = 10.0, seed: int = 0) -> Tensor:
-    """A float64 matrix (..., n, p) with singular values spread evenly, in logarithms, from 1 to 1/condition."""
-    torch.manual_seed(seed)
-    *batch, n, p = shape
-    h = torch.logspace(0, -math.log10(condition), p, dtype=torch.float64)
-    return (orthonormal(*batch, n, p) * h) @ orthonormal(*batch, p, p).mT
-
-
 def skew_of_norm(b: int, norm: float, seed: int = 0) -> Tensor:
     torch.manual_seed(seed)
     A = torch.randn(b, b, dtype=torch.float64)
     A = A - A.mT
     return A * (norm / torch.linalg.matrix_norm(A, 2))
-
-
-def scipy_polar(Y: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Polar factors of a batch, in float64 and with the scale taken out."""
-    flat = Y.double().reshape(-1, *Y.shape[-2:]).numpy()
-    scale = max(np.abs(flat).max(), 1e-300)
-    pairs = [scipy.linalg.polar(y / scale) for y in flat]
-    U, H = (np.stack(parts).reshape(*Y.shape[:-2], -1, Y.shape[-1]) for parts in zip(*pairs, strict=True))
-    return U, H * scale
-
-
-@st.composite
-def tall_shapes(draw: Any) -> tuple[int, ...]:
-    p = draw(st.integers(1, 8))
-    return (*draw(st.sampled_from([(), (1,), (2, 3)])), p + draw(st.integers(0, 12)), p)
 
 
 # ---- polar

@@ -9,6 +9,7 @@ import pytest
 import scipy.linalg
 import torch
 from machine import peak_bytes
+from matrices import conditioned, orthonormal
 from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, tangent
 from torch import Tensor, nn
 
@@ -18,14 +19,6 @@ from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
 
 DTYPES = (torch.float32, torch.float64)
-
-
-def with_condition(condition: float, *shape: int, scale: float = 1.0) -> Tensor:
-    """A float64 matrix (..., n, p) whose Gram matrix has this condition, eigenvalues spread evenly in the logarithm."""
-    *batch, n, p = shape
-    U = torch.linalg.qr(torch.randn(*batch, n, p, dtype=torch.float64))[0]
-    V = torch.linalg.qr(torch.randn(*batch, p, p, dtype=torch.float64))[0]
-    return scale * (U * torch.logspace(0, -np.log10(condition) / 2, p, dtype=torch.float64)) @ V.mT
 
 
 @pytest.fixture
@@ -70,13 +63,17 @@ def one_apart(condition: float, p: int, low: bool) -> Tensor:
     """All eigenvalues of the Gram matrix alike but one, the smallest or the largest."""
     h = torch.ones(p, dtype=torch.float64)
     h[0] = condition ** (-0.5 if low else 0.5)
-    return with_condition(1.0, p + 20, p) * h
+    return conditioned((p + 20, p), 1.0) * h
 
 
 @pytest.mark.parametrize("p", [1, 6, 130])
 def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
     for condition, scale in ((1.0, 1e-3), (1.3, 30.0), (10.0, 1.0)):
-        for Y in (with_condition(condition, p + 20, p), one_apart(condition, p, True), one_apart(condition, p, False)):
+        for Y in (
+            conditioned((p + 20, p), condition**0.5),
+            one_apart(condition, p, True),
+            one_apart(condition, p, False),
+        ):
             Y = Y * scale
             expected = torch.from_numpy(polar_np(Y.numpy()))
             for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
@@ -89,7 +86,7 @@ def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
 def test_beyond_it_falls_short_and_never_over() -> None:
     """UᵀX of the polar factor U has eigenvalues between 0 and 1: such a step shortens directions and reverses none."""
     for condition in (1.0, 30.0, 300.0, 1e4, 1e6):
-        Y = with_condition(condition, 70, 48)
+        Y = conditioned((70, 48), condition**0.5)
         product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), sync_free=True)
         rounding = 1e-15 * condition
         assert (product - product.mT).abs().max() <= 1e-13 + rounding
@@ -104,7 +101,7 @@ def test_beyond_it_falls_short_and_never_over() -> None:
 @pytest.mark.parametrize("shape", [(8, 4), (256, 32), (1, 1), (30, 8, 4)])
 def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tuple[int, ...]) -> None:
     for condition, scale in itertools.product((1.0, 1.3, 1e3, 1e6, 1e9), (1e-3, 1e20)):
-        Y = with_condition(condition, *shape, scale=scale).float()
+        Y = (scale * conditioned(shape, condition**0.5)).float()
         X = linalg.reorthonormalize_(Y.clone())
         assert linalg.defect(X).max() <= 5e-7
         expected = [polar_np(y.numpy()) for y in Y.double().view(-1, *shape[-2:])]
@@ -121,7 +118,7 @@ def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tu
 @pytest.mark.parametrize(("condition", "fixed"), [(1.1, False), (200.0, False), (8.0, True)])
 def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
     assert len(linalg.row_chunks(torch.zeros(n, 20))) == -(-n // 256)
-    Y = with_condition(condition, n, 20)
+    Y = conditioned((n, 20), condition**0.5)
     expected = polar_np(Y.numpy())
     for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
         X = Y.to(dtype, copy=True)
@@ -158,7 +155,7 @@ def adam_np(
 
 
 def batched_point(*shape: int) -> Any:
-    p: Any = nn.Parameter(torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].contiguous())
+    p: Any = nn.Parameter(orthonormal(*shape).contiguous())
     p.manifold = Stiefel()
     return p
 

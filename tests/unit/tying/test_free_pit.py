@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import conditioned
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,13 +22,10 @@ ROUNDING = 6e-8  # half a unit in the last place of a float32
 
 def free(condition: float = 10.0, rows: int = V, columns: int = D, seed: int = 0) -> FreePIT:
     """A free table with singular values spread evenly in the logarithm."""
-    generator = torch.Generator().manual_seed(seed)
-    U, _ = torch.linalg.qr(torch.randn(rows, columns, generator=generator, dtype=torch.float64))
-    Q, _ = torch.linalg.qr(torch.randn(columns, columns, generator=generator, dtype=torch.float64))
     pit = mt.PIT(rows, columns)
     assert isinstance(pit, FreePIT)
     with torch.no_grad():
-        pit.table.copy_((U * torch.logspace(0, -float(torch.tensor(condition).log10()), columns)) @ Q)
+        pit.table.copy_(conditioned((rows, columns), condition, seed))
     return pit
 
 
