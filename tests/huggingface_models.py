@@ -107,6 +107,14 @@ def interface(model: Any) -> Any:
     return halves(model)[0].interface
 
 
+def turned(model: Any) -> Any:
+    """With a T that is far from where conversions put it, so that a lost T shows."""
+    pit = interface(model)
+    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
+    return model
+
+
 class Repeated(Dataset[dict[str, Tensor]]):
     """The same few sentences again and again."""
 

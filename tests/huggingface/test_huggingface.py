@@ -13,7 +13,7 @@ import pytest
 import scipy.linalg
 import torch
 import torch.nn.functional as F
-from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
+from huggingface_models import FAMILIES, D, V, build, difference, ids, interface, logits, turned
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -21,18 +21,6 @@ from transformers.quantizers import auto
 
 import manifold_tying as mt
 from manifold_tying.tying.huggingface import halves
-
-
-def interface(model: Any) -> Any:
-    return halves(model)[0].interface
-
-
-def trained(model: Any) -> Any:
-    """With a T that is far from where conversions put it, so that a lost T shows."""
-    pit = interface(model)
-    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
-    return model
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
@@ -151,7 +139,7 @@ def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge
     head = model.get_output_embeddings()
     assert difference(F.linear(hidden, head.weight, head.bias), head(hidden)) <= 1e-5
     assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
-    before = logits(trained(model))
+    before = logits(turned(model))
     mt.save(model, tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.safetensors")
     shapes = {name: tensor.shape for name, tensor in load_file(file).items()}
@@ -177,7 +165,7 @@ def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge
 
 
 def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -> None:
-    model = trained(mt.convert(build(), bridge=True, memory="frozen")).to(torch.bfloat16)
+    model = turned(mt.convert(build(), bridge=True, memory="frozen")).to(torch.bfloat16)
     mt.export(model, tmp_path)
     pit = interface(model)
     Z, L, B = (t.detach().double().numpy() for t in (pit.memory, pit.cholesky_factor, pit.bridge))
@@ -269,7 +257,7 @@ def test_deepcopy_is_whole_and_independent() -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(logits(twin), before)
     assert interface(twin) is halves(twin)[1].interface and interface(twin) is not interface(model)
-    trained(twin)
+    turned(twin)
     assert difference(logits(twin), before) > 1e-3 and torch.equal(logits(model), before)
     assert twin.resize_token_embeddings.__self__ is twin
     with pytest.raises(ValueError, match="one half"):

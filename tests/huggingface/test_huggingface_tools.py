@@ -20,6 +20,7 @@ from huggingface_models import (
     interface,
     logits,
     optimizer_for,
+    turned,
 )
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.pytorch_utils import Conv1D
@@ -189,7 +190,7 @@ def test_adapters_on_the_interface_are_refused(options: dict[str, Any], reason: 
 
 @pytest.mark.parametrize(("size", "bridge"), [(V + 9, True), (V - 9, False)])
 def test_resizing_keeps_the_memory_orthonormal_and_says_what_moved(size: int, bridge: bool, tmp_path: Path) -> None:
-    model = trained(mt.convert(build("Phi"), bridge=bridge, memory="trainable"))
+    model = turned(mt.convert(build("Phi"), bridge=bridge, memory="trainable"))
     old, T, bias = interface(model), interface(model).transform.detach(), model.get_output_embeddings().bias.detach()
     kept = min(V, size)
     with pytest.warns(UserWarning, match=f"{V} -> {size}") as caught:
@@ -226,11 +227,6 @@ def test_resizing_a_free_table_keeps_the_logits(size: int, tmp_path: Path) -> No
     assert f"{float(moved.detach()):.1e}" in str(caught[0].message)
     mt.save(model, tmp_path)
     assert torch.equal(logits(mt.load(tmp_path), ids() % size), logits(model, ids() % size))
-
-
-def trained(model: Any) -> Any:
-    interface(model).cholesky_factor = torch.linalg.cholesky(torch.eye(D) + 0.3).contiguous()
-    return model
 
 
 def test_resizing_corner_cases() -> None:

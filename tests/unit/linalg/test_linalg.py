@@ -225,7 +225,7 @@ def test_gradient_of_orthonormalize(point: str, method: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_float32_gradient_is_that_of_float64(method: Any) -> None:
     Y, weights = conditioned((60, 8), 10.0), torch.randn(60, 8, dtype=torch.float64)
-    gradients = []
+    gradients: list[Tensor] = []
     for dtype in (torch.float32, torch.float64):
         leaf = Y.to(dtype).requires_grad_()
         gradients += torch.autograd.grad(linalg.orthonormalize(leaf, method), leaf, weights.to(dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from experiments import Page, with_losses, write_experiment
-from hostile import tree
+from hostile import run, tree
 from training_runs import config, text
 
 from manifold_tying.cli import main
@@ -137,9 +137,8 @@ def test_what_is_no_folder_of_ours_is_refused_before_anything_is_written(
 ) -> None:
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", str(folders["first"]), str(tmp_path / "empty"), "--out", str(out)])
-    assert stopped.value.code == 2 and "neither an ablation" in capsys.readouterr().err.replace("\n", " ")
+    status, said = run(["report", str(folders["first"]), str(tmp_path / "empty"), "--out", str(out)], capsys)
+    assert status == 2 and "neither an ablation" in said
     assert not out.exists()
     with pytest.raises(ValueError, match="given twice"):
         load_experiments([folders["first"], folders["first"] / ".." / "first"])
