@@ -1,7 +1,6 @@
 """What people run on a converted model: generation, Trainer, checkpointing, compilation, PEFT, resizing, offloading."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -231,10 +230,8 @@ def test_resizing_a_free_table_keeps_the_logits(size: int, tmp_path: Path) -> No
 
 def test_resizing_corner_cases() -> None:
     model = mt.convert(build(), memory="frozen")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert model.resize_token_embeddings() is model.get_input_embeddings()
-        assert model.resize_token_embeddings(V) is model.get_input_embeddings()
+    assert model.resize_token_embeddings() is model.get_input_embeddings()  # a warning would be an error
+    assert model.resize_token_embeddings(V) is model.get_input_embeddings()
     with pytest.raises(ValueError, match="V >= d"):
         model.resize_token_embeddings(D - 1)
     with pytest.warns(UserWarning, match=f"{V} -> 128"):

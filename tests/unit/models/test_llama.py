@@ -350,22 +350,6 @@ def test_bfloat16_body_with_a_float32_interface() -> None:
     assert relative_error(logits, reference) < 0.1
 
 
-@pytest.mark.parametrize("form", ["parallel-rmsnorm-embedding-norm"])
-def test_compiled_as_one_graph(form: str) -> None:
-    model = build(FORMS[form], dtype=torch.float32)
-    ids = tokens(model.config)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for each in (model, compiled):
-        logits = each(ids)
-        F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
-        gradients.append([logits.detach()] + [parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    for eager, graph in zip(*gradients, strict=True):
-        assert eager is not None and graph is not None
-        torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-6)
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "other rows": lambda _, described: described.update(rows=[1, 8, 1]),
     "no terms": lambda _, described: described.pop("terms"),
     "complex": lambda tensors, _: tensors.update(skew=tensors["skew"].to(torch.complex64)),
+    "surplus": lambda tensors, _: tensors.update(other=torch.zeros(1)),
     "no skew": lambda tensors, _: tensors.pop("skew"),
 }
 
@@ -220,7 +221,7 @@ def test_adapters_with_wrong_values_are_refused_and_change_nothing(pretrained: A
 
 def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, adapter: Any) -> None:
     path, whole, metadata = adapter
-    for text in ("[" * 100_000, "[]", "null", "{", '{"a": 3}', '{"": {}}'):
+    for text in ("[" * 100_000, "{}", "[]", "null", "{", '{"a": 3}', '{"": {}}'):
         save_file(whole, path, metadata | {"equivalences": text})
         with pytest.raises(ValueError, match=r"damaged|does not have"):
             load_adapter(pretrained, path)
