@@ -15,13 +15,6 @@ from manifold_tying.training.data import open_tokens, prepare
 V = 300
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
-    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(20)))
-    return path
-
-
 def source(folder: Path, corpus: Path, **options: Any) -> Path:
     shape = BertConfig(
         vocab_size=V, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, pad_token_id=None,

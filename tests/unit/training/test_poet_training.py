@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import SHAPE, config, lines
+from training_runs import SHAPE, config, lines, stop_at
 
 from manifold_tying import diagnostics
 from manifold_tying.poet import equivalences
@@ -30,10 +30,6 @@ def settings(corpus: Path, **changes: Any) -> Settings:
     return config(corpus, corpus, **values).settings
 
 
-class Stopped(Exception):
-    pass
-
-
 def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corpus: Path) -> None:
     """A checkpoint at every step; stopped before and at the merge at 4."""
     shared = settings(corpus, body="poet-full", checkpoint_every=1, eval_every=3, steps=6)
@@ -41,13 +37,8 @@ def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corp
     train(whole)
     for stop in (3, 4):
         parts = dataclasses.replace(whole, out=tmp_path / str(stop))
-
-        def observe(metrics: dict[str, Any], last: int = stop) -> None:
-            if metrics["step"] == last + 1:  # its lines are written, its checkpoint is not
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            train(parts, observer=observe)
+        with pytest.raises(KeyboardInterrupt):
+            train(parts, observer=stop_at(stop + 1))
         assert checkpoints(parts.out)[-1].name == f"step-{stop:08d}"
         train(dataclasses.replace(parts, resume=True))
         for file in ("metrics.jsonl", "probes.jsonl", "checkpoints/step-00000006/model.safetensors"):

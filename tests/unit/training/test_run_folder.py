@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import config
+from training_runs import config, stop_at
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training._lock import locked
@@ -39,13 +39,8 @@ def test_the_result_of_a_run_that_went_further_does_not_stay(tmp_path: Path, cor
     experiment = AblateConfig(out=tmp_path / "out", arms="untied", seeds=1, settings=settings)
     (before,) = ablate(experiment)
     (_, run), *_ = experiment.runs()
-
-    def die(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 8:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(config(run.out, corpus, "untied", resume_from="step-00000006"), observer=die)
+        train(config(run.out, corpus, "untied", resume_from="step-00000006"), observer=stop_at(8))
     assert not (run.out / "result.json").exists()
     (after,) = ablate(experiment)  # and not a row of what is no longer there
     assert (run.out / "result.json").exists() and after["val_loss"] == before["val_loss"]

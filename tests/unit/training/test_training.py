@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import config, lines
+from training_runs import config, lines, stop_at
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, train
@@ -42,13 +42,8 @@ def test_training_learns_and_writes_what_it_says(interface: str, tmp_path: Path,
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, corpus: Path) -> None:
     train(config(tmp_path / "whole", corpus))
     interrupted = config(tmp_path / "parts", corpus)
-
-    def stop(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 8:  # two steps after the checkpoint, which will have to be done again
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(interrupted, observer=stop)
+        train(interrupted, observer=stop_at(8))  # two steps after the checkpoint, which will have to be done again
     assert [path.name for path in checkpoints(interrupted.out)] == ["step-00000006"]
     train(dataclasses.replace(interrupted, resume=True))
     for name in ("metrics.jsonl", "checkpoints/step-00000012/model.safetensors"):
