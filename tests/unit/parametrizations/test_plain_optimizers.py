@@ -176,7 +176,7 @@ def test_of_two_optimizers_around_each_other_the_inner_one_counts() -> None:
 
 
 def test_a_compiled_step_warns_and_takes_no_more_graphs() -> None:
-    graphs = []
+    graphs: list[int] = []
     for model in (nn.Linear(4, 9), layer()):
         backend = CompileCounterWithBackend("eager")
         torch._dynamo.reset()
