@@ -1,10 +1,20 @@
 """What the tests of constrained layers share."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import manifold_tying as mt
+
+
+ORTHONORMAL: dict[str, Callable[..., Any]] = {
+    "stiefel": mt.stiefel,
+    "stiefel, cayley": partial(mt.stiefel, retraction="cayley"),
+    **{kind: partial(mt.orthogonal, map=kind) for kind in ("polar", "qr", "cayley", "cayley-neumann")},
+}
 
 
 class Stack(nn.Module):
