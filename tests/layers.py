@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 
-
 ORTHONORMAL: dict[str, Callable[..., Any]] = {
     "stiefel": mt.stiefel,
     "stiefel, cayley": partial(mt.stiefel, retraction="cayley"),

@@ -9,16 +9,7 @@ import pytest
 import torch
 import transformers
 from hostile import run
-from huggingface_models import (
-    _BERT,
-    _BODY,
-    BIASED,
-    MULTIMODAL,
-    build,
-    difference,
-    logits,
-    make,
-)
+from huggingface_models import _BERT, _BODY, BIASED, MULTIMODAL, build, difference, logits, make
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from layers import ORTHONORMAL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, orthogonal, spd, stiefel
+from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, spd, stiefel
 from manifold_tying import testing as mtt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 

@@ -55,13 +55,8 @@ def test_pit_presets_have_the_columns_and_totals_of_table_3(name: str) -> None:
 @pytest.mark.parametrize(("family", "widths"), [("poet", POET_WIDTHS), ("galore", GALORE_WIDTHS)])
 def test_poet_presets_have_the_shapes_of_table_8(family: str, widths: dict[str, int]) -> None:
     for size, (d, heads, layers) in POET_SHAPES.items():
-        sizes: dict[str, Any] = {
-            "vocab_size": 32_000,
-            "hidden_size": d,
-            "intermediate_size": widths[size],
-            "head_dim": 64,
-        }
-        sizes |= {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads}
+        sizes: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": d, "intermediate_size": widths[size]}
+        sizes |= {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads, "head_dim": 64}
         assert preset(f"{family}-{size}") == LlamaConfig(**sizes, norm="rmsnorm", norm_eps=1e-6)
 
 

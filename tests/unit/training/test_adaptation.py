@@ -17,14 +17,7 @@ import manifold_tying as mt
 from manifold_tying.training._config import Interface
 from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
 from manifold_tying.training.papers._adaptation import PROBLEMS, RUN, adaptation
-from manifold_tying.training.papers._arithmetic import (
-    HELD_OUT_EVERY,
-    IN_DOMAIN,
-    OUT_OF_DOMAIN,
-    Kind,
-    Problem,
-    problems,
-)
+from manifold_tying.training.papers._arithmetic import HELD_OUT_EVERY, IN_DOMAIN, OUT_OF_DOMAIN, Kind, Problem, problems
 from manifold_tying.training.papers._exact_match import exact_match
 
 V = 320
