@@ -11,11 +11,7 @@ from urllib.parse import unquote
 import numpy as np
 
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
-
-
 FINAL = {"untied": 4.22, "transpose": 4.16, "pit-frozen": 4.19, "pit-trainable": 4.10}
-
-
 VOID = {"meta", "img", "br", "input"}
 
 

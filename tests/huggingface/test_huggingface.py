@@ -39,10 +39,6 @@ def test_padding_rows_and_padded_vocabulary() -> None:
     assert not gradient[0].any() and gradient[5].any()
 
 
-def test_a_wide_table_is_refused() -> None:
-    refused(build(vocab_size=12), "V >= d")
-
-
 def test_an_embedding_that_does_more_is_refused() -> None:
     class Shifted(nn.Embedding):
         def forward(self, input: Tensor) -> Tensor:
@@ -53,17 +49,15 @@ def test_an_embedding_that_does_more_is_refused() -> None:
     refused(model, "computes more")
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_and_options_are_refused() -> None:
+    refused(build(vocab_size=12), "V >= d")
+    for option in ("transform", "memory", "source"):
+        refused(build(), "unknown", **{option: "none"})
     refused(mt.convert(build()), "already converted")
     with pytest.raises(ValueError, match="PreTrainedModel"):
         mt.convert(nn.Linear(3, 3))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="converted by manifold_tying"):
         mt.save(build(), "nowhere")
-
-
-def test_wrong_options_are_refused() -> None:
-    for option in ("transform", "memory", "source"):
-        refused(build(), "unknown", **{option: "none"})
 
 
 def refused(model: Any, reason: str, **options: Any) -> None:

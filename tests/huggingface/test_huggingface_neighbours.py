@@ -113,9 +113,8 @@ def test_prompt_methods_train_save_and_load(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_trainable_token_indices_are_refused_when_they_are_put_on() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3], task_type="CAUSAL_LM")
-    with pytest.raises(
-        (ValueError, TypeError), match=r"one half|cannot be applied"
-    ):  # PEFT goes through a set of names
+    # PEFT goes through a set of names
+    with pytest.raises((ValueError, TypeError), match=r"one half|cannot be applied"):
         peft.get_peft_model(mt.convert(build()), config)
 
 
@@ -127,12 +126,8 @@ def test_a_tight_device_map_splits_neither_half(tmp_path: Path) -> None:
         room = {"cpu": size * share // 10, "disk": 10 * size}
         places = infer_auto_device_map(model, room, no_split_module_classes=list(model._no_split_modules))
         assert not any("interface" in name for name in places), places
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved",
-        device_map="auto",
-        max_memory={"cpu": size * 9 // 10, "disk": 10 * size},
-        offload_folder=tmp_path,
-    )
+    placed: dict[str, Any] = {"device_map": "auto", "max_memory": room, "offload_folder": tmp_path}  # nine tenths
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **placed)
     assert torch.equal(logits(loaded), logits(model))
 
 

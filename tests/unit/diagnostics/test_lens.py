@@ -179,12 +179,9 @@ def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
     assert len(texts) == 3 * (LAYERS + 1) and texts[0] == f"t{IDS[-1]}"
     figure.savefig(tmp_path / "trace.png")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
-    # one colour per token: equal texts have equal colours, whichever panel
-    colours: dict[str, set[tuple[float, ...]]] = {}
-    for axes in figure.axes:
-        for text, cell in zip(axes.texts, axes.patches, strict=True):
-            colours.setdefault(text.get_text(), set()).add(to_rgb(cell.get_facecolor()))
-    assert all(len(found) == 1 for found in colours.values())
+    every = [(text, cell) for axes in figure.axes for text, cell in zip(axes.texts, axes.patches, strict=True)]
+    colours = {(text.get_text(), to_rgb(cell.get_facecolor())) for text, cell in every}
+    assert len(colours) == len({text for text, _ in colours})  # one for each token, whichever panel
     with pytest.raises(ValueError, match="at least one trace"):
         draw_traces({})
 
@@ -229,16 +226,8 @@ def test_zero_anchors_and_states_are_near_to_nothing() -> None:
 
 def test_drift_between_checkpoints() -> None:
     before = torch.randn(60, 8)
-    rotation = torch.linalg.qr(torch.randn(8, 8))[0]
-    same = token_drift(before, 3 * before)
-    assert same.cosines.min() == pytest.approx(1) and same.neighbours_kept.min() == 1
-    turned = token_drift(before, before @ rotation)
+    turned = token_drift(before, before @ torch.linalg.qr(torch.randn(8, 8))[0])
     assert turned.cosines.abs().mean() < 0.6 and turned.neighbours_kept.min() == 1
-    after = before.clone()
-    after[7] = -after[7]
-    moved = token_drift(before, after, neighbours=3)
-    assert moved.cosines[7] == pytest.approx(-1) and moved.neighbours_kept[7] == 0
-    assert (moved.cosines < 0.99).sum() == 1 and moved.neighbours_kept.mean() > 0.8
     # against the formula, over all pairs
     noise = before + 0.7 * torch.randn(60, 8)
     found = token_drift(before, noise, neighbours=4)
@@ -252,12 +241,8 @@ def test_drift_between_checkpoints() -> None:
     some = token_drift(before, noise, tokens=torch.tensor([5, 2]), neighbours=4)
     assert torch.equal(some.neighbours_kept, found.neighbours_kept[[5, 2]])
     assert len(token_drift(before, noise, tokens=torch.zeros(0, dtype=torch.int64)).cosines) == 0
-
-
-def test_drift_among_duplicates() -> None:
-    """More duplicates than neighbours: the token itself may not be among its nearest, and k others are compared still."""
-    table = torch.ones(9, 3)
-    assert token_drift(table, table, neighbours=2).neighbours_kept.shape == (9,)
+    duplicates = torch.ones(9, 3)  # the token itself may not be among its nearest, and k others are compared still
+    assert token_drift(duplicates, duplicates, neighbours=2).neighbours_kept.shape == (9,)
 
 
 def test_errors_of_drift() -> None:

@@ -157,13 +157,9 @@ def test_spectral_summary_is_scipys(m: int, n: int, batch: tuple[int, ...], seed
     W = np.random.default_rng(seed).normal(size=(*batch, m, n))
     sigma = np.linalg.svd(W, compute_uv=False)
     found = spectral_summary(torch.from_numpy(W))
-    expected = (
-        sigma[..., 0],
-        sigma[..., -1],
-        np.linalg.cond(W),
-        entropy(sigma**2, base=min(m, n), axis=-1),
-        np.linalg.norm(W, axis=(-2, -1)) ** 2 / np.linalg.norm(W, ord=2, axis=(-2, -1)) ** 2,
-    )
+    even = entropy(sigma**2, base=min(m, n), axis=-1)
+    stable_rank = np.linalg.norm(W, axis=(-2, -1)) ** 2 / np.linalg.norm(W, ord=2, axis=(-2, -1)) ** 2
+    expected = sigma[..., 0], sigma[..., -1], np.linalg.cond(W), even, stable_rank
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-9)
     np.testing.assert_array_equal(svd_entropy(torch.from_numpy(W)), found.entropy)

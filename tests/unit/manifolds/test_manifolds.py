@@ -49,9 +49,8 @@ def close(actual: Any, expected: Any, atol: float = 1e-12) -> None:
 def test_retraction_in_float32_keeps_the_promised_defect(retraction: Any, data: st.DataObject, size: float) -> None:
     x, u = vector(data.draw, Stiefel(retraction), SHAPES, size, FLOAT32)
     assert linalg.defect(Stiefel(retraction).retr(x, u)).max() <= 1e-6
-    moved = Stiefel(retraction).retr(
-        x.double() * 1.01, 0.1 * u.double() / size
-    )  # and corrects the defect that a point has
+    # and corrects the defect that a point has
+    moved = Stiefel(retraction).retr(x.double() * 1.01, 0.1 * u.double() / size)
     assert linalg.defect(moved).max() <= 1e-12
 
 

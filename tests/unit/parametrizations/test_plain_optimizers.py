@@ -97,23 +97,9 @@ def test_a_group_added_later_and_a_constraint_put_on_later() -> None:
     silent(model, optimizer)
 
 
-@pytest.mark.parametrize("remove", ["materialize", "torch"])
-def test_a_weight_that_is_free_again_is_no_reason(remove: str) -> None:
+def test_a_weight_that_is_free_again_is_no_reason() -> None:
     model = layer()
-    if remove == "torch":
-        parametrize.remove_parametrizations(model, "weight")
-    else:
-        mt.materialize(model)
-    silent(model, torch.optim.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    "constrain", [mt.orthogonal, lambda m: mt.spd(m, "weight"), lambda m: mt.equivalence(m, block_size=2)]
-)
-def test_other_constraints_are_for_any_optimizer(constrain: Callable[[nn.Module], nn.Module]) -> None:
-    linear = nn.Linear(4, 4)
-    nn.init.eye_(linear.weight)
-    model = constrain(linear)
+    parametrize.remove_parametrizations(model, "weight")
     silent(model, torch.optim.AdamW(model.parameters()))
 
 

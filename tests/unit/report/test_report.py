@@ -366,9 +366,8 @@ def test_arms_are_ranked_over_the_seeds_that_all_have() -> None:
 
 
 def test_the_terminal_table_says_the_same_in_120_columns() -> None:
-    rows = with_losses(
-        {"transpose": [4.2, 4.4], "pit-trainable-with-a-long-name [bold]x": [4.1, 4.15], "untied": [4.5]}
-    )
+    long = "pit-trainable-with-a-long-name [bold]x"
+    rows = with_losses({"transpose": [4.2, 4.4], long: [4.1, 4.15], "untied": [4.5]})
     for row in rows:
         row.update(defect=1.234e-7, delta_ti=2.5e-5, cond_transform=12.5, tokens_per_second=1.2e6,
                    trainable_parameters=1.34e9, peak_memory_bytes=139e9, train_loss=10.25)  # fmt: skip
@@ -429,21 +428,20 @@ def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
 
 
 def test_curves_of_weights_are_those_of_numpy() -> None:
-    noise, steps = np.random.default_rng(0), np.arange(0, 24, 4)
+    noise, steps, weights = np.random.default_rng(0), np.arange(0, 24, 4), ("up", "down")
     names = ("R.vector", "R.trace", "R.trace_std", "updates.min", "updates.mean", "updates.max")
-    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in ("up", "down")}
+    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in weights}
     runs = []
     for seed in (0, 1):
-        numbers = [dict(zip(names, probed[seed, weight].T, strict=True)) for weight in ("up", "down")]
-        probes = [frame(step=steps, tokens=8 * steps, **of) for of in numbers]
-        probes = [of.assign(weight=weight) for of, weight in zip(probes, ("up", "down"), strict=True)]
+        numbers = {weight: dict(zip(names, probed[seed, weight].T, strict=True)) for weight in weights}
+        probes = [frame(step=steps, tokens=8 * steps, **of).assign(weight=weight) for weight, of in numbers.items()]
         runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
     row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
     found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
     assert set(found) == {"turning-R", "updates"}
-    for weight in ("up", "down"):
+    turning = found["turning-R"]
+    for weight in weights:
         vector, trace, spread, *updates = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(6))
-        turning = found["turning-R"]
         lines = {quantity: of for quantity, of in turning[turning.weight == weight].groupby("quantity")}
         np.testing.assert_allclose(lines[""]["mean"], vector.mean(axis=0))
         np.testing.assert_allclose(lines["tr R / m"]["low"], (trace - 2 * spread).mean(axis=0))

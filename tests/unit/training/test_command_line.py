@@ -44,26 +44,6 @@ def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_extra_command_and_import_name_it(process_environment: dict[str, str]) -> None:
-    program = (
-        "import sys; sys.modules['tokenizers'] = None\n"
-        "import manifold_tying\n"
-        "try:\n"
-        "    import manifold_tying.training\n"
-        "except ModuleNotFoundError as error:\n"
-        "    print(error.name, error)\n"
-        "from manifold_tying.cli import main\n"
-        "main(['train', '--help'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=False
-    )
-    assert done.returncode == 2 and len(done.stdout.splitlines()) == len(done.stderr.splitlines()) == 1
-    assert done.stdout.startswith("tokenizers ") and done.stderr.startswith("error: ") and "tokenizers" in done.stderr
-    for said in (done.stdout, done.stderr):
-        assert "install the extra: pip install 'manifold-tying[train]'" in said
-
-
 @pytest.mark.parametrize("use", ["import manifold_tying", "from manifold_tying.cli import main; main(['--help'])"])
 def test_what_is_not_used_is_not_imported(use: str, process_environment: dict[str, str]) -> None:
     program = f"import sys; {use}; print(*{{name.partition('.')[0] for name in sys.modules}})"

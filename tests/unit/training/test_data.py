@@ -266,8 +266,7 @@ def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    small = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=1 << 16))
-    large = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + 1))
+    small, large = (open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + more)) for more in (0, 1))
     assert (small.meta.dtype, large.meta.dtype) == ("uint16", "uint32")
     assert small.train.tolist() == large.train.tolist()
     assert (large.directory / "train.bin").stat().st_size == 4 * len(large.train)
@@ -601,12 +600,13 @@ def test_batches_refuse_what_they_cannot_do() -> None:
         return Batches(counting(length), batch_size=batch_size, sequence_length=sequence_length, seed=seed)
 
     assert make().batch(0)[1].tolist() == [list(range(1, 9))]
-    with pytest.raises(ValueError, match=r"expected at least 9 tokens .*got 8; use a larger corpus"):
-        make(length=8)
-    with pytest.raises(ValueError, match="expected positive sizes, got batch_size=0"):
-        make(batch_size=0)
-    with pytest.raises(ValueError, match="expected seed >= 0, got -1"):
-        make(seed=-1)
+    for message, changes in (
+        (r"expected at least 9 tokens .*got 8; use a larger corpus", {"length": 8}),
+        ("expected positive sizes, got batch_size=0", {"batch_size": 0}),
+        ("expected seed >= 0, got -1", {"seed": -1}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
     with pytest.raises(ValueError, match="expected step >= 0, got -1"):
         make().batch(-1)
     with pytest.raises(ValueError, match="expected max_tokens >= sequence_length = 8, got 7"):

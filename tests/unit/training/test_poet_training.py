@@ -58,11 +58,8 @@ def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corpus: Path) -> None:
     """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; counts as update_counts'."""
-    run = resolve(
-        TrainConfig(
-            out=tmp_path / "run", interface="untied", settings=settings(corpus, body=body, steps=10, cayley_terms=2)
-        )
-    )
+    given = settings(corpus, body=body, steps=10, cayley_terms=2)
+    run = resolve(TrainConfig(out=tmp_path / "run", interface="untied", settings=given))
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
     schedule = build_merges(model, optimizer, run.settings)
@@ -175,9 +172,8 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
 def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
     arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
-    rows = ablate(
-        AblateConfig(out=out, arms=arms, seeds=1, settings=settings(corpus, steps=4, merge_every=2, eval_every=2))
-    )
+    shared = settings(corpus, steps=4, merge_every=2, eval_every=2)
+    rows = ablate(AblateConfig(out=out, arms=arms, seeds=1, settings=shared))
     assert [row["arm"] for row in rows] == arms.split(",")
     assert [row["orthogonality_error"] is None for row in rows] == [True, False, False]
     trainable = {row["arm"]: row["trainable_parameters"] for row in rows}

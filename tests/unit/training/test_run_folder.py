@@ -49,9 +49,8 @@ def test_the_result_of_a_run_that_went_further_does_not_stay(tmp_path: Path, cor
 def test_a_loss_that_is_not_finite_at_the_end_is_no_success(tmp_path: Path, corpus: Path) -> None:
     for interface in ("untied", "pit-trainable"):
         run = config(tmp_path / interface, corpus, interface, steps=1, lr=1e30, checkpoint_every=None)
-        with pytest.raises(
-            ValueError, match=rf"validation loss of {interface}, seed 0, is not finite after its 1 steps"
-        ):
+        said = rf"validation loss of {interface}, seed 0, is not finite after its 1 steps"
+        with pytest.raises(ValueError, match=said):
             train(run)
         row = json.loads((run.out / "result.json").read_text())
         assert row["val_loss"] is None and row["tokens"] == 80

@@ -38,9 +38,8 @@ def test_an_ablation_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     rewrite(corpus)
     before = tree(tmp_path / "out")
     both = dataclasses.replace(first, arms="untied,transpose")
-    with pytest.raises(
-        ValueError, match=r"untied-0 was trained on another text than text:.*sums\.txt is now: .*held_out"
-    ):
+    said = r"untied-0 was trained on another text than text:.*sums\.txt is now: .*held_out"
+    with pytest.raises(ValueError, match=said):
         ablate(both)
     assert tree(tmp_path / "out") == before
     forget(tmp_path / "out/untied-0")  # what is not known is no difference
@@ -56,9 +55,8 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     train(same)
     rewrite(corpus)
     before = tree(run.out)
-    with pytest.raises(
-        ValueError, match=r"checkpoint .*step-00000004 was trained on another text .* Put the text back"
-    ):
+    said = r"checkpoint .*step-00000004 was trained on another text .* Put the text back"
+    with pytest.raises(ValueError, match=said):
         train(same)
     assert tree(run.out).keys() == before.keys() and tree(run.out)["metrics.jsonl"] == before["metrics.jsonl"]
 

@@ -101,8 +101,8 @@ def test_optimizer_gives_every_part_its_rate(tmp_path: Path, corpus: Path) -> No
     optimizer = build_optimizer(model, run.settings)
     assert isinstance(optimizer, RiemannianAdam)
     parameters = dict(model.named_parameters())
-    memory = parameters["interface.parametrizations.memory.original"]
-    transform = parameters["interface.parametrizations.cholesky_factor.original"]
+    stored = "interface.parametrizations.{}.original"
+    memory, transform = (parameters[stored.format(name)] for name in ("memory", "cholesky_factor"))
     rates = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert rates[memory] == (2e-3, 0.0) and rates[transform] == (3e-3, 0.0)
     assert rates[parameters["blocks.0.mlp.up.weight"]] == (1e-3, 0.1)

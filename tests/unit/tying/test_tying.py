@@ -68,9 +68,7 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
             interface.embed(bad)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
-)  # Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_is_eager() -> None:
     interface = INTERFACES["pit-bridge"]()
     ids, targets = torch.randint(V, (2, 2)), torch.randint(V, (2, 2))
