@@ -70,6 +70,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["MANIFOLD_TYING_CACHE"] = before
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the runs of a file."""
+    from training_runs import text  # which needs what training needs
+
+    return text(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture(scope="session")
 def process_environment() -> dict[str, str]:
     """Of processes that tests start: this package, loopback, one thread."""

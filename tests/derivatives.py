@@ -157,9 +157,7 @@ class Case:
         self.start = self.start + 0.1 * torch.randn_like(self.start)
         self.direction = torch.randn_like(self.start)
         # Nine tokens: PIT multiplies six and more by T itself.
-        self.inputs = (
-            torch.randint(V, (3, 9)) if "PIT" in name or "ied" in name or "tying" in name else _normal(3, 9, 6)
-        )
+        self.inputs = torch.randint(V, (3, 9)) if "PIT" in name or "tying" in name else _normal(3, 9, 6)
 
     def parameters(self, vector: Tensor) -> dict[str, Tensor]:
         parts = vector.split([p.numel() for p in self.trained.values()])

@@ -46,16 +46,13 @@ def steps_of(layout: str) -> int:
 def build(arm: str) -> Llama:
     """A model, the same in every process."""
     torch.manual_seed(1)
-    interface: mt.TokenInterface
-    if arm == "transpose":
-        interface = mt.TransposeTying(V, D)
-    elif arm == "pit-free":
-        interface = mt.PIT(V, D, std=0.3)
-    elif arm.startswith("pit"):
-        interface = mt.PIT(V, D, memory="trainable" if arm == "pit-trainable" else "frozen")
-    else:
-        interface = mt.Untied(V, D)
-    model = Llama(CONFIG, interface)
+    makers: dict[str, Callable[[], mt.TokenInterface]] = {
+        "transpose": lambda: mt.TransposeTying(V, D),
+        "pit-free": lambda: mt.PIT(V, D, std=0.3),
+        "pit-trainable": lambda: mt.PIT(V, D, memory="trainable"),
+        "pit-frozen": lambda: mt.PIT(V, D, memory="frozen"),
+    }
+    model = Llama(CONFIG, makers.get(arm, lambda: mt.Untied(V, D))())
     if arm == "poet":
         mt.equivalence_(model, block_size=5, seed=3, verbose=False)
     return model
@@ -79,11 +76,8 @@ def train(
 ) -> list[float]:
     """Losses over the steps."""
     optimizer = optimizer or RiemannianAdam(param_groups(model), lr=RATE)
-    clock = (
-        MergeSchedule(model, optimizer, every=MERGE_EVERY)
-        if any(part.endswith("merges") for part, _ in model.named_buffers())
-        else None
-    )
+    rotates = any(part.endswith("merges") for part, _ in model.named_buffers())
+    clock = MergeSchedule(model, optimizer, every=MERGE_EVERY) if rotates else None
     losses = []
     for step in steps:
         optimizer.zero_grad()

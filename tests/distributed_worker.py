@@ -381,13 +381,8 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
 
 def main(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.TCPStore("127.0.0.1", port, timeout=PATIENCE),
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=PATIENCE,
-    )
+    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=PATIENCE)
     groups = [Group(size) for size in range(1, PROCESSES + 1)]
     results: dict[str, Any] = {}
 

@@ -11,11 +11,7 @@ from urllib.parse import unquote
 import numpy as np
 
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
-
-
 FINAL = {"untied": 4.22, "transpose": 4.16, "pit-frozen": 4.19, "pit-trainable": 4.10}
-
-
 VOID = {"meta", "img", "br", "input"}
 
 
@@ -30,13 +26,8 @@ def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int]
             metrics: list[dict[str, Any]] = []
             for step in range(1, 81):
                 loss = end + 6 * math.exp(-step / 12)
-                line: dict[str, Any] = {
-                    "step": step,
-                    "tokens": 512 * step,
-                    "loss": loss + noise.normal() / 20,
-                    "lr": 3e-3,
-                    "grad_norm": 1.0,
-                }
+                line: dict[str, Any] = {"step": step, "tokens": 512 * step, "lr": 3e-3, "grad_norm": 1.0}
+                line["loss"] = loss + noise.normal() / 20
                 if step % 10 == 0:
                     line["val_loss"] = loss + noise.normal() / 200
                     line["defect"] = 1e-7 * (1 + noise.random()) if pit else None
@@ -48,35 +39,16 @@ def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int]
             folder.mkdir(parents=True)
             write_lines(folder / "metrics.jsonl", metrics)
             write_lines(folder / "timing.jsonl", [{"step": m["step"], "seconds": pace * m["step"]} for m in metrics])
-            rows.append(
-                {
-                    "arm": arm,
-                    "seed": seed,
-                    "val_loss": last["val_loss"],
-                    "train_loss": last["loss"],
-                    "tokens": last["tokens"],
-                    "seconds": pace * 80,
-                    "tokens_per_second": 512 / pace + seed,
-                    "peak_memory_bytes": 2**30 + 2**27 * seed,
-                    "defect": last["defect"],
-                    "delta_ti": last["delta_ti"],
-                    "cond_transform": last["cond_transform"],
-                    "trainable_parameters": 3_300_000 + 2_100_000 * (arm == "untied"),
-                }
-            )
+            row = {name: last[name] for name in ("val_loss", "tokens", "defect", "delta_ti", "cond_transform")}
+            row |= {"arm": arm, "seed": seed, "train_loss": last["loss"], "seconds": pace * 80}
+            row |= {"tokens_per_second": 512 / pace + seed, "peak_memory_bytes": 2**30 + 2**27 * seed}
+            rows.append(row | {"trainable_parameters": 3_300_000 + 2_100_000 * (arm == "untied")})
+    own = {"embedding_norm": True, "lr": 0.003, "tokenizer": None}
     described = {
         "command": "manifold-tying ablate --preset nano --out runs/x",
         "machine": {"processor": "abacus", "cores": 2, "torch": "2.13", "python": "3.11", "device": "cpu"},
         "settings": {"preset": "nano", "steps": 80, "batch_size": 4},
-        "arms": {
-            arm: {
-                "embedding_norm": True,
-                "lr": 0.003,
-                "memory_lr": 0.001234567 if arm == ARMS[-1] else None,
-                "tokenizer": None,
-            }
-            for arm in arms
-        },
+        "arms": {arm: {**own, "memory_lr": 0.001234567 if arm == ARMS[-1] else None} for arm in arms},
     }
     (out / "summary.json").write_text(json.dumps(rows))
     (out / "experiment.json").write_text(json.dumps(described))
@@ -140,10 +112,8 @@ class Page(HTMLParser):
 
 def with_losses(losses: dict[str, list[float]]) -> list[dict]:
     """Rows with given validation losses, one seed after the other; speed is 100 tokens per second and arm."""
-    rest = dict.fromkeys(
-        ("train_loss", "tokens", "seconds", "peak_memory_bytes", "delta_ti", "cond_transform", "trainable_parameters"),
-        1.0,
-    )
+    names = "train_loss", "tokens", "seconds", "peak_memory_bytes", "delta_ti", "cond_transform", "trainable_parameters"
+    rest = dict.fromkeys(names, 1.0)
     return [
         {"arm": arm, "seed": seed, "val_loss": loss, "defect": None, "tokens_per_second": 100.0 * position} | rest
         for position, (arm, values) in enumerate(losses.items(), start=1)

@@ -28,9 +28,15 @@ _BODY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_BERT = {name: _BODY[name] for name in _BODY if name not in ("num_key_value_heads", "tie_word_embeddings")}
 _PLAIN_HEADS = {**_BODY, "num_key_value_heads": 2}
 _GPT2 = {
     "vocab_size": V, "n_embd": D, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2
+}  # fmt: skip
+
+_HYBRID = {
+    "layer_types": ["attention", "attention"], "mamba_n_heads": 4, "num_local_experts": 0, "shared_intermediate_size": 24,
+    "embedding_multiplier": 12.0, "logits_scaling": 6.0,
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,32 +45,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite": ("Granite", {**_BODY, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
     "GraniteMoeHybrid": (
         "GraniteMoeHybrid",
-        {
-            **_BODY,
-            "layer_types": ["attention", "attention"],
-            "mamba_n_heads": 4,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 24,
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 6.0,
-        },
+        _BODY | _HYBRID,
     ),
     "GPT-2": ("GPT2", _GPT2),
     "Gemma 3": ("Gemma3", {**_BODY, "head_dim": 8, "final_logit_softcapping": 5.0}),
     "OPT": (
         "OPT",
-        {
-            "vocab_size": V,
-            "hidden_size": 24,
-            "word_embed_proj_dim": D,
-            "ffn_dim": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {**_BERT, "hidden_size": 24, "word_embed_proj_dim": D, "ffn_dim": 32},
     ),
     "Phi": ("Phi", _PLAIN_HEADS),
     "Cohere": ("Cohere", {**_PLAIN_HEADS, "logit_scale": 0.5}),
@@ -107,6 +94,14 @@ def interface(model: Any) -> Any:
     return halves(model)[0].interface
 
 
+def turned(model: Any) -> Any:
+    """With a T that is far from where conversions put it, so that a lost T shows."""
+    pit = interface(model)
+    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
+    return model
+
+
 class Repeated(Dataset[dict[str, Tensor]]):
     """The same few sentences again and again."""
 
@@ -129,16 +124,11 @@ def optimizer_for(model: nn.Module) -> RiemannianAdam:
     return RiemannianAdam(param_groups(model, manifold_lr=3e-3, weight_decay=0.1), lr=1e-2)
 
 
-_BERT = {name: _BODY[name] for name in _BODY if name not in ("num_key_value_heads", "tie_word_embeddings")}
-
-
 _TEXT = {**_BODY, "head_dim": 8}
-
 
 _IMAGES = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 8, "patch_size": 4
 }  # fmt: skip
-
 
 _TWO_STACKS = {
     "vocab_size": V, "d_model": D, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -146,13 +136,11 @@ _TWO_STACKS = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
 }  # fmt: skip
 
-
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "BertLMHeadModel": ("BertConfig", {**_BERT, "is_decoder": True}),
     "BertForMaskedLM": ("BertConfig", _BERT),
     "AlbertForMaskedLM": ("AlbertConfig", {**_BERT, "embedding_size": 8}),
 }
-
 
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
@@ -170,12 +158,10 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-
 SPEECH = {
     **_TWO_STACKS, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 64, "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }  # fmt: skip
-
 
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "T5ForConditionalGeneration": (

@@ -53,3 +53,20 @@ def tangent(X: np.ndarray, D: np.ndarray) -> np.ndarray:
 def named(kind: Any, **options: Any) -> tuple[Any, list[Any]]:
     params = [nn.Parameter(torch.randn(3)), point(8, 3), point(8, 3)]
     return kind(zip(("bias", "first.weight", "second.weight"), params, strict=True), lr=0.1, **options), params
+
+
+def with_bad(where: int, bad: float) -> Gradients:
+    """An entry of the gradient of one parameter."""
+
+    def gradient(step: int, i: int, p: Tensor) -> Tensor:
+        g = seeded(step, i, p)
+        if i == where:
+            g.view(-1)[1] = bad
+        return g
+
+    return gradient
+
+
+def as_point(p: Any) -> Any:
+    p.manifold = mt.Stiefel()
+    return p

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def config(out: Path, corpus: Path, interface: Any = "pit-trainable", **changes:
 
 def lines(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def stop_at(step: int) -> Callable[[dict[str, Any]], None]:
+    """An observer that interrupts the run when the metrics of a step have been written, and its checkpoint has not."""
+
+    def observe(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == step:
+            raise KeyboardInterrupt
+
+    return observe
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, *steps: int, interface: str = "") -> None:

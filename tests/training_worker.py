@@ -145,17 +145,7 @@ def command(rank: int, store: dist.Store, out: Path, corpus: Path) -> None:
     port = store.get("port of the command").decode()
     environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     settings = config(out, corpus).settings
-    names = (
-        "preset",
-        "data",
-        "steps",
-        "batch_size",
-        "sequence_length",
-        "val_tokens",
-        "eval_every",
-        "checkpoint_every",
-        "lr",
-    )
+    names = "preset data steps batch_size sequence_length val_tokens eval_every checkpoint_every lr".split()
     options = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))]
     with mock.patch.dict(os.environ, environment):
         cli.main(["train", "--out", str(out), "--interface", "pit-trainable", "--parallel", "ddp", *options])

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 import torch.nn.functional as F
-from huggingface_models import FAMILIES, D, V, build, difference, ids, logits
+from huggingface_models import FAMILIES, D, V, build, difference, ids, interface, logits, turned
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -21,39 +20,6 @@ from transformers.quantizers import auto
 
 import manifold_tying as mt
 from manifold_tying.huggingface import halves
-
-
-def interface(model: Any) -> Any:
-    return halves(model)[0].interface
-
-
-def trained(model: Any) -> Any:
-    """With a T that is far from where conversions put it, so that a lost T shows."""
-    pit = interface(model)
-    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
-    return model
-
-
-@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
-def test_transforms_keep_their_side(family: str) -> None:
-    model = build(family)
-    E0 = model.get_input_embeddings().weight.detach().double().numpy()
-    hidden = torch.randn(5, D)
-    head, embedding = model.get_output_embeddings()(hidden), model.get_input_embeddings()(ids())
-    sides = {}
-    choices: tuple[Any, ...] = ("identity", "head", "embedding")
-    for transform in choices:
-        converted = mt.convert(copy.deepcopy(model), transform=transform)
-        new_embedding, new_head = halves(converted)
-        sides[transform] = (difference(new_embedding(ids()), embedding), difference(new_head(hidden), head))
-        E, W_out = interface(converted).materialize()
-        assert mt.diagnostics.delta_ti(E, W_out) <= 1e-3
-    U, _ = scipy.linalg.polar(E0)
-    torch.testing.assert_close(interface(converted).memory.double(), torch.tensor(U), atol=1e-6, rtol=0)
-    assert sides["head"][1] <= 1e-5 < sides["head"][0]
-    assert sides["embedding"][0] <= 1e-5 < sides["embedding"][1]
-    assert min(sides["identity"]) > 1e-5
 
 
 def test_padding_rows_and_padded_vocabulary() -> None:
@@ -73,10 +39,6 @@ def test_padding_rows_and_padded_vocabulary() -> None:
     assert not gradient[0].any() and gradient[5].any()
 
 
-def test_a_wide_table_is_refused() -> None:
-    refused(build(vocab_size=12), "V >= d")
-
-
 def test_an_embedding_that_does_more_is_refused() -> None:
     class Shifted(nn.Embedding):
         def forward(self, input: Tensor) -> Tensor:
@@ -87,17 +49,15 @@ def test_an_embedding_that_does_more_is_refused() -> None:
     refused(model, "computes more")
 
 
-def test_other_models_are_refused() -> None:
+def test_other_models_and_options_are_refused() -> None:
+    refused(build(vocab_size=12), "V >= d")
+    for option in ("transform", "memory", "source"):
+        refused(build(), "unknown", **{option: "none"})
     refused(mt.convert(build()), "already converted")
     with pytest.raises(ValueError, match="PreTrainedModel"):
         mt.convert(nn.Linear(3, 3))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="converted by manifold_tying"):
         mt.save(build(), "nowhere")
-
-
-def test_wrong_options_are_refused() -> None:
-    for option in ("transform", "memory", "source"):
-        refused(build(), "unknown", **{option: "none"})
 
 
 def refused(model: Any, reason: str, **options: Any) -> None:
@@ -151,7 +111,7 @@ def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge
     head = model.get_output_embeddings()
     assert difference(F.linear(hidden, head.weight, head.bias), head(hidden)) <= 1e-5
     assert model(ids(), logits_to_keep=1).logits.shape == (2, 1, V)
-    before = logits(trained(model))
+    before = logits(turned(model))
     mt.save(model, tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.safetensors")
     shapes = {name: tensor.shape for name, tensor in load_file(file).items()}
@@ -177,7 +137,7 @@ def test_every_family_is_converted_saved_loaded_and_exported(family: str, bridge
 
 
 def test_exported_tables_are_computed_in_float64_and_cast_once(tmp_path: Path) -> None:
-    model = trained(mt.convert(build(), bridge=True, memory="frozen")).to(torch.bfloat16)
+    model = turned(mt.convert(build(), bridge=True, memory="frozen")).to(torch.bfloat16)
     mt.export(model, tmp_path)
     pit = interface(model)
     Z, L, B = (t.detach().double().numpy() for t in (pit.memory, pit.cholesky_factor, pit.bridge))
@@ -269,7 +229,7 @@ def test_deepcopy_is_whole_and_independent() -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(logits(twin), before)
     assert interface(twin) is halves(twin)[1].interface and interface(twin) is not interface(model)
-    trained(twin)
+    turned(twin)
     assert difference(logits(twin), before) > 1e-3 and torch.equal(logits(model), before)
     assert twin.resize_token_embeddings.__self__ is twin
     with pytest.raises(ValueError, match="one half"):

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from huggingface_models import (
-    _BERT,
-    _BODY,
-    BIASED,
-    MULTIMODAL,
-    build,
-    difference,
-    logits,
-    make,
-)
+from hostile import run
+from huggingface_models import _BERT, _BODY, BIASED, MULTIMODAL, build, difference, logits, make
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -134,9 +126,8 @@ def test_every_part_of_the_class_that_was_saved_is_kept(kind: str, console: Cons
 def test_what_has_no_one_table_for_both_sides_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.LlamaConfig(**_BODY)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "stock")
-    with pytest.raises(SystemExit) as stopped:
-        main(["convert", str(tmp_path / "stock"), str(tmp_path / "converted"), "--bridge"])
-    assert stopped.value.code == 2 and "has no head" in " ".join(capsys.readouterr().err.split())
+    status, said = run(["convert", str(tmp_path / "stock"), str(tmp_path / "converted"), "--bridge"], capsys)
+    assert status == 2 and "has no head" in said
     assert not (tmp_path / "converted").exists()
 
 

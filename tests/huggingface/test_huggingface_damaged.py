@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import run, tree
 from huggingface_models import build
 from safetensors.torch import load_file, save_file
 
 import manifold_tying as mt
-from manifold_tying.cli import main
 
 Damage = Callable[[Path], object]
 WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.embed_tokens.weight"
@@ -152,25 +152,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    capsys.readouterr()
-    try:
-        main([*map(str, words)])
-    except SystemExit as stopped:
-        return int(stopped.code or 0), " ".join(capsys.readouterr().err.split())
-    return 0, ""
-
-
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_intact_folders_pass(command: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The control: what the other tests refuse, they refuse for the damage."""
     source = folders / ("stock" if command == "convert" else "converted")
-    assert said(capsys, command, source, tmp_path / "out") == (0, "")
-    assert said(capsys, "inspect", tmp_path / "out") == (0, "")
+    for words in ([command, str(source), str(tmp_path / "out")], ["inspect", str(tmp_path / "out")]):
+        assert run(words, capsys)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -183,13 +170,15 @@ def test_damaged_folders_are_refused(
     source = shutil.copytree(folders / kind, tmp_path / "damaged")
     hurt, phrase = (ANY | (STOCK if kind == "stock" else CONVERTED))[damage]
     hurt(source)
-    before = contents(tmp_path)
-    status, error = said(capsys, "convert" if kind == "stock" else "export", source, tmp_path / "out")
+    before, command = tree(tmp_path), "convert" if kind == "stock" else "export"
+    status, error = run([command, str(source), str(tmp_path / "out")], capsys)
     assert status == 2 and "error: " in error and phrase in error and "Traceback" not in error
     assert "ignore_mismatched_sizes" not in error  # the advice that leads to random tables
-    status, error = said(capsys, "inspect", source)  # an error or, where the tables are intact, a table; no exception
+    status, error = run(
+        ["inspect", str(source)], capsys
+    )  # an error or, where the tables are intact, a table; no exception
     assert damage not in OF_TABLES or (status == 2 and error.startswith("error: ") and str(source) in error)
-    assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+    assert tree(tmp_path) == before and not (tmp_path / "out").exists()
 
 
 def test_a_bridge_with_nan_is_not_saved(folders: Path, tmp_path: Path) -> None:

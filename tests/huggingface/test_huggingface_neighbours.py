@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import infer_auto_device_map
-from huggingface_models import D, V, build, difference, ids, logits, make, round_trip
+from huggingface_models import D, V, build, difference, ids, logits, make, round_trip, turned
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,14 +18,6 @@ import manifold_tying as mt
 from manifold_tying.huggingface import halves, modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-def changed(model: Any) -> Any:
-    """With a T that is not where conversions put it."""
-    pit = halves(model)[0].interface
-    rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2))
-    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).contiguous()
-    return model
 
 
 class Chunked(torch.autograd.Function):
@@ -44,7 +36,7 @@ class Chunked(torch.autograd.Function):
 
 @pytest.mark.parametrize(("product", "bridge"), [(F.linear, False), (Chunked.apply, True)])
 def test_hidden_states_by_the_weight_are_logits_with_all_gradients(product: Any, bridge: bool) -> None:
-    model = changed(mt.convert(build(), bridge=bridge, memory="trainable"))
+    model = turned(mt.convert(build(), bridge=bridge, memory="trainable"))
     head, pit = model.get_output_embeddings(), halves(model)[0].interface
     hidden, out = torch.randn(7, D), torch.randn(7, V)
     found = []
@@ -121,9 +113,8 @@ def test_prompt_methods_train_save_and_load(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 def test_trainable_token_indices_are_refused_when_they_are_put_on() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3], task_type="CAUSAL_LM")
-    with pytest.raises(
-        (ValueError, TypeError), match=r"one half|cannot be applied"
-    ):  # PEFT goes through a set of names
+    # PEFT goes through a set of names
+    with pytest.raises((ValueError, TypeError), match=r"one half|cannot be applied"):
         peft.get_peft_model(mt.convert(build()), config)
 
 
@@ -135,17 +126,13 @@ def test_a_tight_device_map_splits_neither_half(tmp_path: Path) -> None:
         room = {"cpu": size * share // 10, "disk": 10 * size}
         places = infer_auto_device_map(model, room, no_split_module_classes=list(model._no_split_modules))
         assert not any("interface" in name for name in places), places
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved",
-        device_map="auto",
-        max_memory={"cpu": size * 9 // 10, "disk": 10 * size},
-        offload_folder=tmp_path,
-    )
+    placed: dict[str, Any] = {"device_map": "auto", "max_memory": room, "offload_folder": tmp_path}  # nine tenths
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **placed)
     assert torch.equal(logits(loaded), logits(model))
 
 
 def test_a_checkpoint_of_the_first_format_loads_and_is_saved_in_the_second(tmp_path: Path) -> None:
-    model = changed(mt.convert(build(), bridge=True, memory="frozen"))
+    model = turned(mt.convert(build(), bridge=True, memory="frozen"))
     mt.save(model, tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors = load_file(file)

@@ -56,9 +56,7 @@ def test_a_scale_that_low_precision_rounds_is_kept_exactly(tmp_path: Path) -> No
     mt.convert(low, transform="embedding", memory="frozen")
     embedding = halves(low)[0]
     assert embedding.scale == pytest.approx(20**0.5, rel=1e-12)
-    assert (
-        difference(embedding(ids()), embedded) < 2**-8
-    )  # rounded to bfloat16 when used, as the stock module rounds it
+    assert difference(embedding(ids()), embedded) < 2**-8  # rounded to bfloat16 when used, as the stock module does
     scaled = mt.convert(gemma(torch.float32))
     looked_up = halves(scaled)[0].interface(ids())
     assert difference(halves(scaled)[0](ids()), looked_up * 20**0.5) <= 1e-6

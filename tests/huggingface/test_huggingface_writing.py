@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from hostile import tree
 from huggingface_models import build, difference, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,10 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
 def attached(model: Any) -> Any:
     model.add_adapter(peft.LoraConfig(**LORA))
     return model
@@ -38,19 +35,19 @@ def injected(model: Any) -> Any:
 @pytest.mark.parametrize(("writer", "adapt"), [(mt.save, attached), (mt.export, injected)])
 def test_a_model_with_adapters_is_refused_and_the_folder_stays(writer: Any, adapt: Any, tmp_path: Path) -> None:
     writer(mt.convert(build()), tmp_path)
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     model = adapt(mt.convert(build()))
     with pytest.raises(ValueError, match="merge_and_unload"):
         writer(model, tmp_path)
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
 
 
 def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
     write(build(), tmp_path)
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
         write(attached(build()), tmp_path)  # save_pretrained writes the adapter alone
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
     with pytest.raises(ValueError, match="is unchanged"):
         write(attached(build()), tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -103,7 +100,7 @@ def test_mount_points_and_links_can_be_written_to(linked: bool, other_file_syste
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mt.convert(build())
     mt.save(model, tmp_path / "old")
-    before = contents(tmp_path / "old")
+    before = tree(tmp_path / "old")
     save_pretrained = PreTrainedModel.save_pretrained
 
     def renames(self: Any, folder: Path) -> None:
@@ -119,7 +116,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         for folder in ("old", "new"):
             with pytest.raises((ValueError, OSError), match=error):
                 mt.save(model, tmp_path / folder)
-        assert contents(tmp_path / "old") == before and not (tmp_path / "new").exists()
+        assert tree(tmp_path / "old") == before and not (tmp_path / "new").exists()
 
 
 def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: Path) -> None:

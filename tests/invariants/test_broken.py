@@ -83,35 +83,13 @@ class Momentum(RiemannianSGD):
             self.after(group)
 
 
-class Leaves(Momentum):
-    def after(self, group: dict[str, Any]) -> None:
-        for p in group["params"]:
-            p.mul_(1.001)
+def optimizer(**methods: Any) -> Any:
+    return type("Broken", (Momentum,), methods)
 
 
-class Moves(Momentum):
-    """Every point, whatever its gradient and its rate."""
-
-    def after(self, group: dict[str, Any]) -> None:
-        for p in group["params"]:
-            p.copy_(p.manifold.projx(p + 1e-3 * p.flip(-2)))
-
-
-class Climbs(Momentum):
-    def before(self, group: dict[str, Any]) -> None:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.neg_()
-
-
-class Minimizes(Momentum):
-    def before(self, group: dict[str, Any]) -> None:
-        group["maximize"] = False
-
-
-class SharesTheRate(Momentum):
-    def before(self, group: dict[str, Any]) -> None:
-        group["lr"] = 0.05 / len(group["params"])
+def points(act: Callable[[Any], object]) -> Any:
+    """Something that is done to each point of a group."""
+    return lambda self, group: [act(p) for p in group["params"]]
 
 
 class Forgets(Momentum):
@@ -121,15 +99,17 @@ class Forgets(Momentum):
         return Forgets([memo[id(p)] for p in self.param_groups[0]["params"]])
 
 
+climbs = optimizer(before=points(lambda p: None if p.grad is None else p.grad.neg_()))
+moves = optimizer(after=points(lambda p: p.copy_(p.manifold.projx(p + 1e-3 * p.flip(-2)))))
 OPTIMIZERS: dict[str, Any] = {
-    "points stay on the manifold": Leaves,
-    "a step goes downhill": Climbs,
-    "it converges to a known optimum": Climbs,
-    "lr=0 does not move a point": Moves,
-    "points without a gradient do not move": Moves,
-    "maximize mirrors minimize": Minimizes,
-    "points move independently": SharesTheRate,
-    "p.grad is not modified": Climbs,
+    "points stay on the manifold": optimizer(after=points(lambda p: p.mul_(1.001))),
+    "a step goes downhill": climbs,
+    "it converges to a known optimum": climbs,
+    "lr=0 does not move a point": moves,
+    "points without a gradient do not move": moves,
+    "maximize mirrors minimize": optimizer(before=lambda self, group: group.update(maximize=False)),
+    "points move independently": optimizer(before=lambda self, group: group.update(lr=0.05 / len(group["params"]))),
+    "p.grad is not modified": climbs,
     "a saved state resumes bit for bit": Forgets,
     "deep copies resume bit for bit": Forgets,
 }
@@ -148,27 +128,13 @@ class Polar(nn.Module):
         return linalg.polar(W)[0]
 
 
-class Unconstrained(Polar):
-    def forward(self, X: Tensor) -> Tensor:
-        return X
-
-    def right_inverse(self, W: Tensor) -> Tensor:
-        return W
+def polar(X: Tensor) -> Tensor:
+    return linalg.polar(X)[0]
 
 
-class Widens(Polar):
-    def forward(self, X: Tensor) -> Tensor:
-        return super().forward(X).double()
-
-
-class Flips(Polar):
-    def right_inverse(self, W: Tensor) -> Tensor:
-        return super().right_inverse(W).flip(-1)
-
-
-class WrongGradient(Polar):
-    def forward(self, X: Tensor) -> Tensor:
-        return super().forward(X.detach() + 1.5 * (X - X.detach()))
+def depends_on_the_mode(self: Polar, X: Tensor) -> Tensor:
+    """On the dtype, and on whether gradients are enabled."""
+    return polar(X) + (0 if X.dtype == torch.float32 and torch.is_grad_enabled() else 1e-3)
 
 
 class LosesItsBase(Polar):
@@ -185,11 +151,8 @@ class LosesItsBase(Polar):
         return super().right_inverse(W) @ self.turn.mT
 
 
-class DependsOnTheMode(Polar):
-    """On the dtype, and on whether gradients are enabled."""
-
-    def forward(self, X: Tensor) -> Tensor:
-        return super().forward(X) + (0 if X.dtype == torch.float32 and torch.is_grad_enabled() else 1e-3)
+def broken(**methods: Any) -> Callable[[Any], Any]:
+    return put_on(type("Broken", (Polar,), methods))
 
 
 def put_on(parametrization: Callable[[], nn.Module]) -> Callable[[Any], Any]:
@@ -203,17 +166,18 @@ def pickled_as_plain(layer: Any) -> Any:
     return layer
 
 
+unconstrained = broken(forward=lambda self, X: X, right_inverse=lambda self, W: W)
 PARAMETRIZATIONS: dict[str, Callable[[Any], Any]] = {
-    "shape and dtype are preserved": put_on(Widens),
-    "the constraint holds, at once and after training": put_on(Unconstrained),
-    "assigning projects": put_on(Unconstrained),
-    "assigning the current weight changes nothing": put_on(Flips),
-    "gradients match finite differences": put_on(WrongGradient),
+    "shape and dtype are preserved": broken(forward=lambda self, X: polar(X).double()),
+    "the constraint holds, at once and after training": unconstrained,
+    "assigning projects": unconstrained,
+    "assigning the current weight changes nothing": broken(right_inverse=lambda self, W: polar(W).flip(-1)),
+    "gradients match finite differences": broken(forward=lambda self, X: polar(X.detach() + 1.5 * (X - X.detach()))),
     "state_dict preserves the weight": put_on(LosesItsBase),
     "deep copies are equal and independent": put_on(Polar),  # as whatever is registered by torch alone
     "pickling preserves the weight or is refused": pickled_as_plain,
-    "dtype changes preserve the weight": put_on(DependsOnTheMode),
-    "removing the constraint preserves the weight": put_on(DependsOnTheMode),
+    "dtype changes preserve the weight": broken(forward=depends_on_the_mode),
+    "removing the constraint preserves the weight": broken(forward=depends_on_the_mode),
 }
 
 
@@ -236,19 +200,13 @@ class Spoiled(TransposeTying):
         return self
 
 
-class GivesItsGraph(TransposeTying):
-    def materialize(self) -> tuple[Tensor, Tensor]:
-        return self.weight.clone(), self.weight.T.clone()
+def materialized(materialize: Callable[[TransposeTying], tuple[Tensor, Tensor]]) -> Any:
+    return type("Broken", (TransposeTying,), {"materialize": materialize})
 
 
-class GivesItsTable(TransposeTying):
-    def materialize(self) -> tuple[Tensor, Tensor]:
-        return self.weight.detach(), super().materialize()[1]
-
-
-INTERFACES = dict.fromkeys((law.name for law in mtt.INTERFACE_LAWS), Spoiled) | {
-    "materialize returns E and W_out": GivesItsGraph,
-    "materialized tables are copies": GivesItsTable,
+INTERFACES: dict[str, Any] = dict.fromkeys((law.name for law in mtt.INTERFACE_LAWS), Spoiled) | {
+    "materialize returns E and W_out": materialized(lambda self: (self.weight.clone(), self.weight.T.clone())),
+    "materialized tables are copies": materialized(lambda self: (self.weight.detach(), self.weight.detach().T.clone())),
 }
 
 

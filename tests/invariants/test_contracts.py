@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from layers import ORTHONORMAL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, orthogonal, spd, stiefel
+from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, spd, stiefel
 from manifold_tying import testing as mtt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
@@ -124,11 +125,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]]
     "square": (lambda: nn.Linear(4, 4), "weight", mtt.assert_orthonormal),
     "convolution": (lambda: nn.Conv2d(2, 4, 3), "weight", flat),
     "transposed": (lambda: nn.ConvTranspose1d(1, 8, 3), "weight", flat),
-}
-ORTHONORMAL: dict[str, Callable[..., Any]] = {
-    "stiefel": stiefel,
-    "stiefel, cayley": partial(stiefel, retraction="cayley"),
-    **{kind: partial(orthogonal, map=kind) for kind in ("polar", "qr", "cayley", "cayley-neumann")},
 }
 
 

@@ -14,7 +14,7 @@ from training_runs import SHAPE, TINY, text
 
 from benchmarks import _command
 from benchmarks._command import ROOT, Options
-from benchmarks._harness import Contender, Row, Step, Unavailable, measure_row
+from benchmarks._harness import Contender, Row, Step, measure_row
 from benchmarks.page import main as page
 from benchmarks.page import render
 from manifold_tying.models import PRESETS
@@ -45,10 +45,6 @@ def idle() -> Step:
     return lambda: None
 
 
-def refused() -> Step:
-    raise Unavailable("needs a bigger boat")
-
-
 def test_ratio_is_the_median_of_paired_ratios() -> None:
     clock = Clock()
     # ratios 2, 3, 1: their median is 2, while the ratio of the medians would be 1
@@ -71,17 +67,16 @@ def test_a_slow_contender_is_measured_once() -> None:
 def test_out_of_memory_is_a_reason_and_any_other_failure_ends_the_command_at_last(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def step_failing_with(error: Exception) -> Contender:
+    def row_with(error: Exception) -> Row:
         def step() -> None:
             raise error
 
-        return Contender("b", lambda: step)
+        return Row("row", "a", [clock.contender("a", 1, 1), Contender("b", lambda: step)])
 
     clock = Clock()
-    full = Row("row", "a", [clock.contender("a", 1, 1), step_failing_with(torch.OutOfMemoryError("..."))])
-    measured = measure_row(full, rounds=2, warmup=0, clock=clock)
+    measured = measure_row(row_with(torch.OutOfMemoryError("...")), rounds=2, warmup=0, clock=clock)
     assert measured["contenders"]["b"] == {"unavailable": "out of memory on this device"}
-    wrong = Row("row", "a", [clock.contender("a", 1, 1), step_failing_with(RuntimeError("wrong shape"))])
+    wrong = row_with(RuntimeError("wrong shape"))
     out = tmp_path / "result.json"
     with pytest.raises(RuntimeError, match="failed, and all others measured: row: b"):
         later = Row("later", "a", [Contender("a", idle)])
@@ -184,11 +179,8 @@ def test_compared_models_have_the_same_shape() -> None:
 
     (row,) = rows(StepOptions(quick=True, preset="pit-0.3b", sequence_length=16))
     built = {contender.name: contender.build() for contender in row.contenders}
-    counts = {
-        name: sum(p.numel() for p in step.model.parameters())
-        for name, step in built.items()
-        if isinstance(step, Training)
-    }
+    models = {name: step.model for name, step in built.items() if isinstance(step, Training)}
+    counts = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert counts["transpose"] == counts["transformers"] == counts["untied"] - 300 * 16
 
 
@@ -220,33 +212,28 @@ def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
     assert json.loads(out.read_text()) == elsewhere
 
 
+def save_result(
+    path: Path, benchmark: str, rows: list[dict[str, Any]], dtype: str, peers: dict[str, Any], processor: str = "abacus"
+) -> None:
+    machine = {"processor": processor, "device": "cpu", "peers": peers}
+    result = {"benchmark": benchmark, "title": benchmark, "machine": machine, "dtype": dtype, "rows": rows}
+    path.write_text(json.dumps(result))
+
+
 def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
     shutil.copy(ROOT / "benchmarks/results/ablation-nano-cpu.json", results)  # of another form
     empty = render(results)
-    result: dict[str, Any] = {
-        "benchmark": "maps",
-        "title": "Maps",
-        "machine": {"processor": "abacus", "device": "cpu", "peers": {"geoopt": "0.5.1", "geotorch": None}},
-        "dtype": "bfloat16",
-        "rows": [
-            {
-                "row": "8 x 8",
-                "command": "python -m benchmarks.maps --rounds 7",
-                "commit": "0123456789",
-                "reference": "a",
-                "contenders": {
-                    "a": {"milliseconds": 1.5, "ratio": 1.0, "rounds": 7, "memory_bytes": 2500000},
-                    "b": {"milliseconds": 12345.0, "ratio": None, "rounds": 1, "note": "timed once"},
-                    "c": {"unavailable": "needs CUDA"},
-                    "d": {"milliseconds": 3.0, "ratio": 2.0, "rounds": 7},
-                },
-                "extra": {"defect": {"a": 1.2e-7}},
-            }
-        ],
+    row: dict[str, Any] = {"row": "8 x 8", "command": "python -m benchmarks.maps --rounds 7", "commit": "0123456789"}
+    contenders = {
+        "a": {"milliseconds": 1.5, "ratio": 1.0, "rounds": 7, "memory_bytes": 2500000},
+        "b": {"milliseconds": 12345.0, "ratio": None, "rounds": 1, "note": "timed once"},
+        "c": {"unavailable": "needs CUDA"},
+        "d": {"milliseconds": 3.0, "ratio": 2.0, "rounds": 7},
     }
-    (results / "maps-cpu.json").write_text(json.dumps(result))
+    row |= {"reference": "a", "contenders": contenders, "extra": {"defect": {"a": 1.2e-7}}}
+    save_result(results / "maps-cpu.json", "maps", [row], "bfloat16", {"geoopt": "0.5.1", "geotorch": None})
     pages = render(results)
     assert pages == render(results) != empty
     for expected in (
@@ -275,13 +262,8 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
         page([*where, "--check"])
     page(where)
     text = (tmp_path / "papers/poet-initialization-cpu.md").read_text()
-    for expected in (
-        "# poet-initialization, cpu\n",
-        "| xavier | 5.432 |",
-        "- a note",
-        "`manifold-tying reproduce ...`",
-    ):
-        assert expected in text
+    wanted = "# poet-initialization, cpu\n", "| xavier | 5.432 |", "- a note", "`manifold-tying reproduce ...`"
+    assert all(expected in text for expected in wanted)
 
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
@@ -295,18 +277,11 @@ def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> 
             | {"contenders": {k: {"milliseconds": 1.0, "ratio": ratio} for k, ratio in row.items()}}
             for n, row in enumerate(ratios)
         ]
-        machine = {"processor": processor, "device": "cpu", "peers": {}}
-        result = {"benchmark": benchmark, "title": benchmark, "machine": machine, "dtype": "float32", "rows": rows}
-        (tmp_path / name).write_text(json.dumps(result))
+        save_result(tmp_path / name, benchmark, rows, "float32", {}, processor)
 
     # 0.75 / 3 and 1.5 / 2; the third size has no peer, the fourth was refused its ratio
-    steps: list[dict[str, float | None]] = [
-        {"ours": 0.75, "geoopt": 3.0},
-        {"ours": 1.5, "geoopt": 2.0},
-        {"ours": 9.0},
-        {"ours": None, "geoopt": 1.0},
-    ]
-    save("z.json", "abacus", "riemannian_step", steps)
+    several = ((0.75, 3.0), (1.5, 2.0), (9.0, None), (None, 1.0))
+    save("z.json", "abacus", "riemannian_step", [{"ours": ours, "geoopt": peer} for ours, peer in several])
     save("y.json", "quipu", "riemannian_step", [{"ours": 3.0, "geoopt": 2.0}])
     save("b.json", "abacus", "juggling", [{"ours": 1.0}])
     save("a.json", "abacus", "poet_step", [{"adamw": 1.0}])

@@ -126,15 +126,10 @@ def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: 
 
 
 @pytest.mark.parametrize("size", SOME)
-def test_logits_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("what", "bound"), [("scores", 1e-5), ("second derivatives", 1e-12)])
+def test_a_split_vocabulary(what: str, bound: float, size: int, found: list[dict[str, Any]]) -> None:
     for rank in range(size):
-        assert max(found[rank][f"scores {size}"].values()) < 1e-5
-
-
-@pytest.mark.parametrize("size", SOME)
-def test_second_derivatives_of_a_split_vocabulary(size: int, found: list[dict[str, Any]]) -> None:
-    for rank in range(size):
-        assert max(found[rank][f"second derivatives {size}"].values()) < 1e-12
+        assert max(found[rank][f"{what} {size}"].values()) < bound
 
 
 @pytest.mark.parametrize("size", SOME)
@@ -149,9 +144,7 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
     for rank in range(2):
         result = found[rank]["low precision 2"]
         assert result["seen"] == {"Z": "torch.float32", "L": "torch.float32", "up": "torch.bfloat16"}
-        torch.testing.assert_close(
-            torch.tensor(result["losses"]), torch.tensor(alone("pit-trainable")[:3]), rtol=2e-3, atol=0
-        )
+        assert result["losses"] == pytest.approx(alone("pit-trainable")[:3], rel=2e-3)
 
 
 @pytest.mark.parametrize(

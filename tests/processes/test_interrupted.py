@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import STEPS, config, lines, text
+from training_runs import STEPS, config, lines
 
 from manifold_tying.training import AblateConfig, ablate, loop, train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def experiment(out: Path, corpus: Path, **changes: Any) -> AblateConfig:

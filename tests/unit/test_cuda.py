@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import ORTHONORMAL
 from optim_cases import same
 from torch import Tensor, nn
 
@@ -68,9 +69,7 @@ def test_reorthonormalization_in_place(shape: tuple[int, ...], fixed: bool) -> N
 @pytest.mark.parametrize("shape", [(151_936, 1024), (32_000, 2048)])
 def test_vocabulary_sized_points_stay_orthonormal(shape: tuple[int, int]) -> None:
     """In float32, where a product may add all rows of YᵀY up one by one."""
-    module = nn.Module()
-    module.register_parameter("Z", nn.Parameter(torch.randn(shape, device="cuda")))
-    mt.stiefel(module, "Z")
+    module = mt.stiefel(nn.Embedding(*shape, device="cuda"))
     Z: Any = next(module.parameters())
     optimizer = RiemannianAdam(param_groups(module), lr=0.3 / shape[0] ** 0.5, fused=True)
     for _ in range(10):
@@ -95,11 +94,7 @@ def test_tf32_does_not_reach_what_decides(precision: str) -> None:
 
 
 LAYERS: dict[str, Callable[[nn.Module], Any]] = {
-    "stiefel": mt.stiefel,
-    "polar": lambda layer: mt.orthogonal(layer, map="polar"),
-    "qr": lambda layer: mt.orthogonal(layer, map="qr"),
-    "cayley": lambda layer: mt.orthogonal(layer, map="cayley"),
-    "cayley-neumann": lambda layer: mt.orthogonal(layer, map="cayley-neumann"),
+    **{name: ORTHONORMAL[name] for name in ("stiefel", "polar", "qr", "cayley", "cayley-neumann")},
     "equivalence": lambda layer: mt.equivalence(layer, block_size=5),
     "equivalence, exact": lambda layer: mt.equivalence(layer, block_size=5, terms=None),
     "equivalence, full": lambda layer: mt.equivalence(layer, scheme="full", fraction=0.5),
@@ -159,18 +154,13 @@ def errors_on_sync() -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_ten_fused_steps_never_wait_for_the_gpu(errors_on_sync: Callable[[str], None]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.interface = PIT(500, 32, memory="trainable")
-            self.linear = nn.Linear(32, 32)
-
-    model = Model().cuda()
+    interface, linear = PIT(500, 32, memory="trainable"), nn.Linear(32, 32)
+    model = nn.ModuleDict({"interface": interface, "linear": linear}).cuda()
     ids, targets = (torch.randint(500, (4, 16), device="cuda") for _ in range(2))
 
     def backward(optimizer: Any) -> None:
         optimizer.zero_grad()
-        model.interface.loss(model.linear(model.interface.embed(ids)), targets).backward()
+        interface.loss(linear(interface.embed(ids)), targets).backward()
 
     def guarded(optimizer: Any) -> None:
         errors_on_sync("error")
@@ -185,12 +175,12 @@ def test_ten_fused_steps_never_wait_for_the_gpu(errors_on_sync: Callable[[str], 
         backward(optimizer)
         guarded(optimizer)
     assert all(p.isfinite().all() and not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert linalg.defect(model.interface.memory.detach()) <= 1e-6
+    assert linalg.defect(interface.memory.detach()) <= 1e-6
     # A bad gradient: masked, then reported once it has arrived.
     torch.cuda.synchronize()
     backward(optimizer)
-    assert model.linear.weight.grad is not None
-    model.linear.weight.grad[0, 0] = float("nan")
+    assert linear.weight.grad is not None
+    linear.weight.grad[0, 0] = float("nan")
     before = [p.detach().clone() for p in model.parameters()]
     guarded(optimizer)
     torch.cuda.synchronize()

@@ -6,58 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_models import _BERT, D, V, build, make
+from references import reference
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
 import manifold_tying as mt
-from manifold_tying import models
 from manifold_tying.diagnostics import inspect_tables, interface_tables
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import build_model, build_optimizer
 from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
 
-V, D = 40, 8
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    ),
-    "gpt2": GPT2Config(vocab_size=V, n_embd=D, n_layer=1, n_head=2, n_positions=32),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
-    ),
-    "opt": OPTConfig(
-        vocab_size=V, hidden_size=D, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=D,
-        max_position_embeddings=32,
-    ),
-}  # fmt: skip
 
-
-def hugging_face(name: str, **options: Any) -> Any:
-    config = type(CONFIGS[name])(**{**CONFIGS[name].to_diff_dict(), **options})
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def reference(interface: mt.TokenInterface) -> models.Llama:
-    shape = models.LlamaConfig(
-        vocab_size=V, hidden_size=D, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16
-    )
-    return models.Llama(shape, interface)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_tables_of_a_hugging_face_model_are_what_it_computes_with(name: str) -> None:
-    model = hugging_face(name)
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_of_a_hugging_face_model_are_what_it_computes_with(tied: bool) -> None:
+    model = build(tie_word_embeddings=tied)
     E, W_out = interface_tables(model)
     assert E.shape == (V, D) and W_out.shape == (D, V) and not E.requires_grad and not W_out.requires_grad
     ids, hidden = torch.arange(V), torch.randn(3, D)
     assert torch.equal(model.get_input_embeddings()(ids), E)
     torch.testing.assert_close(model.get_output_embeddings()(hidden), hidden @ W_out)
-    tied = name != "llama" and name != "gpt_neox"
     assert torch.equal(E.T, W_out) == tied
 
 
-@pytest.mark.parametrize("model", [torch.nn.Linear(3, 2), hugging_face("llama").model])
+@pytest.mark.parametrize("model", [torch.nn.Linear(3, 2), build().model])
 def test_tables_of_something_else(model: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match="get_output_embeddings"):
         interface_tables(model)
@@ -92,15 +63,16 @@ def test_a_bridged_pit_is_read_with_its_bridge(tmp_path: Path) -> None:
     assert torch.equal(inspect_tables(checkpoint).W_out, pit.materialize()[1])
 
 
-@pytest.mark.parametrize(("name", "shards"), [("llama", True), ("gpt2", False), ("gpt_neox", True), ("opt", False)])
+@pytest.mark.parametrize(("name", "shards"), [("Llama", True), ("GPT-2", False), ("GPTNeoX", True), ("OPT", False)])
 def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: bool, tmp_path: Path) -> None:
-    model = hugging_face(name)
+    tied = {"tie_word_embeddings": False} if shards else {}
+    model = make("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_BERT, **tied}) if name == "GPTNeoX" else build(name, **tied)
     model.save_pretrained(tmp_path, max_shard_size="1KB" if shards else "1GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == shards
     E, W_out, description = inspect_tables(tmp_path)
     expected = interface_tables(model)
     assert torch.equal(E, expected[0]) and torch.equal(W_out, expected[1])
-    assert name in description and description.endswith("untied" if name in ("llama", "gpt_neox") else " tied")
+    assert model.config.model_type in description and description.endswith("untied" if shards else " tied")
 
 
 def test_a_converted_model(tmp_path: Path) -> None:
@@ -112,7 +84,7 @@ def test_a_converted_model(tmp_path: Path) -> None:
             self.interface = interface
 
     pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", memory="frozen", diagonal="exp", bounds=(0.5, 4.0))
-    model = hugging_face("llama")
+    model = build()
     model.set_input_embeddings(Half(pit))
     model.set_output_embeddings(Half(pit))
     for table, expected in zip(interface_tables(model), pit.materialize(), strict=True):
@@ -127,8 +99,7 @@ def test_a_converted_model(tmp_path: Path) -> None:
 
 
 def test_a_tied_and_an_untied_llama(tmp_path: Path) -> None:
-    tied = hugging_face("llama", tie_word_embeddings=True)
-    tied.save_pretrained(tmp_path)
+    build().save_pretrained(tmp_path)
     E, W_out, description = inspect_tables(tmp_path)
     assert torch.equal(E.T, W_out) and description.endswith(", tied")
     # exported from a tied model as two tables that differ: what is stored counts

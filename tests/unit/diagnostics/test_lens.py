@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_models import D, V, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    OPTConfig,
-)
+from references import reference
 
 import manifold_tying as mt
 from manifold_tying import models
@@ -35,43 +28,21 @@ from manifold_tying.diagnostics import (
 from manifold_tying.diagnostics.trace import residual_stream
 
 CASES = settings(max_examples=20, deadline=None, derandomize=True)
-V, D, LAYERS = 50, 16, 3
-SHAPE: dict[str, Any] = dict(
-    vocab_size=V, hidden_size=D, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
-    num_key_value_heads=1, pad_token_id=0, bos_token_id=0, eos_token_id=1, head_dim=8,
-)  # fmt: skip
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(**SHAPE),
-    "gpt2": GPT2Config(
-        vocab_size=V, n_embd=D, n_layer=LAYERS, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1
-    ),
-    "granite": GraniteConfig(**SHAPE, embedding_multiplier=3.0, logits_scaling=4.0),
-    "gemma2": Gemma2Config(**SHAPE, final_logit_softcapping=0.5, query_pre_attn_scalar=8),
-    "cohere": CohereConfig(**SHAPE, logit_scale=0.1),
-    "opt": OPTConfig(
-        vocab_size=V, hidden_size=D, ffn_dim=24, num_hidden_layers=LAYERS, num_attention_heads=2, word_embed_proj_dim=D,
-        max_position_embeddings=32,
-    ),
-}  # fmt: skip
+LAYERS = 2
 IDS = torch.tensor([3, 17, 8, 41])
 
 
 def hugging_face(name: str) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model = build(name, hidden_size=D)  # which OPT projects otherwise
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name or "ln_" in name:  # a norm of ones could be left out without a trace
                 p.uniform_(0.5, 2)
-    return model.eval()
+    return model
 
 
-def reference(interface: mt.TokenInterface | None = None, **options: Any) -> models.Llama:
-    config = models.LlamaConfig(
-        vocab_size=V, hidden_size=D, num_layers=LAYERS, num_heads=2, num_kv_heads=1, intermediate_size=24,
-        initializer_std=0.3, **options,
-    )  # fmt: skip
-    model = models.Llama(config, mt.PIT(V, D, memory="frozen") if interface is None else interface)
+def with_gains(interface: mt.TokenInterface | None = None, **options: Any) -> models.Llama:
+    model = reference(mt.PIT(V, D, memory="frozen") if interface is None else interface, **options)
     torch.nn.init.uniform_(model.norm.weight, 0.5, 2)
     return model
 
@@ -79,7 +50,7 @@ def reference(interface: mt.TokenInterface | None = None, **options: Any) -> mod
 @pytest.mark.parametrize(("kind", "parallel"), [(mt.Untied, False), (mt.PIT, True)])
 def test_lens_of_the_reference_model(kind: Any, parallel: bool) -> None:
     interface = kind(V, D) if kind is mt.PIT else kind(V, D, std=0.5)
-    model = reference(interface, parallel_block=parallel)
+    model = with_gains(interface, parallel_block=parallel)
     trace = transition_trace(model, IDS, top=4)
     assert trace.top.shape == trace.probabilities.shape == trace.input_anchors.ids.shape == (LAYERS + 1, 4)
     prediction = model(IDS[None])[0, -1].softmax(-1)
@@ -96,7 +67,7 @@ def test_lens_of_the_reference_model(kind: Any, parallel: bool) -> None:
     assert not torch.allclose(trace.probabilities[0], trace.probabilities[-1], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Granite", "Gemma 3", "Cohere", "OPT"])
 def test_lens_of_hugging_face_models(name: str) -> None:
     model = hugging_face(name)
     trace = transition_trace(model, IDS, top=4)
@@ -117,14 +88,14 @@ def test_lens_of_hugging_face_models(name: str) -> None:
 
 def test_the_embedding_is_nearest_to_its_own_token() -> None:
     for norm in (False, True):
-        trace = transition_trace(reference(embedding_norm=norm), IDS)
+        trace = transition_trace(with_gains(embedding_norm=norm), IDS)
         assert trace.input_anchors.ids[0, 0] == IDS[-1] and trace.input_anchors.cosines[0, 0] == pytest.approx(1)
-    trace = transition_trace(reference(), IDS, position=1)
+    trace = transition_trace(with_gains(), IDS, position=1)
     assert trace.input_anchors.ids[0, 0] == IDS[1]
 
 
 def test_smoothness_is_its_four_formulas() -> None:
-    model = reference()
+    model = with_gains()
     trace = transition_trace(model, IDS, top=V)
     p = np.zeros((LAYERS + 1, V))
     np.put_along_axis(p, trace.top.numpy(), trace.probabilities.numpy().astype(float), 1)
@@ -146,7 +117,7 @@ def test_smoothness_is_its_four_formulas() -> None:
 
 
 def test_a_trace_leaves_the_model_as_it_was() -> None:
-    for model in (reference(), hugging_face("llama")):
+    for model in (with_gains(), hugging_face("Llama")):
         model.train()
         list(model.children())[-1].eval()
         modes = [module.training for module in model.modules()]
@@ -162,7 +133,7 @@ def test_a_trace_leaves_the_model_as_it_was() -> None:
 
 
 def test_a_model_whose_readout_is_not_known_is_refused() -> None:
-    model = hugging_face("llama")
+    model = hugging_face("Llama")
     model.lm_head.register_forward_hook(lambda _, __, out: out)
     inner = model.forward
 
@@ -181,7 +152,7 @@ def test_a_model_whose_readout_is_not_known_is_refused() -> None:
 
 
 def test_errors_of_traces() -> None:
-    model = reference()
+    model = with_gains()
     for ids, position in ((IDS[None], 0), (IDS, 4), (IDS[:0], 0)):
         with pytest.raises(ValueError, match=r"token ids \(N,\)"):
             transition_trace(model, ids, position=position)
@@ -193,8 +164,8 @@ def test_errors_of_traces() -> None:
 
 def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
     traces = {
-        "PIT": transition_trace(reference(), IDS),
-        "transpose": transition_trace(reference(mt.TransposeTying(V, D)), IDS),
+        "PIT": transition_trace(with_gains(), IDS),
+        "transpose": transition_trace(with_gains(mt.TransposeTying(V, D)), IDS),
     }
     vocabulary = [f"t{v}" for v in range(V)]
     vocabulary[int(traces["PIT"].top[-1, 0])] = " $x$ "
@@ -208,12 +179,9 @@ def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
     assert len(texts) == 3 * (LAYERS + 1) and texts[0] == f"t{IDS[-1]}"
     figure.savefig(tmp_path / "trace.png")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
-    # one colour per token: equal texts have equal colours, whichever panel
-    colours: dict[str, set[tuple[float, ...]]] = {}
-    for axes in figure.axes:
-        for text, cell in zip(axes.texts, axes.patches, strict=True):
-            colours.setdefault(text.get_text(), set()).add(to_rgb(cell.get_facecolor()))
-    assert all(len(found) == 1 for found in colours.values())
+    every = [(text, cell) for axes in figure.axes for text, cell in zip(axes.texts, axes.patches, strict=True)]
+    colours = {(text.get_text(), to_rgb(cell.get_facecolor())) for text, cell in every}
+    assert len(colours) == len({text for text, _ in colours})  # one for each token, whichever panel
     with pytest.raises(ValueError, match="at least one trace"):
         draw_traces({})
 
@@ -258,16 +226,8 @@ def test_zero_anchors_and_states_are_near_to_nothing() -> None:
 
 def test_drift_between_checkpoints() -> None:
     before = torch.randn(60, 8)
-    rotation = torch.linalg.qr(torch.randn(8, 8))[0]
-    same = token_drift(before, 3 * before)
-    assert same.cosines.min() == pytest.approx(1) and same.neighbours_kept.min() == 1
-    turned = token_drift(before, before @ rotation)
+    turned = token_drift(before, before @ torch.linalg.qr(torch.randn(8, 8))[0])
     assert turned.cosines.abs().mean() < 0.6 and turned.neighbours_kept.min() == 1
-    after = before.clone()
-    after[7] = -after[7]
-    moved = token_drift(before, after, neighbours=3)
-    assert moved.cosines[7] == pytest.approx(-1) and moved.neighbours_kept[7] == 0
-    assert (moved.cosines < 0.99).sum() == 1 and moved.neighbours_kept.mean() > 0.8
     # against the formula, over all pairs
     noise = before + 0.7 * torch.randn(60, 8)
     found = token_drift(before, noise, neighbours=4)
@@ -281,12 +241,8 @@ def test_drift_between_checkpoints() -> None:
     some = token_drift(before, noise, tokens=torch.tensor([5, 2]), neighbours=4)
     assert torch.equal(some.neighbours_kept, found.neighbours_kept[[5, 2]])
     assert len(token_drift(before, noise, tokens=torch.zeros(0, dtype=torch.int64)).cosines) == 0
-
-
-def test_drift_among_duplicates() -> None:
-    """More duplicates than neighbours: the token itself may not be among its nearest, and k others are compared still."""
-    table = torch.ones(9, 3)
-    assert token_drift(table, table, neighbours=2).neighbours_kept.shape == (9,)
+    duplicates = torch.ones(9, 3)  # the token itself may not be among its nearest, and k others are compared still
+    assert token_drift(duplicates, duplicates, neighbours=2).neighbours_kept.shape == (9,)
 
 
 def test_errors_of_drift() -> None:

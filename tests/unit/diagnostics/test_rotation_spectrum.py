@@ -157,13 +157,9 @@ def test_spectral_summary_is_scipys(m: int, n: int, batch: tuple[int, ...], seed
     W = np.random.default_rng(seed).normal(size=(*batch, m, n))
     sigma = np.linalg.svd(W, compute_uv=False)
     found = spectral_summary(torch.from_numpy(W))
-    expected = (
-        sigma[..., 0],
-        sigma[..., -1],
-        np.linalg.cond(W),
-        entropy(sigma**2, base=min(m, n), axis=-1),
-        np.linalg.norm(W, axis=(-2, -1)) ** 2 / np.linalg.norm(W, ord=2, axis=(-2, -1)) ** 2,
-    )
+    even = entropy(sigma**2, base=min(m, n), axis=-1)
+    stable_rank = np.linalg.norm(W, axis=(-2, -1)) ** 2 / np.linalg.norm(W, ord=2, axis=(-2, -1)) ** 2
+    expected = sigma[..., 0], sigma[..., -1], np.linalg.cond(W), even, stable_rank
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-9)
     np.testing.assert_array_equal(svd_entropy(torch.from_numpy(W)), found.entropy)
@@ -200,11 +196,11 @@ def test_hyperspherical_energy_keeps_under_right_rotations_only() -> None:
     W = torch.from_numpy(rng.normal(size=(20, 6)))
     R, P = torch.from_numpy(rotation(20, 1)), torch.from_numpy(rotation(6, 2))
     energy = hyperspherical_energy(W).item()
-    assert hyperspherical_energy(W @ P).item() == pytest.approx(energy, rel=1e-12)
     lengths = torch.from_numpy(rng.uniform(1e-150, 1e150, size=(20, 1)))
-    assert hyperspherical_energy(lengths * W).item() == pytest.approx(energy, rel=1e-12)
-    assert abs(hyperspherical_energy(R @ W).item() / energy - 1) > 1e-3
-    assert abs(hyperspherical_energy(W + 1).item() / energy - 1) > 1e-2
+    for same in (W @ P, lengths * W):
+        assert hyperspherical_energy(same).item() == pytest.approx(energy, rel=1e-12)
+    for other, least in ((R @ W, 1e-3), (W + 1, 1e-2)):
+        assert abs(hyperspherical_energy(other).item() / energy - 1) > least
 
 
 def test_hyperspherical_energy_where_it_is_known() -> None:
@@ -268,11 +264,11 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
 
 
 def test_phases_errors() -> None:
-    with pytest.raises(ValueError, match="one length"):
-        phases([1, 2, 3, 4], [1.0] * 4, [1.0] * 5)
-    with pytest.raises(ValueError, match="one length"):
-        phases([1, 2], [1.0] * 2, [1.0] * 2)
-    with pytest.raises(ValueError, match="increasing"):
-        phases([1, 2, 2, 3], [1.0] * 4, [1.0] * 4)
-    with pytest.raises(ValueError, match="NaN"):
-        phases([1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], [1.0] * 4)
+    for message, steps, values, rates in (
+        ("one length", [1, 2, 3, 4], [1.0] * 4, [1.0] * 5),
+        ("one length", [1, 2], [1.0] * 2, [1.0] * 2),
+        ("increasing", [1, 2, 2, 3], [1.0] * 4, [1.0] * 4),
+        ("NaN", [1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], [1.0] * 4),
+    ):
+        with pytest.raises(ValueError, match=message):
+            phases(steps, values, rates)

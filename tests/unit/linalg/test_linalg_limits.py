@@ -7,19 +7,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from matrices import conditioned
 from torch import Tensor
 
 from manifold_tying import linalg
 from manifold_tying.manifolds import SPD, Retraction, Stiefel
 
 mpmath: Any = importlib.import_module("mpmath")  # torch's dependency, through sympy; it has no type stubs
-
-
-def conditioned(n: int, p: int, condition: float) -> Tensor:
-    """A float64 matrix (n, p) with singular values from 1 down to 1/condition."""
-    torch.manual_seed(0)
-    U, V = (torch.linalg.qr(torch.randn(m, p, dtype=torch.float64))[0] for m in (n, p))
-    return (U * torch.logspace(0, -np.log10(condition), p, dtype=torch.float64)) @ V.T
 
 
 def exact_polar(Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +27,7 @@ def exact_polar(Y: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", [(9, 6), (6, 6)])
 def test_float64_polar_factors_lose_no_more_than_the_condition(shape: tuple[int, int]) -> None:
     for condition in (2.0, 30.0, 100.0, 1e3, 8e3, 1e5):
-        Y = conditioned(*shape, condition)
+        Y = conditioned(shape, condition)
         expected_U, expected_H = exact_polar(Y)
         U, H = linalg.polar(Y)
         eps = torch.finfo(torch.float64).eps

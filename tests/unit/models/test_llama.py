@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from derivatives import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -37,25 +38,18 @@ def tables(config: LlamaConfig) -> Untied:
     return Untied(config.vocab_size, config.hidden_size, std=1.0)
 
 
-def build(config: LlamaConfig, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Llama:
+def build(config: LlamaConfig, *, dtype: torch.dtype = torch.float64) -> Llama:
     """A model in which every parameter matters: large weights, and gains, shifts and gates away from 1, 0 and 1."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Llama(config, tables(config)).double()
-        with torch.no_grad():
-            for parameter in model.blocks.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-            for parameter in model.norm.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    torch.manual_seed(0)
+    model = Llama(config, tables(config)).double()
+    with torch.no_grad():
+        for parameter in (*model.blocks.parameters(), *model.norm.parameters()):
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model.to(dtype)
 
 
 def tokens(config: LlamaConfig, batch: int = 2, length: int = 12, seed: int = 1) -> Tensor:
     return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def relative_error(result: Tensor, reference: Tensor) -> float:
-    return ((result.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -254,16 +248,6 @@ def test_loss_is_the_interfaces_and_knows_what_to_ignore() -> None:
         assert abs(model.loss(ids, targets.clamp_min(0), ignore_index=-7).item() - expected.item()) > 1e-3
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradient_reaches_every_parameter(form: str) -> None:
-    config = FORMS[form]
-    model = Llama(config, tables(config))
-    ids = tokens(config)
-    model.loss(ids, ids.roll(-1, 1)).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
 # --- initialization ---------------------------------------------------------------------------------------------------
 
 
@@ -296,8 +280,7 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
     for parameter in other.parameters():
         nn.init.constant_(parameter, float("nan"))
     other.reset_parameters()
-    assert all(parameter.isfinite().all() for parameter in other.blocks.parameters())
-    assert all(parameter.isfinite().all() for parameter in other.norm.parameters())
+    assert all(parameter.isfinite().all() for parameter in (*other.blocks.parameters(), *other.norm.parameters()))
     other.load_state_dict(model.state_dict())
     ids = tokens(config)
     assert torch.equal(other(ids), model(ids))
@@ -335,7 +318,8 @@ def test_bfloat16_autocast(form: str) -> None:
     # The residual stream stays float32; some 2⁻⁹ from each of a dozen roundings per block.
     assert hidden.dtype == torch.float32
     assert 1e-5 < relative_error(hidden, reference) < 0.05
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
 def test_bfloat16_body_with_a_float32_interface() -> None:
@@ -350,44 +334,18 @@ def test_bfloat16_body_with_a_float32_interface() -> None:
     assert relative_error(logits, reference) < 0.1
 
 
-@pytest.mark.parametrize("form", ["parallel-rmsnorm-embedding-norm"])
-def test_compiled_as_one_graph(form: str) -> None:
-    model = build(FORMS[form], dtype=torch.float32)
-    ids = tokens(model.config)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for each in (model, compiled):
-        logits = each(ids)
-        F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten()).backward()
-        gradients.append([logits.detach()] + [parameter.grad for parameter in model.parameters()])
-        model.zero_grad()
-    for eager, graph in zip(*gradients, strict=True):
-        assert eager is not None and graph is not None
-        torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-6)
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 62}, "the interface must have the vocab_size of the config, 61, got 62"),
-        ({"hidden_size": 64}, "the interface must have the hidden_size of the config, 32, got 64"),
-    ],
-)
-def test_an_interface_of_other_sizes_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Llama(SEQUENTIAL, tables(dataclasses.replace(SEQUENTIAL, **changes)))
-
-
-def test_inputs_of_other_shapes_are_refused() -> None:
+def test_other_sizes_and_shapes_are_refused() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32}
+    for name, own, other in (("vocab_size", 61, 62), ("hidden_size", 32, 64)):
+        with pytest.raises(ValueError, match=f"the interface must have the {name} of the config, {own}, got {other}"):
+            Llama(SEQUENTIAL, Untied(**{**sizes, name: other}))
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     ids = tokens(SEQUENTIAL)
     for wrong in (ids[0], ids[None]):
-        with pytest.raises(
-            ValueError, match=r"expected token ids of shape \(batch, positions\), got .*add a batch dim"
-        ):
+        with pytest.raises(ValueError, match=r"token ids of shape \(batch, positions\), got .*add a batch dim"):
             model(wrong)
     with pytest.raises(ValueError, match=r"targets must have the shape of ids, \(2, 12\), got \(2, 11\)"):
         model.loss(ids, ids[:, 1:])

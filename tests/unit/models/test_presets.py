@@ -26,14 +26,8 @@ POET_WIDTHS = {"60m": 1280, "130m": 2048, "350m": 2816, "1.3b": 5376}
 GALORE_WIDTHS = {"60m": 1376, "130m": 2048, "350m": 2736, "1.3b": 5464}
 POET_TABLE_2_ADAMW = {"60m": "25.30M", "130m": "84.93M", "350m": "302.38M", "1.3b": "1.21B"}
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "intermediate_size": 48,
-}
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+SIZES |= {"intermediate_size": 48}
 
 
 def meta_model(config: LlamaConfig) -> Llama:
@@ -42,59 +36,34 @@ def meta_model(config: LlamaConfig) -> Llama:
         return Llama(config, TransposeTying(config.vocab_size, config.hidden_size))
 
 
-def total(config: LlamaConfig) -> int:
-    return sum(parameter.numel() for parameter in meta_model(config).parameters())
-
-
-def body_matrices(config: LlamaConfig) -> int:
-    return sum(parameter.numel() for parameter in meta_model(config).blocks.parameters() if parameter.ndim == 2)
-
-
-def in_billions(count: int) -> str:
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+def in_billions(count: int, digits: int = 2, space: str = "") -> str:
+    return f"{count / 1e9:.2f}{space}B" if count >= 1e9 else f"{count / 1e6:.{digits}f}{space}M"
 
 
 @pytest.mark.parametrize("name", PIT_TABLE_3)
 def test_pit_presets_have_the_columns_and_totals_of_table_3(name: str) -> None:
     columns, printed_total, printed_share = PIT_TABLE_3[name]
     config = preset(name)
-    assert columns == (
-        config.num_layers,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.intermediate_size,
-    )
-    assert (config.vocab_size, config.norm, config.parallel_block, config.gated_attention) == (
-        32_000,
-        "layernorm",
-        True,
-        True,
-    )
-    count = total(config)
-    assert (f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.0f} M") == printed_total
+    found = config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.intermediate_size
+    assert found == columns and (config.vocab_size, config.norm) == (32_000, "layernorm")
+    assert config.parallel_block and config.gated_attention
+    count = sum(parameter.numel() for parameter in meta_model(config).parameters())
+    assert in_billions(count, 0, " ") == printed_total
     assert f"{config.vocab_size * config.hidden_size / count:.1%}" == printed_share
 
 
 @pytest.mark.parametrize(("family", "widths"), [("poet", POET_WIDTHS), ("galore", GALORE_WIDTHS)])
 def test_poet_presets_have_the_shapes_of_table_8(family: str, widths: dict[str, int]) -> None:
     for size, (d, heads, layers) in POET_SHAPES.items():
-        assert preset(f"{family}-{size}") == LlamaConfig(
-            vocab_size=32_000,
-            hidden_size=d,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            intermediate_size=widths[size],
-            head_dim=64,
-            norm="rmsnorm",
-            norm_eps=1e-6,
-        )
+        sizes: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": d, "intermediate_size": widths[size]}
+        sizes |= {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads, "head_dim": 64}
+        assert preset(f"{family}-{size}") == LlamaConfig(**sizes, norm="rmsnorm", norm_eps=1e-6)
 
 
 def test_galore_presets_have_the_parameter_counts_of_the_adamw_row() -> None:
-    counts = {size: in_billions(body_matrices(preset(f"galore-{size}"))) for size in POET_SHAPES}
-    assert counts == POET_TABLE_2_ADAMW
+    for size, printed in POET_TABLE_2_ADAMW.items():
+        body = meta_model(preset(f"galore-{size}")).blocks
+        assert in_billions(sum(p.numel() for p in body.parameters() if p.ndim == 2)) == printed
 
 
 def test_presets_survive_json() -> None:

@@ -55,15 +55,8 @@ def test_everything_is_in_its_place(copied: Callable[[Mixed], Mixed]) -> None:
     found = by_name(groups)
     original = "parametrizations.weight.original"
     decay = {name: group["weight_decay"] for name, group in found.items()}
-    assert decay == {
-        "plain.weight": 0.1,
-        "plain.bias": 0.0,
-        "gain": 0.0,
-        f"point.{original}": 0.0,
-        f"other.{original}": 0.0,
-        f"free.{original}": 0.0,
-        "ball": 0.0,
-    }
+    points = {f"{name}.{original}" for name in ("point", "other", "free")}
+    assert decay == {"plain.weight": 0.1, **dict.fromkeys({"plain.bias", "gain", "ball", *points}, 0.0)}
     manifolds = {name: group["manifold"] for name, group in found.items() if "manifold" in group}
     assert manifolds.keys() == {f"point.{original}", f"other.{original}", "ball"}
     assert manifolds[f"point.{original}"].retraction == "polar" and manifolds[f"other.{original}"].retraction == "qr"
@@ -73,10 +66,6 @@ def test_everything_is_in_its_place(copied: Callable[[Mixed], Mixed]) -> None:
     for kind in (RiemannianAdam, RiemannianSGD):
         optimizer = kind(groups, lr=0.01)
         assert [g["lr"] for g in optimizer.param_groups] == [0.3 if "manifold" in g else 0.01 for g in groups]
-
-
-def test_no_lr_without_manifold_lr() -> None:
-    assert all("lr" not in group for group in param_groups(Mixed()))
 
 
 def test_manifolds_that_move_differently_are_in_different_groups() -> None:
@@ -97,16 +86,9 @@ def test_equal_points_share_a_group() -> None:
 
 def test_overrides() -> None:
     model = Mixed()
-    groups = param_groups(
-        model,
-        manifold_lr=0.3,
-        weight_decay=0.1,
-        overrides={
-            "plain.b*": {"lr": 5.0},
-            "plain.*": {"lr": 7.0, "weight_decay": 0.2},
-            "*point*": {"lr": 1.0, "second_moment": "row"},
-        },
-    )
+    overrides: dict[str, Any] = {"plain.b*": {"lr": 5.0}, "plain.*": {"lr": 7.0, "weight_decay": 0.2}}
+    overrides["*point*"] = {"lr": 1.0, "second_moment": "row"}
+    groups = param_groups(model, manifold_lr=0.3, weight_decay=0.1, overrides=overrides)
     assert_total_and_disjoint(model, groups)
     found = by_name(groups)
     assert (found["plain.bias"]["lr"], found["plain.bias"]["weight_decay"]) == (5.0, 0.0)  # first match wins
@@ -135,7 +117,8 @@ def test_a_flattened_point_is_refused() -> None:
         RiemannianAdam(param_groups(nn.Sequential(layer)))
 
 
-def test_a_frozen_model_has_no_groups() -> None:
+def test_no_rate_without_a_rate_and_no_groups_of_a_frozen_model() -> None:
+    assert all("lr" not in group for group in param_groups(Mixed()))
     assert param_groups(Mixed().requires_grad_(False)) == []
 
 

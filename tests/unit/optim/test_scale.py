@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from optim_cases import drive, point, seeded, tangent
+from optim_cases import as_point, drive, point, seeded, tangent
 from torch import Tensor, nn
 
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
@@ -71,24 +71,13 @@ def test_every_retraction_moves_along_the_scaled_direction(retraction: Any) -> N
 
 def test_points_of_one_shape_keep_their_own_scale() -> None:
     together = [point(9, 3) for _ in range(3)]
-    alone = [p.detach().clone() for p in together]
-    scales = [torch.tensor([1.0, 2.0, 3.0]), torch.ones(3), None]
-
-    def groups(points: list[Any]) -> list[dict[str, Any]]:
-        return [
-            {"params": [p], **({} if scale is None else {"scale": scale})}
-            for p, scale in zip(points, scales, strict=True)
-        ]
-
-    drive(RiemannianAdam(groups(together), lr=0.05), together, 5, seeded)
-    for i, (start, group) in enumerate(zip(alone, groups(together), strict=True)):
-        p: Any = point(9, 3)
-        p.data.copy_(start)
-
-        def its_own(step: int, _: int, p: Tensor, i: int = i) -> Tensor:
-            return seeded(step, i, p)
-
-        drive(RiemannianAdam([{**group, "params": [p]}], lr=0.05), [p], 5, its_own)
+    alone = [as_point(nn.Parameter(p.detach().clone())) for p in together]
+    options: list[dict[str, Any]] = [{"scale": torch.tensor([1.0, 2.0, 3.0])}, {"scale": torch.ones(3)}, {}]
+    groups = [{"params": [p], **of} for p, of in zip(together, options, strict=True)]
+    drive(RiemannianAdam(groups, lr=0.05), together, 5, seeded)
+    for i, (p, of) in enumerate(zip(alone, options, strict=True)):
+        own = RiemannianAdam([{"params": [p], **of}], lr=0.05)
+        drive(own, [p] * (i + 1), 5, seeded)  # with the gradients of the i-th
         torch.testing.assert_close(p.detach(), together[i].detach(), rtol=0, atol=1e-6)
 
 

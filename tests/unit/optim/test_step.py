@@ -6,25 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from machine import peak_bytes
-from optim_cases import drive, named, point, polar_np, same, seeded, snapshot, tangent
+from matrices import conditioned, orthonormal
+from optim_cases import as_point, drive, named, point, polar_np, same, seeded, snapshot, tangent, with_bad
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from manifold_tying import linalg, precision
-from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
 
 DTYPES = (torch.float32, torch.float64)
-
-
-def with_condition(condition: float, *shape: int, scale: float = 1.0) -> Tensor:
-    """A float64 matrix (..., n, p) whose Gram matrix has this condition, eigenvalues spread evenly in the logarithm."""
-    *batch, n, p = shape
-    U = torch.linalg.qr(torch.randn(*batch, n, p, dtype=torch.float64))[0]
-    V = torch.linalg.qr(torch.randn(*batch, p, p, dtype=torch.float64))[0]
-    return scale * (U * torch.logspace(0, -np.log10(condition) / 2, p, dtype=torch.float64)) @ V.mT
 
 
 @pytest.fixture
@@ -69,13 +61,17 @@ def one_apart(condition: float, p: int, low: bool) -> Tensor:
     """All eigenvalues of the Gram matrix alike but one, the smallest or the largest."""
     h = torch.ones(p, dtype=torch.float64)
     h[0] = condition ** (-0.5 if low else 0.5)
-    return with_condition(1.0, p + 20, p) * h
+    return conditioned((p + 20, p), 1.0) * h
 
 
 @pytest.mark.parametrize("p", [1, 6, 130])
 def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
     for condition, scale in ((1.0, 1e-3), (1.3, 30.0), (10.0, 1.0)):
-        for Y in (with_condition(condition, p + 20, p), one_apart(condition, p, True), one_apart(condition, p, False)):
+        for Y in (
+            conditioned((p + 20, p), condition**0.5),
+            one_apart(condition, p, True),
+            one_apart(condition, p, False),
+        ):
             Y = Y * scale
             expected = torch.from_numpy(polar_np(Y.numpy()))
             for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
@@ -88,7 +84,7 @@ def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
 def test_beyond_it_falls_short_and_never_over() -> None:
     """UᵀX of the polar factor U has eigenvalues between 0 and 1: such a step shortens directions and reverses none."""
     for condition in (1.0, 30.0, 300.0, 1e4, 1e6):
-        Y = with_condition(condition, 70, 48)
+        Y = conditioned((70, 48), condition**0.5)
         product = torch.from_numpy(polar_np(Y.numpy())).mT @ linalg.reorthonormalize_(Y.clone(), sync_free=True)
         rounding = 1e-15 * condition
         assert (product - product.mT).abs().max() <= 1e-13 + rounding
@@ -103,7 +99,7 @@ def test_beyond_it_falls_short_and_never_over() -> None:
 @pytest.mark.parametrize("shape", [(8, 4), (256, 32), (1, 1), (30, 8, 4)])
 def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tuple[int, ...]) -> None:
     for condition, scale in itertools.product((1.0, 1.3, 1e3, 1e6, 1e9), (1e-3, 1e20)):
-        Y = with_condition(condition, *shape, scale=scale).float()
+        Y = (scale * conditioned(shape, condition**0.5)).float()
         X = linalg.reorthonormalize_(Y.clone())
         assert linalg.defect(X).max() <= 5e-7
         expected = [polar_np(y.numpy()) for y in Y.double().view(-1, *shape[-2:])]
@@ -120,7 +116,7 @@ def test_small_matrices_give_the_polar_factor_whatever_their_condition(shape: tu
 @pytest.mark.parametrize(("condition", "fixed"), [(1.1, False), (200.0, False), (8.0, True)])
 def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: bool) -> None:
     assert len(precision.row_chunks(torch.zeros(n, 20))) == -(-n // 256)
-    Y = with_condition(condition, n, 20)
+    Y = conditioned((n, 20), condition**0.5)
     expected = polar_np(Y.numpy())
     for dtype, bound in ((torch.float32, 3e-7), (torch.float64, 5e-15)):
         X = Y.to(dtype, copy=True)
@@ -135,30 +131,27 @@ def test_blocks_of_rows_give_the_polar_factor(n: int, condition: float, fixed: b
 # Adam's step in place
 
 
-def adam_np(
-    X: np.ndarray,
-    gradients: list[np.ndarray],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    every: int,
-    second_moment: str,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+LR, (B1, B2), EPS = 0.02, (0.8, 0.9), 1e-6
+
+
+def adam_np(X: np.ndarray, gradients: list[np.ndarray], every: int, second_moment: str) -> tuple[np.ndarray, ...]:
     """Riemannian Adam on one matrix in float64: the point and both moments after all the gradients."""
     m = v = np.zeros(1)
-    b1, b2 = betas
     axis: Any = {"element": (), "row": 1, "matrix": (0, 1)}[second_moment]
     for t, G in enumerate(gradients, start=1):
         R = tangent(X, G) if every == 1 or t % every == 1 else G
-        m, v = b1 * m + (1 - b1) * R, b2 * v + (1 - b2) * np.mean(R**2, axis=axis, keepdims=axis != ())
-        X = scipy.linalg.polar(X - lr * m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps))[0]
+        m, v = B1 * m + (1 - B1) * R, B2 * v + (1 - B2) * np.mean(R**2, axis=axis, keepdims=axis != ())
+        X = polar_np(X - LR * m / (1 - B1**t) / (np.sqrt(v / (1 - B2**t)) + EPS))
     return X, m, v
 
 
 def batched_point(*shape: int) -> Any:
-    p: Any = nn.Parameter(torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].contiguous())
-    p.manifold = Stiefel()
+    return as_point(nn.Parameter(orthonormal(*shape).contiguous()))
+
+
+def in_columns(p: Any) -> Any:
+    """The point, stored column by column."""
+    p.data = p.data.mT.contiguous().mT
     return p
 
 
@@ -187,31 +180,28 @@ CASES += [("batch", "plain", "matrix"), ("stack", "both", "matrix")]
 def test_adam_is_the_formula(points: str, options: str, second_moment: Any) -> None:
     params, chosen, steps = POINTS[points](), OPTIONS[options], 5
     start = [p.detach().clone() for p in params]
-    how: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6}
-    optimizer = RiemannianAdam(params, second_moment=second_moment, weight_decay=0.3, **how, **chosen)
-    drive(optimizer, params, steps, seeded)
+    shared: dict[str, Any] = {"lr": LR, "betas": (B1, B2), "eps": EPS, "weight_decay": 0.3}
+    optimizer = RiemannianAdam(params, second_moment=second_moment, **shared, **chosen)
+    late = (0, "project_every" not in chosen, 0)  # the second point moves a step later, and its step count differs
+    drive(optimizer, params, steps, lambda t, i, p: seeded(t, i, p) if t >= late[i] else None)
     sign = -1.0 if chosen.get("maximize") else 1.0
     for i, p in enumerate(params):
         n, d = p.shape[-2:]
-        gradients = [sign * seeded(t, i, p).view(-1, n, d).numpy() for t in range(steps)]
+        gradients = [sign * seeded(t, i, p).view(-1, n, d).numpy() for t in range(late[i], steps)]
         state = optimizer.state[p]
-        how |= {"every": chosen.get("project_every", 1), "second_moment": second_moment}
+        how = chosen.get("project_every", 1), second_moment
         matrices = start[i].view(-1, n, d).numpy()
-        results = [adam_np(X, [G[k] for G in gradients], **how) for k, X in enumerate(matrices)]
-        for ours, expected in zip(
-            (p.detach(), state["exp_avg"], state["exp_avg_sq"]), zip(*results, strict=True), strict=True
-        ):
+        results = [adam_np(X, [G[k] for G in gradients], *how) for k, X in enumerate(matrices)]
+        found = p.detach(), state["exp_avg"], state["exp_avg_sq"]
+        for ours, expected in zip(found, map(np.stack, zip(*results, strict=True)), strict=True):
             # five steps of float64 rounding; the fused kernel takes the bias corrections' powers in double as numpy does
-            np.testing.assert_allclose(
-                ours.reshape(-1, *ours.shape[-2:]).numpy(), np.stack(expected), rtol=0, atol=1e-11
-            )
-        assert state["step"] == steps
+            np.testing.assert_allclose(ours.reshape(expected.shape).numpy(), expected, rtol=0, atol=1e-11)
+        assert state["step"] == len(gradients)
 
 
 def test_a_point_that_is_not_contiguous_moves_alike() -> None:
-    ours: Any = nn.Parameter(batched_point(30, 4).detach().T.contiguous().T)
-    theirs: Any = nn.Parameter(ours.detach().contiguous())
-    ours.manifold = theirs.manifold = Stiefel()
+    theirs = batched_point(30, 4)
+    ours = in_columns(as_point(nn.Parameter(theirs.detach().clone())))
     assert not ours.is_contiguous() and theirs.is_contiguous()
     for p in (ours, theirs):
         drive(RiemannianAdam([p], lr=0.05), [p], 4, lambda *at: seeded(*at).T.contiguous().T)
@@ -240,16 +230,6 @@ def test_a_blocked_step_holds_no_second_table(monkeypatch: pytest.MonkeyPatch) -
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU plays a device that the host runs ahead of; what it copies has then arrived at once."""
     monkeypatch.setattr(adam, "SYNC_FREE_DEVICES", ("cpu",))
-
-
-def with_bad(where: int, bad: float) -> Callable[[int, int, Tensor], Tensor]:
-    def gradient(step: int, i: int, p: Tensor) -> Tensor:
-        g = seeded(step, i, p)
-        if i == where:
-            g.view(-1)[1] = bad
-        return g
-
-    return gradient
 
 
 def tables_and_moments(optimizer: Any, params: list[Any]) -> list[Tensor]:
@@ -303,12 +283,6 @@ CANNOT_RUN_AHEAD: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def in_columns(p: Any) -> Any:
-    """The point, stored column by column."""
-    p.data = p.data.mT.contiguous().mT
-    return p
-
-
 @pytest.mark.usefixtures("deferred")
 @pytest.mark.parametrize("case", CANNOT_RUN_AHEAD)
 def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +309,7 @@ def run_steps(make: Callable[..., Any], compiled: bool, **options: Any) -> tuple
     torch.manual_seed(0)
     torch._dynamo.reset()
     params = [point(12, 4), nn.Parameter(torch.randn(5, 3)), point(12, 4)]
-    graphs = 0
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module.forward
-
+    backend = CompileCounterWithBackend("eager")
     optimizer = make(params, lr=torch.tensor(0.02), **options)
     step = torch.compile(optimizer.step, fullgraph=True, backend=backend) if compiled else optimizer.step
     for t in range(5):
@@ -350,7 +318,7 @@ def run_steps(make: Callable[..., Any], compiled: bool, **options: Any) -> tuple
         for group in optimizer.param_groups:
             group["lr"].fill_(0.02 / (t + 1))
         step()
-    return [p.detach() for p in params], graphs
+    return [p.detach() for p in params], backend.frame_count
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -19,17 +19,13 @@ from manifold_tying.parametrizations import equivalence, equivalence_, orthogona
 V, D = 64, 8
 
 
-def tall_layer() -> nn.Linear:
-    return nn.Linear(5, 9)
-
-
 def pit() -> PIT:
     return PIT(12, 4, memory="trainable")
 
 
 FORWARDS: dict[str, Callable[[], Tensor]] = {
     "cayley-neumann": lambda: linalg.cayley_neumann(torch.zeros(4, 4, requires_grad=True)),
-    "tall cayley": lambda: orthogonal(tall_layer(), map="cayley").weight,
+    "tall cayley": lambda: orthogonal(nn.Linear(5, 9), map="cayley").weight,
     "square cayley": lambda: orthogonal(nn.Linear(5, 5), map="cayley").weight,
     "spd": lambda: spd(nn.Linear(5, 5), "weight").weight,
     "equivalence, input-centric": lambda: equivalence(nn.Linear(64, 64), block_size=8)(torch.randn(3, 64)),

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import scipy.linalg
 import torch
 import torch.nn.functional as F
+from layers import Stack, assert_one_graph, stored
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,25 +22,13 @@ from manifold_tying.poet import linear
 from manifold_tying.poet.linear import poet_linear, prefers_input_centric
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
-ATTENTION = (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.mT
-
-
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tall": (lambda: nn.Linear(5, 9), "weight"),
     "wide": (lambda: nn.Linear(9, 5, bias=False), "weight"),
     "embedding": (lambda: nn.Embedding(11, 4), "weight"),
     "conv": (lambda: nn.Conv2d(2, 4, 3), "weight"),
     "conv1d": (lambda: nn.Conv1d(2, 8, 3), "weight"),
-    "attention": ATTENTION,
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight"),
     "stack": (Stack, "weight"),
 }
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -62,12 +50,6 @@ def constraint(module: Any, name: str = "weight") -> Any:
     part = module.parametrizations[name][0]
     assert isinstance(part, Equivalence)
     return part
-
-
-def stored(module: Any, name: str = "weight") -> nn.Parameter:
-    vector = module.parametrizations[name].original
-    assert isinstance(vector, nn.Parameter)
-    return vector
 
 
 def turn(module: nn.Module, name: str = "weight", size: float = 0.02) -> None:
@@ -172,16 +154,11 @@ def test_the_linear_layer_and_its_gradients(
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
     y = poet_linear(x, part.ordered_base, vector, part.spec, part.perms, module.bias, input_centric=input_centric)
     C = torch.randn_like(y)
-    (y * C).sum().backward()
-    x2, v2 = x.detach().clone().requires_grad_(), vector.detach().clone().requires_grad_()
-    b2 = module.bias.detach().clone().requires_grad_() if bias else None
-    y2 = F.linear(x2, dense_weight(module, v2), b2)
-    (y2 * C).sum().backward()
-    torch.testing.assert_close(y, y2, rtol=0, atol=1e-12)
-    torch.testing.assert_close(x.grad, x2.grad, rtol=0, atol=1e-12)
-    torch.testing.assert_close(vector.grad, v2.grad, rtol=0, atol=1e-12)
-    if b2 is not None:
-        torch.testing.assert_close(module.bias.grad, b2.grad, rtol=0, atol=1e-12)
+    leaves = [x, vector, module.bias] if bias else [x, vector]
+    dense = F.linear(x, dense_weight(module, vector), module.bias)
+    torch.testing.assert_close(y, dense, rtol=0, atol=1e-12)
+    for found, wanted in zip(torch.autograd.grad(y, leaves, C), torch.autograd.grad(dense, leaves, C), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 # ---- sizes
@@ -231,27 +208,26 @@ def singular_values(weight: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize(("terms", "bound"), [(None, 1e-12), (2, 1e-6), (3, 1e-3)])
 def test_singular_values_stay_through_training_and_merges(terms: int | None, bound: float) -> None:
-    teacher = nn.Linear(12, 9, dtype=torch.float64)
+    x, target = torch.randn(32, 12, dtype=torch.float64), torch.randn(32, 9, dtype=torch.float64)
 
-    def train(module: Any, merging: bool) -> float:
+    def train(module: Any) -> float:
         before = singular_values(module.weight)
         optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
         losses = []
-        x = torch.randn(32, 12, dtype=torch.float64)
         for i in range(30):
-            loss = (module(x) - teacher(x)).square().mean()
             optimizer.zero_grad()
+            loss = (module(x) - target).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if merging and i % 10 == 9:
-                assert merge(module) == 1
+            if i % 10 == 9:
+                merge(module)
         assert losses[-1] < losses[0]
         return float(np.abs(singular_values(module.weight) - before).max())
 
     layer = nn.Linear(12, 9, dtype=torch.float64)
-    assert train(equivalence(copy.deepcopy(layer), block_size=4, terms=terms), True) < bound
-    assert train(layer, False) > 5e-3  # plain gradient steps change them
+    assert train(equivalence(copy.deepcopy(layer), block_size=4, terms=terms)) < bound
+    assert train(layer) > 5e-3  # plain gradient steps change them
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
@@ -323,7 +299,8 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
         torch.randn(merges)  # the global generator has no say
         module = equivalence(nn.Linear(30, 20), block_size=4, seed=seed)
         for _ in range(merges):
-            merge(module)
+            with torch.device("meta"):  # they are drawn on the CPU
+                merge(module)
         return str([constraint(module).out_order.tolist(), constraint(module).in_order.tolist()])
 
     assert orders(1, 2) == orders(1, 2)
@@ -336,15 +313,11 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
 def test_merge_warns_of_large_skew_matrices(terms: int | None, entry: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     equivalence_(model, block_size=3, terms=terms, verbose=False)
-    small, large = 0.02 if terms == 3 else 0.5 * 1e-3 ** (1 / 6), 0.9
-    turn(model[0], size=0)
     with torch.no_grad():
-        stored(model[1])[entry] = small
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        merge(model)
+        stored(model[1])[entry] = 0.02 if terms == 3 else 0.5 * 1e-3 ** (1 / 6)
+    merge(model)  # a warning is an error here
     with torch.no_grad():
-        stored(model[1])[entry] = large
+        stored(model[1])[entry] = 0.9
     if terms is None:
         assert merge(model) == 2
     else:
@@ -352,21 +325,22 @@ def test_merge_warns_of_large_skew_matrices(terms: int | None, entry: int) -> No
             merge(model)
 
 
-def test_the_warning_names_the_layer_that_is_lost() -> None:
-    model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=8) for _ in range(3)))
+def three(terms: int | None, entry: float) -> nn.Sequential:
+    """Three layers, of which the second holds the entry."""
+    model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=terms) for _ in range(3)))
     with torch.no_grad():
-        stored(model[1])[0] = 1e38  # its defect overflows a float
-        stored(model[2])[0] = 1e-4
+        stored(model[1])[0], stored(model[2])[0] = entry, 1e-4
+    return model
+
+
+def test_the_warning_names_the_layer_that_is_lost() -> None:
     with pytest.warns(UserWarning, match=r"^1\.weight: the skew"):
-        merge(model)
+        merge(three(8, 1e38))  # its defect overflows a float
 
 
 @pytest.mark.parametrize("terms", [2, None])
 def test_skew_vectors_that_are_not_finite_are_not_merged(terms: int | None) -> None:
-    model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4, terms=terms) for _ in range(3)))
-    with torch.no_grad():
-        stored(model[1])[0] = torch.nan
-        stored(model[2])[0] = 1e-4
+    model = three(terms, torch.nan)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"skew vectors of 1\.weight hold NaN or Inf; nothing was merged"):
         merge(model)
@@ -411,24 +385,9 @@ def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
             twin.load_state_dict(wrong)
         assert torch.equal(constraint(twin).base, W0)
     # other orders alone: W0 stays, and rotates in them
-    twin = equivalence(nn.Linear(8, 6), block_size=4)
-    W0 = constraint(twin).base
     assert twin.load_state_dict(without, strict=False).missing_keys == [key]
     assert torch.equal(constraint(twin).out_order, constraint(module).out_order) and torch.equal(twin.weight, W0)
     assert set(twin.load_state_dict({}, strict=False).missing_keys) == set(twin.state_dict())
-
-
-def test_a_parametrization_over_ours_is_respected() -> None:
-    module: Any = equivalence(nn.Linear(4, 4, bias=False))
-
-    class Twice(nn.Module):
-        def forward(self, W: Tensor) -> Tensor:
-            return 2 * W
-
-    x = torch.randn(3, 4)
-    once = module(x)
-    parametrize.register_parametrization(module, "weight", Twice())
-    torch.testing.assert_close(module(x), 2 * once)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -463,39 +422,29 @@ def test_autocast(tokens: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = module(x)
         W = module.weight
+        assert copy.deepcopy(module).double()(x.double()).dtype == torch.float64
     assert y.dtype == torch.bfloat16 and W.dtype == torch.float32
     torch.testing.assert_close(W, module.weight)
     torch.testing.assert_close(y.float(), module(x), rtol=2e-2, atol=2e-2)
-    y.float().square().sum().backward()
-    low, stored(module).grad = stored(module).grad, None
-    module(x).square().sum().backward()
-    high = stored(module).grad
-    assert low is not None and high is not None and low.dtype == torch.float32
+    low, high = (torch.autograd.grad(out.float().square().sum(), stored(module))[0] for out in (y, module(x)))
+    assert low.dtype == torch.float32
     assert (low - high).norm() < 3e-2 * high.norm()
 
 
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_a_large_bias_leaves_the_gradients_in_low_precision(tokens: int) -> None:
     """R does not rotate the bias, so its gradient must not hold the bias's rounding."""
-    torch.manual_seed(0)
     module = equivalence(nn.Linear(32, 32), block_size=8)
     turn(module)
     x, weights = torch.randn(tokens, 32), torch.randn(tokens, 32) + 0.3
-    found = []
-    for size, dtype in ((0.0, torch.float64), (1e3, torch.bfloat16)):
-        layer = copy.deepcopy(module)
+    found: list[Tensor] = []
+    for size, dtype in ((0.0, torch.float64), (1e3, torch.float32)):
+        layer = copy.deepcopy(module).to(dtype)
         nn.init.constant_(layer.bias, size)
-        if dtype == torch.float64:
-            layer, x, weights = layer.double(), x.double(), weights.double()
-        else:
-            x, weights = x.float(), weights.float()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            y = layer(x)
-        (y.to(weights.dtype) * weights).sum().backward()
-        found.append(stored(layer).grad)
-    expected, gradient = found
-    assert expected is not None and gradient is not None
-    assert (gradient - expected).norm() < 0.02 * expected.norm()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+            y = layer(x.to(dtype))
+        found += torch.autograd.grad((y.to(dtype) * weights.to(dtype)).sum(), stored(layer))
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()
 
 
 BACKEND: Any = torch.backends.mkldnn
@@ -513,13 +462,12 @@ def low_precision_products() -> Iterator[None]:
 @pytest.mark.usefixtures("low_precision_products")
 @pytest.mark.parametrize("terms", [2, 3, None])
 def test_W_and_the_maps_to_blocks_stay_in_full_precision(terms: int | None) -> None:
-    found: dict[tuple[str, bool], set[str]] = {}
+    found: set[tuple[bool, str]] = set()  # whether of tokens, and the precision
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if (name := func.overloadpacket.__name__.rstrip("_")) in ("mm", "bmm", "baddbmm", "linalg_lu_solve"):
-                of_tokens = any(isinstance(arg, Tensor) and 5 in arg.shape for arg in args)
-                found.setdefault((name, of_tokens), set()).add(PRODUCTS.fp32_precision)
+            if func.overloadpacket.__name__.rstrip("_") in ("mm", "bmm", "baddbmm", "linalg_lu_solve"):
+                found.add((any(isinstance(arg, Tensor) and 5 in arg.shape for arg in args), PRODUCTS.fp32_precision))
             return func(*args, **(kwargs or {}))
 
     layer = equivalence(nn.Linear(144, 144, bias=False), block_size=72, terms=terms)
@@ -531,20 +479,17 @@ def test_W_and_the_maps_to_blocks_stay_in_full_precision(terms: int | None) -> N
         with Record():
             W0, spec, perms = part.ordered_base, part.spec, part.perms
             poet_linear(x, W0, vector, spec, perms, input_centric=input_centric).sum().backward()
-        others = {precision for (_, of_tokens), used in found.items() if not of_tokens for precision in used}
-        assert others == {"ieee"}
-        assert found["mm", True] == {"bf16"}  # those with x are as nn.Linear's
+        assert found == {(False, "ieee"), (True, "bf16")}  # those with x are as nn.Linear's
     found.clear()
     with Record():
         layer.weight.sum().backward()
-    assert {precision for used in found.values() for precision in used} == {"ieee"}
+    assert found == {(False, "ieee")}
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     layer = equivalence(nn.Linear(8, 8), block_size=4)
     for x, got in (
         (torch.ones(2, 8, dtype=torch.int64), r"\(2, 8\) in torch.int64"),
-        (torch.ones(2, 8, dtype=torch.float64), r"\(2, 8\) in torch.float64"),
         (torch.ones(2, 7), r"\(2, 7\) in torch.float32"),
         (torch.tensor(1.0), r"\(\) in torch.float32"),
     ):
@@ -552,48 +497,27 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
             layer(x)
 
 
-def test_float64_stays_under_autocast() -> None:
-    layer = equivalence(nn.Linear(8, 8).double(), block_size=4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(torch.ones(2, 8, dtype=torch.float64)).dtype == torch.float64
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("scheme", "tokens"), [("block", 400), ("full", 3)])
 def test_forward_compiles_to_one_graph(scheme: str, tokens: int) -> None:
-    torch._dynamo.reset()
     module: Any = equivalence(nn.Linear(9, 7), **SCHEMES[scheme])
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = torch.randn(tokens, 9)
-    for _ in range(2):
-        turn(module)
-        gradients = []
-        for layer in (module, compiled):
-            module.zero_grad()
-            y = layer(x)
-            y.square().sum().backward()
-            assert stored(module).grad is not None
-            gradients += [y.detach(), stored(module).grad]
-        torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradients[3], gradients[1], rtol=1e-5, atol=1e-4)
-        merge(module)  # and the compiled layer sees the new base and orders
+    turn(module)
+    assert_one_graph(module, torch.randn(tokens, 9), merge, turn)
 
 
 def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
     def kept(module: nn.Module, tokens: int, low: bool = False) -> int:
         """Numbers saved for the backward beyond parameters and buffers."""
         sizes = {}
-        own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
 
         def pack(t: Tensor) -> Tensor:
-            if t.untyped_storage().data_ptr() not in own:
-                sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.element_size()
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // t.element_size()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=low):
-            y = module(torch.randn(tokens, 64, requires_grad=True))
-        assert y.requires_grad
-        return sum(sizes.values())
+            module(torch.randn(tokens, 64, requires_grad=True))
+        own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+        return sum(size for place, size in sizes.items() if place not in own)
 
     cases: Any = itertools.product(((8, 4), (2048, 32)), ("block", "full"), (False, True))
     for (tokens, b), scheme, low in cases:
@@ -614,9 +538,8 @@ def test_nothing_of_the_weights_size_is_kept_for_the_backward() -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8)
+        self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
         self.blocks = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(8, 8), "up": nn.Linear(8, 16)}) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
         self.lm_head = nn.Linear(8, 11)
 
 
@@ -628,9 +551,8 @@ def test_a_model_keeps_its_heads_and_its_layers_differ(capsys: pytest.CaptureFix
     assert equivalence_(model, seed=1, block_size=4) == (BODY, ["lm_head"])
     shown = capsys.readouterr().out
     assert "4 linear layers: blocks.0.query, " in shown and "left unchanged: lm_head" in shown
-    first, second = model.blocks[0], model.blocks[1]
-    assert isinstance(first, nn.ModuleDict) and isinstance(second, nn.ModuleDict)
-    assert constraint(first["query"]).in_order.tolist() != constraint(second["query"]).in_order.tolist()
+    orders = [constraint(model.get_submodule(name)).in_order.tolist() for name in BODY[::2]]
+    assert orders[0] != orders[1]
     again = Model()
     equivalence_(again, seed=1, block_size=4, verbose=False)
     assert capsys.readouterr().out == ""
@@ -685,16 +607,6 @@ def test_a_state_of_other_options_is_refused(saved: dict[str, Any], other: dict[
         twin.load_state_dict(module.state_dict())
 
 
-def test_on_the_meta_device_and_up_from_it() -> None:
-    module = equivalence(nn.Linear(8, 6), block_size=4, seed=3)
-    turn(module)
-    with torch.device("meta"):
-        empty = equivalence(nn.Linear(8, 6), block_size=4)
-        merge(equivalence(nn.Linear(8, 6, device="cpu"), block_size=4))  # draws on the CPU
-    empty.to_empty(device="cpu").load_state_dict(module.state_dict())
-    assert torch.equal(empty(torch.ones(1, 8)), module(torch.ones(1, 8)))
-
-
 # ---- errors
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -713,9 +625,8 @@ WRONG: dict[str, dict[str, Any]] = {
 
 def test_wrong_options_are_refused_and_leave_the_layer() -> None:
     module = nn.Linear(6, 6)
-    before = copy.deepcopy(module.state_dict())
+    before = module.weight.detach().clone()
     for message, options in WRONG.items():
         with pytest.raises(ValueError, match=message):
             equivalence(module, **options)
-        assert type(module) is nn.Linear, message
-        assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+        assert type(module) is nn.Linear and torch.equal(module.weight, before), message

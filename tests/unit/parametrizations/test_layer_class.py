@@ -40,9 +40,8 @@ def graphs(constrain: Callable[[nn.Module], object]) -> int:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_blocks_of_one_shape_share_a_graph() -> None:
     assert graphs(lambda block: mt.equivalence_(block, block_size=4, verbose=False)) == 1
-    assert (
-        graphs(lambda block: [mt.orthogonal(layer) for layer in block.children()]) == 3
-    )  # what torch's classes lead to
+    # what torch's classes lead to
+    assert graphs(lambda block: [mt.orthogonal(layer) for layer in block.children()]) == 3
 
 
 def pair() -> tuple[Any, Any]:
@@ -77,10 +76,11 @@ def test_removing_one_leaves_the_others(way: str) -> None:
 
 def test_a_second_parametrization_of_one_is_not_the_others() -> None:
     layer, other = pair()
-    x, bias = torch.randn(3, 6), layer.bias.detach().clone()
-    parametrize.register_parametrization(layer, "bias", Twice())
+    x, bias, weight = torch.randn(3, 6), layer.bias.detach().clone(), layer.weight.detach().clone()
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, Twice())
     assert torch.equal(layer.bias, 2 * bias) and isinstance(other.bias, nn.Parameter)
-    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, 2 * bias))
+    torch.testing.assert_close(layer(x), F.linear(x, 2 * weight, 2 * bias))
     for name in ("weight", "bias"):
         parametrize.remove_parametrizations(layer, name)
     assert type(layer) is nn.Linear and other(x).shape == (3, 6)

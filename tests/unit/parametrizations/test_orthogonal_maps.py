@@ -5,20 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from layers import stored
+from torch import nn
 
 import manifold_tying as mt
 from manifold_tying import linalg
-
-MAPS = ["polar", "qr", "cayley", "cayley-neumann"]
-
-
-def stored(module: Any) -> nn.Parameter:
-    return module.parametrizations.weight.original
-
-
-def base_point(module: Any) -> Tensor:
-    return module.parametrizations.weight[0].base
 
 
 @pytest.mark.parametrize("shape", [(9, 8), (8, 12), (63, 63), (64, 64), (192, 160)])
@@ -34,10 +25,11 @@ def test_the_cayley_map_is_orthonormal_however_far_its_tensor_has_moved(shape: t
         assert linalg.defect(weight) < (2e-7 if shape[0] < 100 else 5e-7)
 
 
-@pytest.mark.parametrize(("map", "shape"), [*((map, (24, 40)) for map in MAPS), ("cayley-neumann", (64, 64))])
-def test_ordinary_training_leaves_every_map_orthonormal(map: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(24, 40), (64, 64)])
+def test_ordinary_training_leaves_the_series_orthonormal(shape: tuple[int, int]) -> None:
+    """The other maps are under check_parametrization; this one leaves where the bare series is orthonormal."""
     torch.manual_seed(0)
-    module = mt.orthogonal(nn.Linear(shape[1], shape[0]), map=map)  # type: ignore[arg-type]
+    module: Any = mt.orthogonal(nn.Linear(shape[1], shape[0]), map="cayley-neumann")
     x, target = torch.randn(128, shape[1]), torch.randn(128, shape[0])
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     for _ in range(60):
@@ -46,8 +38,8 @@ def test_ordinary_training_leaves_every_map_orthonormal(map: str, shape: tuple[i
         optimizer.step()
     weight = module.weight.detach()
     assert linalg.defect(weight if shape[0] >= shape[1] else weight.T) < 1e-6
-    if map == "cayley-neumann":  # the stored tensor has gone where the bare series is no longer orthonormal
-        assert linalg.defect(linalg.cayley_at(base_point(module), stored(module).detach(), 2)) > 0.1
+    base = module.parametrizations.weight[0].base
+    assert linalg.defect(linalg.cayley_at(base, stored(module).detach(), 2)) > 0.1  # negative control
 
 
 @pytest.mark.parametrize("b", [4, 31])

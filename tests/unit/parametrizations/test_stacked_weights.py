@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,19 +15,29 @@ import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, param_groups
 
 H = 6
+
+
+def sequence(width: int) -> Tensor:
+    return torch.randn(7, 2, width, generator=torch.Generator().manual_seed(3))
+
+
+def sequence_loss(module: Any) -> Tensor:
+    return (module(sequence(module.input_size))[0] - 0.3).pow(2).sum()
+
+
+def attention_loss(module: Any) -> Tensor:
+    x = sequence(H)
+    return (module(x, x, x)[0] - 0.3).pow(2).sum()
+
+
 # name: the layer, its stacked weight, the number of blocks, and a loss of it on some input
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int, Callable[[Any], Tensor]]] = {
-    "RNN": (lambda: nn.RNN(5, H), "weight_hh_l0", 1, lambda m: sequence_loss(m)),
-    "LSTM": (lambda: nn.LSTM(5, H), "weight_hh_l0", 4, lambda m: sequence_loss(m)),
-    "LSTM second layer": (
-        lambda: nn.LSTM(5, H, 2, bidirectional=True),
-        "weight_hh_l1_reverse",
-        4,
-        lambda m: sequence_loss(m),
-    ),
-    "LSTM, wide blocks": (lambda: nn.LSTM(9, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
-    "LSTM, tall blocks": (lambda: nn.LSTM(5, H), "weight_ih_l0", 4, lambda m: sequence_loss(m)),
-    "GRU": (lambda: nn.GRU(5, H), "weight_hh_l0", 3, lambda m: sequence_loss(m)),
+    "RNN": (lambda: nn.RNN(5, H), "weight_hh_l0", 1, sequence_loss),
+    "LSTM": (lambda: nn.LSTM(5, H), "weight_hh_l0", 4, sequence_loss),
+    "LSTM second layer": (lambda: nn.LSTM(5, H, 2, bidirectional=True), "weight_hh_l1_reverse", 4, sequence_loss),
+    "LSTM, wide blocks": (lambda: nn.LSTM(9, H), "weight_ih_l0", 4, sequence_loss),
+    "LSTM, tall blocks": (lambda: nn.LSTM(5, H), "weight_ih_l0", 4, sequence_loss),
+    "GRU": (lambda: nn.GRU(5, H), "weight_hh_l0", 3, sequence_loss),
     "LSTMCell": (
         lambda: nn.LSTMCell(5, H),
         "weight_hh",
@@ -36,13 +45,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int, Callable[[Any], Tenso
         lambda m: m(torch.ones(2, 5), (torch.ones(2, H),) * 2)[0].pow(3).sum(),
     ),
     "GRUCell": (lambda: nn.GRUCell(5, H), "weight_hh", 3, lambda m: m(torch.ones(2, 5), torch.ones(2, H)).pow(3).sum()),
-    "attention": (lambda: nn.MultiheadAttention(H, 2), "in_proj_weight", 3, lambda m: attention_loss(m)),
-    "conv": (
-        lambda: nn.Conv1d(2, 8, 3),
-        "weight",
-        2,
-        lambda m: m(torch.linspace(-1, 1, 40).view(2, 2, 10)).pow(3).sum(),
-    ),
+    "attention": (lambda: nn.MultiheadAttention(H, 2), "in_proj_weight", 3, attention_loss),
+    "conv": (lambda: nn.Conv1d(2, 8, 3), "weight", 2, lambda m: m(sequence(10)).pow(3).sum()),
 }
 CONSTRAINTS: dict[str, Callable[..., Any]] = {
     "stiefel": mt.stiefel,
@@ -58,19 +62,6 @@ every_pair = pytest.mark.parametrize(
 every_recurrent_layer = pytest.mark.parametrize(
     ("layer", "constraint"), [pair for pair in EACH_LAYER if pair[0] in ("RNN", "LSTM", "LSTM second layer", "GRU")]
 )
-
-
-def sequence(width: int) -> Tensor:
-    return torch.randn(7, 2, width, generator=torch.Generator().manual_seed(3))
-
-
-def sequence_loss(module: Any) -> Tensor:
-    return (module(sequence(module.input_size))[0] - 0.3).pow(2).sum()
-
-
-def attention_loss(module: Any) -> Tensor:
-    x = sequence(H)
-    return (module(x, x, x)[0] - 0.3).pow(2).sum()
 
 
 def worst_defect(weight: Tensor, blocks: int) -> float:
@@ -96,11 +87,7 @@ def test_each_block_stays_orthonormal_in_training(layer: str, constraint: str) -
         U, _, Vh = torch.linalg.svd(plain.flatten(1), full_matrices=False)
         torch.testing.assert_close(ours.flatten(1), U @ Vh, rtol=0, atol=1e-5)  # the nearest one
 
-    optimizer: torch.optim.Optimizer
-    if constraint == "stiefel":
-        optimizer = RiemannianAdam(param_groups(module), lr=0.02)
-    else:
-        optimizer = torch.optim.Adam(module.parameters(), lr=0.02)
+    optimizer = RiemannianAdam(param_groups(module), lr=0.02)
     start, first = weight.detach().clone(), float(loss(module).detach())
     for _ in range(8):
         optimizer.zero_grad()
@@ -119,7 +106,6 @@ def test_state_and_materialized_weights_give_the_same_outputs(layer: str, constr
     module, twin = (CONSTRAINTS[constraint](make(), name, blocks=blocks) for _ in range(2))
     assert float(loss(twin).detach()) != float(loss(module).detach())
     twin.load_state_dict(module.state_dict())
-    assert torch.equal(getattr(twin, name), getattr(module, name))
     expected = loss(module)
     torch.testing.assert_close(loss(twin), expected, rtol=1e-6, atol=0)
     expected.backward()
@@ -136,39 +122,27 @@ def test_state_and_materialized_weights_give_the_same_outputs(layer: str, constr
     for n, p in module.named_parameters():
         if n in gradients:  # those of the other parameters
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-4, atol=1e-5)
-    assert isinstance(copy.deepcopy(module), nn.Module)
 
 
 @every_recurrent_layer
-def test_a_used_layer_can_be_copied_and_averaged(layer: str, constraint: str) -> None:
+def test_a_used_layer_can_be_copied_averaged_and_assigned_to(layer: str, constraint: str) -> None:
     make, name, blocks, loss = LAYERS[layer]
     model = nn.ModuleList([CONSTRAINTS[constraint](make(), name, blocks=blocks)])
     expected = loss(model[0])
     twin: Any = copy.deepcopy(model)
     assert torch.equal(loss(twin[0]), expected)
-    setattr(twin[0], name, torch.randn_like(getattr(twin[0], name)))
+    setattr(twin[0], name, torch.randn_like(getattr(twin[0], name)))  # between two forwards
     assert loss(twin[0]) != expected and torch.equal(loss(model[0]), expected)
     average: Any = AveragedModel(model)
     torch.testing.assert_close(loss(average.module[0]), expected)
+    plain: Any = make()
+    plain.load_state_dict(mt.materialize(copy.deepcopy(twin[0])).state_dict())
+    torch.testing.assert_close(loss(twin[0]), loss(plain), rtol=1e-6, atol=0)
     mt.materialize(twin)
-    assert torch.equal(loss(copy.deepcopy(twin)[0]), loss(twin[0]))
+    torch.testing.assert_close(loss(copy.deepcopy(twin)[0]), loss(plain), rtol=1e-6, atol=0)
 
 
-@every_recurrent_layer
-def test_a_weight_assigned_between_two_forwards_is_projected(layer: str, constraint: str) -> None:
-    make, name, blocks, loss = LAYERS[layer]
-    torch.manual_seed(0)
-    module: Any = CONSTRAINTS[constraint](make(), name, blocks=blocks)
-    loss(module)
-    setattr(module, name, torch.randn_like(getattr(module, name)))
-    twin: Any = make()
-    twin.load_state_dict(mt.materialize(copy.deepcopy(module)).state_dict())
-    torch.testing.assert_close(loss(module), loss(twin), rtol=1e-6, atol=0)
-    mt.materialize(module)
-    torch.testing.assert_close(loss(module), loss(twin), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("layer", ["LSTM second layer", "GRU", "LSTMCell", "GRUCell", "LSTM, tall blocks"])
+@pytest.mark.parametrize("layer", ["LSTM second layer", "GRU", "LSTMCell", "GRUCell", "LSTM, tall blocks", "attention"])
 def test_gates_constrained_as_one_matrix_warn(layer: str) -> None:
     make, name, blocks, _ = LAYERS[layer]
     module = make()
@@ -178,15 +152,10 @@ def test_gates_constrained_as_one_matrix_warn(layer: str) -> None:
 
 
 def test_what_is_one_matrix_does_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for layer, name in (
-            (nn.RNN(5, H), "weight_hh_l0"),
-            (nn.LSTM(5, H, proj_size=3), "weight_hr_l0"),
-        ):
-            mt.stiefel(layer, name)
-        module: Any = mt.orthogonal(nn.LSTM(5, H), "weight_hh_l0", blocks=1)
-        assert worst_defect(module.weight_hh_l0, 1) < 1e-6
+    mt.stiefel(nn.RNN(5, H), "weight_hh_l0")  # a warning is an error here
+    mt.stiefel(nn.LSTM(5, H, proj_size=3), "weight_hr_l0")
+    module: Any = mt.orthogonal(nn.LSTM(5, H), "weight_hh_l0", blocks=1)
+    assert worst_defect(module.weight_hh_l0, 1) < 1e-6
 
 
 def test_impossible_blocks_are_refused() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiments import ARMS, Page, with_losses, write_experiment, write_lines
+from hostile import tree
 from PIL import Image
 from rich.console import Console
 
@@ -46,11 +47,12 @@ def number(text: str) -> float:
     return float(mantissa) * 10.0 ** int(power.translate(powers) or 0)
 
 
-def rounding(text: str) -> float:
-    """Half of the last digit, and a little for floating point."""
-    mantissa, _, power = text.partition("×10")
-    unit = number(f"1×10{power}") if power else 1.0
-    return 0.51 * unit * 10.0 ** -len(mantissa.partition(".")[2])
+def assert_shown(cell: list[str], values: np.ndarray) -> None:
+    """Mean and standard deviation, up to half of the last digit and a little for floating point."""
+    for text, expected in zip(cell, (values.mean(), values.std(ddof=1)), strict=True):
+        mantissa, _, power = text.partition("×10")
+        unit = number(f"1×10{power}") if power else 1.0
+        assert number(text) == pytest.approx(expected, abs=0.51 * unit * 10.0 ** -len(mantissa.partition(".")[2]))
 
 
 def of(rows: list[dict], arm: str, key: str) -> np.ndarray:
@@ -64,8 +66,11 @@ def printed(rows: list[dict], width: int = 120) -> str:
     return console.file.getvalue()
 
 
+Reported = tuple[Page, list[dict], Path]
+
+
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, list[dict], Path]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
     out = tmp_path_factory.mktemp("experiment")
     rows = write_experiment(out)
     return reported_page(out), rows, out
@@ -79,33 +84,16 @@ def test_differences_are_paired_by_seed_and_not_by_position() -> None:
 
 
 def test_numbers_as_text() -> None:
-    texts = {
-        1.2345: "1.23",
-        -45.678: "−45.7",
-        2.149e-7: "2.15×10⁻⁷",
-        0.0: "0.00",
-        9.999: "10.0",
-        12345.6: "12,346",
-        math.inf: "∞",
-    }
+    texts = {-45.678: "−45.7", 2.149e-7: "2.15×10⁻⁷", 0.0: "0.00", 9.999: "10.0", 12345.6: "12,346", math.inf: "∞"}
     assert {value: significant(value) for value in texts} == texts
-
-
-def test_digits_fit_the_spread() -> None:
+    # digits that fit the spread
     spreads = {None: 4, 0.0: 4, math.nan: 4, 1e-9: 4, 0.07: 2, 0.14: 2, 0.014: 3, 0.0096: 3, 0.3: 2, 12.0: 2}
     assert {spread: decimals_of(spread) for spread in spreads} == spreads
-    for losses, expected in {
-        (4.0, 4.2): "60",
-        (4.0,): "54.6",
-        (9.0, 9.2): "9,000",
-        (math.inf, 1.0): "∞",
-        (math.nan,): "nan",
-    }.items():
+    perplexities = {(4.0, 4.2): "60", (4.0,): "54.6", (9.0, 9.2): "9,000", (math.inf, 1.0): "∞", (math.nan,): "nan"}
+    for losses, expected in perplexities.items():
         summary = summarize(losses)
         assert summary is not None and perplexity(summary) == expected
-
-
-def test_a_spread_is_rounded_at_the_place_of_its_mean() -> None:
+    # a spread is rounded at the place of its mean
     assert significant(3e-9, 2, like=2e-7) == "0.0×10⁻⁷"
     assert significant(0.3, 3, like=44.4) == "0.3"
     assert significant(1.289e6, 3, like=9.12e5) == "1.29×10⁶"
@@ -114,7 +102,7 @@ def test_a_spread_is_rounded_at_the_place_of_its_mean() -> None:
 # the page
 
 
-def test_results_in_the_page_are_those_of_numpy(reported: tuple[Page, list[dict], Path]) -> None:
+def test_results_in_the_page_are_those_of_numpy(reported: Reported) -> None:
     page, rows, _ = reported
     table = page.tables[0]
     heading = ["".join(cell) for cell in table[0]]
@@ -131,66 +119,48 @@ def test_results_in_the_page_are_those_of_numpy(reported: tuple[Page, list[dict]
             if not arm.startswith("pit") and name in ("defect", "cond(T)"):
                 assert cells[name] == ["—"]
                 continue
-            values = of(rows, arm, key) / unit
-            assert number(cells[name][0]) == pytest.approx(values.mean(), abs=rounding(cells[name][0]))
-            assert number(cells[name][1]) == pytest.approx(values.std(ddof=1), abs=rounding(cells[name][1]))
+            assert_shown(cells[name], of(rows, arm, key) / unit)
         losses = of(rows, arm, "val_loss")
         assert number(cells["perplexity"][0]) == pytest.approx(np.exp(losses.mean()), rel=losses.std(ddof=1))
         assert number(cells["trainable million"][0]) == (5.4 if arm == "untied" else 3.3)
-        difference = losses - of(rows, "transpose", "val_loss")
         delta = cells["Δ\N{NO-BREAK SPACE}to transpose nats"]
         if arm == "transpose":
             assert delta == ["reference"]
         else:
-            assert number(delta[0]) == pytest.approx(difference.mean(), abs=rounding(delta[0]))
-            assert number(delta[1]) == pytest.approx(difference.std(ddof=1), abs=rounding(delta[1]))
+            assert_shown(delta, losses - of(rows, "transpose", "val_loss"))
 
 
-def test_tables_come_as_csv_and_latex(reported: tuple[Page, list[dict], Path]) -> None:
+def test_tables_come_as_csv_and_latex(reported: Reported) -> None:
     page, rows, _ = reported
     table = pd.read_csv(io.StringIO(page.download("results.csv")), index_col="arm")
     assert list(table.index) == list(ARMS)
-    for key, column in (
-        ("val_loss", "val loss (nats)"),
-        ("tokens_per_second", "speed (tokens/s)"),
-        ("defect", "defect"),
-    ):
-        for arm in ARMS[2:]:
-            values = of(rows, arm, key)
-            np.testing.assert_allclose(
-                table.loc[arm, [column, f"{column}, sd"]].astype(float), [values.mean(), values.std(ddof=1)]
-            )
+    values = of(rows, "pit-frozen", "tokens_per_second")
+    found = table.loc["pit-frozen", ["speed (tokens/s)", "speed (tokens/s), sd"]]
+    np.testing.assert_allclose(found.astype(float), [values.mean(), values.std(ddof=1)])
     assert math.isnan(table.loc["untied", "defect"])
     lines = page.download("results.tex").splitlines()
-    assert lines[0].startswith(r"\begin{tabular}") and len([line for line in lines if line.endswith(r"\\")]) == 1 + len(
-        ARMS
-    )
+    assert lines[0].startswith(r"\begin{tabular}") and sum(line.endswith(r"\\") for line in lines) == 1 + len(ARMS)
     assert r"$\pm$" in lines[4] and r"$\times10^{-7}$" in page.download("results.tex") and lines[4].count("&") == 11
 
 
-def test_the_page_opens_with_the_findings_and_ends_with_how_they_came_about(
-    reported: tuple[Page, list[dict], Path],
-) -> None:
+def test_the_page_opens_with_the_findings_and_ends_with_how_they_came_about(reported: Reported) -> None:
     page, rows, _ = reported
     text = "".join(page.text).replace("\N{NO-BREAK SPACE}", " ")
-    for sentence in findings(rows):
-        assert sentence in text
+    how = ("Results", "manifold-tying ablate --preset nano --out runs/x", "abacus", "batch size", "‖Z⊤Z − I‖F")
+    assert all(wanted in text for wanted in (*findings(rows), *how))
     assert text.index(findings(rows)[0]) < text.index("Results")
-
-    for wanted in ("manifold-tying ablate --preset nano --out runs/x", "abacus", "batch size", "‖Z⊤Z − I‖F"):
-        assert wanted in text
     by_arm = {"".join(row[0]): ["".join(cell) for cell in row[1:]] for row in page.tables[-1][1:]}
     assert by_arm["memory lr"] == ["—", "—", "—", "0.00123457"]
 
 
-def test_a_figure_shows_the_arms_that_have_its_quantity(reported: tuple[Page, list[dict], Path]) -> None:
+def test_a_figure_shows_the_arms_that_have_its_quantity(reported: Reported) -> None:
     page, _, _ = reported
     assert len(page.figures) == len(FIGURES) == 6
     for spec, figure, data in zip(FIGURES, page.figures, page.data(), strict=True):
         expected = set(ARMS[2:] if spec.y in ("defect", "cond_transform") else ARMS)
-        assert {trace["name"] for trace in data["data"]} == expected
+        described = {arm for arm in ARMS if arm in figure["aria-label"]}
+        assert described == {trace["name"] for trace in data["data"]} == expected and figure["role"] == "img"
         assert {ARMS[trace["meta"]["arm"]] for trace in data["data"]} == expected
-        assert figure["role"] == "img" and {arm for arm in ARMS if arm in figure["aria-label"]} == expected
         assert data["log"] == spec.log
     pictures = [attributes for tag, attributes in page.tags if tag == "img"]
     assert [one["alt"] for one in pictures] == [one["aria-label"] for one in page.figures]
@@ -202,7 +172,7 @@ def test_a_figure_shows_the_arms_that_have_its_quantity(reported: tuple[Page, li
     assert "each point is the mean over the last 2 steps" in captions
 
 
-def test_the_page_holds_the_numbers_that_its_figures_show(reported: tuple[Page, list[dict], Path]) -> None:
+def test_the_page_holds_the_numbers_that_its_figures_show(reported: Reported) -> None:
     page, _, out = reported
     bands, lines = page.data()[0]["data"][::2], page.data()[0]["data"][1::2]
     for arm, band, line in zip(ARMS, bands, lines, strict=True):
@@ -222,7 +192,7 @@ def test_the_page_holds_the_numbers_that_its_figures_show(reported: tuple[Page, 
     assert list(listed["tokens"][:8]) == lines[0]["x"]
 
 
-def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: tuple[Page, list[dict], Path]) -> None:
+def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: Reported) -> None:
     page, _, out = reported
     assert {"link", "iframe", "object", "form", "base"}.isdisjoint(tag for tag, _ in page.tags)
     assert [attributes for attributes, _ in page.scripts if "type" not in attributes] == [{}]
@@ -237,9 +207,8 @@ def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: tuple[
     ]
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on") or name == "srcset"]
-        assert attributes.get("src", "data:").startswith("data:") and attributes.get("href", "#").startswith(
-            ("#", "data:")
-        )
+        assert attributes.get("src", "data:").startswith("data:")
+        assert attributes.get("href", "#").startswith(("#", "data:"))
     markup = (out / "report.html").read_text(encoding="utf-8")
     shown = re.sub(r"data:image/png;base64,[^\"]*|(?<=id=\"plotly\">)[^<]*", "", markup)
     assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", shown)
@@ -250,23 +219,15 @@ def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: tuple[
 def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
     arm, command, value = '<script>x" & $x^2$', 'run "$title" </code><script>y', "</style><img src=x onerror=z>"
     write_experiment(tmp_path, arms=(arm,), seeds=(0,))
-    described = {
-        "command": command,
-        "settings": {"preset": value, value: [value]},
-        "machine": {value: value},
-        "arms": {arm: {value: value}, value: {}},
-    }
+    described = {"command": command, "settings": {"preset": value, value: [value]}, "machine": {value: value}}
+    described |= {"arms": {arm: {value: value}, value: {}}}
     (tmp_path / "experiment.json").write_text(json.dumps(described))
     page = reported_page(tmp_path)
     assert [tag for tag, _ in page.tags].count("script") == len(page.figures) + 3 == 7  # themes, plotly and ours
-    assert all(arm in figure["aria-label"] for figure in page.figures) and not any(
-        "onerror" in of for _, of in page.tags
-    )
+    assert not any("onerror" in of for _, of in page.tags)
     text = "".join(page.text)
-    assert command in text
     # title, heading; preset; a setting, its value; the same of machine and arm; the waiting arm's column and name
-    assert text.count(value) == 11, text.count(value)
-    assert text.count(arm) >= 4
+    assert command in text and text.count(value) == 11 and text.count(arm) >= 4
 
 
 def test_names_in_figures_and_their_numbers_are_escaped(tmp_path: Path) -> None:
@@ -277,10 +238,8 @@ def test_names_in_figures_and_their_numbers_are_escaped(tmp_path: Path) -> None:
     page = Page(write_report(load_experiments([tmp_path / folder for folder in arms]), tmp_path))
     assert [tag for tag, _ in page.tags].count("script") == len(page.figures) + 3 == 7
     for data in page.data():  # plotly's names are markup, in which &lt; is <
-        assert {html.unescape(one["name"]) for one in data["data"]} == {
-            f"{folder}/{arm}" for folder, arm in arms.items()
-        }
-        assert not any("<" in one["name"] for one in data["data"])
+        names = {one["name"] for one in data["data"]}
+        assert set(map(html.unescape, names)) == set(map("/".join, arms.items())) and "<" not in "".join(names)
     assert "<!--<" not in (tmp_path / "report.html").read_text()
 
 
@@ -319,23 +278,18 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_drawing")
 def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
-    page = tmp_path / "report.html"
-    page.write_bytes(MARKS[0] + b"old")
-    drafts: list[str] = []
+    (tmp_path / "report.html").write_bytes(MARKS[0] + b"old")
+    before = tree(tmp_path)
 
     def interrupted(source: Path, target: Path) -> None:
-        drafts.append(source.read_text(encoding="utf-8"))
+        assert source.read_text(encoding="utf-8").endswith("</html>\n"), "whole before it is renamed"
         assert source.parent == target.parent, "a rename is atomic within a file system only"
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         write_report(load_experiment(tmp_path), tmp_path)
-    assert page.read_bytes() == MARKS[0] + b"old"
-    assert drafts[0].endswith("</html>\n"), "whole before it is renamed"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "experiment.json", "report.html", "summary.json", "transpose-0"
-    ]  # fmt: skip
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("mark", [b"", *MARKS])
@@ -344,13 +298,13 @@ def test_no_file_that_is_not_ours_is_replaced_or_removed(tmp_path: Path, mark: b
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
     for name in ("report.html", "defect.png", "val-loss-tokens.png"):
         (tmp_path / name).write_bytes(b"the user's" + mark)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = tree(tmp_path)
     if mark:
-        del before[write_report(load_experiment(tmp_path), tmp_path)]
+        del before[write_report(load_experiment(tmp_path), tmp_path).name]
     else:
         with pytest.raises(ValueError, match=r"report\.html is not a report of manifold-tying; move it"):
             write_report(load_experiment(tmp_path), tmp_path)
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    after = tree(tmp_path)
     assert before.items() <= after.items() and len(after) - len(before) == bool(mark)
 
 
@@ -400,7 +354,6 @@ def test_findings_doubt_what_is_within_the_spread() -> None:
 
 def test_arms_are_ranked_over_the_seeds_that_all_have() -> None:
     rows = with_losses({"untied": [4.0, 4.4], "transpose": [4.1, 4.5]})
-    assert findings(rows)[0].startswith("untied ends") or findings(rows)[0].startswith("untied has")
     lucky = [row for row in rows if (row["arm"], row["seed"]) != ("transpose", 1)]  # its mean is now the lower one
     assert findings(lucky)[0].startswith(
         "untied has the lowest mean validation loss, 4.0000 nats per token (perplexity 54.6) over one seed"
@@ -413,9 +366,8 @@ def test_arms_are_ranked_over_the_seeds_that_all_have() -> None:
 
 
 def test_the_terminal_table_says_the_same_in_120_columns() -> None:
-    rows = with_losses(
-        {"transpose": [4.2, 4.4], "pit-trainable-with-a-long-name [bold]x": [4.1, 4.15], "untied": [4.5]}
-    )
+    long = "pit-trainable-with-a-long-name [bold]x"
+    rows = with_losses({"transpose": [4.2, 4.4], long: [4.1, 4.15], "untied": [4.5]})
     for row in rows:
         row.update(defect=1.234e-7, delta_ti=2.5e-5, cond_transform=12.5, tokens_per_second=1.2e6,
                    trainable_parameters=1.34e9, peak_memory_bytes=139e9, train_loss=10.25)  # fmt: skip
@@ -428,6 +380,8 @@ def test_the_terminal_table_says_the_same_in_120_columns() -> None:
                    "1,340.00", "[bold]x", "different seeds (transpose: 0, 1;"):  # fmt: skip
         assert wanted in text, wanted
     assert "…" not in text, "nothing is cut off"
+    with pytest.raises(ValueError, match="arm 'transpose' with seed 0 appears twice"):
+        summary_table(rows + rows)
 
 
 # curves
@@ -474,21 +428,20 @@ def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
 
 
 def test_curves_of_weights_are_those_of_numpy() -> None:
-    noise, steps = np.random.default_rng(0), np.arange(0, 24, 4)
+    noise, steps, weights = np.random.default_rng(0), np.arange(0, 24, 4), ("up", "down")
     names = ("R.vector", "R.trace", "R.trace_std", "updates.min", "updates.mean", "updates.max")
-    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in ("up", "down")}
+    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in weights}
     runs = []
     for seed in (0, 1):
-        numbers = [dict(zip(names, probed[seed, weight].T, strict=True)) for weight in ("up", "down")]
-        probes = [frame(step=steps, tokens=8 * steps, **of) for of in numbers]
-        probes = [of.assign(weight=weight) for of, weight in zip(probes, ("up", "down"), strict=True)]
+        numbers = {weight: dict(zip(names, probed[seed, weight].T, strict=True)) for weight in weights}
+        probes = [frame(step=steps, tokens=8 * steps, **of).assign(weight=weight) for weight, of in numbers.items()]
         runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
     row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
     found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
     assert set(found) == {"turning-R", "updates"}
-    for weight in ("up", "down"):
+    turning = found["turning-R"]
+    for weight in weights:
         vector, trace, spread, *updates = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(6))
-        turning = found["turning-R"]
         lines = {quantity: of for quantity, of in turning[turning.weight == weight].groupby("quantity")}
         np.testing.assert_allclose(lines[""]["mean"], vector.mean(axis=0))
         np.testing.assert_allclose(lines["tr R / m"]["low"], (trace - 2 * spread).mean(axis=0))
@@ -501,11 +454,8 @@ def test_curves_of_weights_are_those_of_numpy() -> None:
 # reading
 
 
-def replaced(name: str, text: str) -> Callable[[Path], None]:
-    def write(out: Path) -> None:
-        (out / name).write_text(text)
-
-    return write
+def replaced(name: str, text: str) -> Callable[[Path], object]:
+    return lambda out: (out / name).write_text(text)
 
 
 def changed_row(**changes: Any) -> Callable[[Path], None]:
@@ -520,7 +470,6 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
     ("damage", "complaint"),
     [
         (lambda out: (out / "summary.json").unlink(), r"summary\.json is missing.*--out"),
-        (lambda out: (out / "untied-0" / "metrics.jsonl").unlink(), r"metrics\.jsonl is missing"),
         (replaced("summary.json", "[{"), r"summary\.json, line 1: not JSON.*command that wrote"),
         (replaced("summary.json", "[]"), r"no run has finished"),
         (replaced("summary.json", '[{"arm": "untied"}]'), r"entry 0: missing seed, val_loss"),
@@ -531,27 +480,17 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
             replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),
             r"line 2: not JSON.*cut short",
         ),
-        (
-            replaced("untied-0/timing.jsonl", '{"step": 1, "seconds": 1' + "0" * 400 + "}"),
-            r"expected a number under 'sec",
-        ),
         (replaced("untied-0/timing.jsonl", '{"step": 1}'), r"timing\.jsonl, line 1: expected a number under 'seconds'"),
     ],
 )
 def test_a_damaged_experiment_is_refused_with_the_place(
-    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+    tmp_path: Path, damage: Callable[[Path], object], complaint: str
 ) -> None:
     write_experiment(tmp_path, arms=("untied",), seeds=(0,))
     load_experiment(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=complaint):
         load_experiment(tmp_path)
-
-
-def test_a_run_counted_twice_is_refused() -> None:
-    rows = with_losses({"untied": [4.2]})
-    with pytest.raises(ValueError, match="arm 'untied' with seed 0 appears twice"):
-        summary_table(rows + rows)
 
 
 def test_what_was_not_measured_is_null_and_not_an_error(tmp_path: Path) -> None:

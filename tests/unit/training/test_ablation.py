@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from training_runs import SHAPE, TINY, config, text
+from training_runs import SHAPE, TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, loop
@@ -21,11 +20,6 @@ KEYS = {
 }  # fmt: skip
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable", "pit-free")
 V, D = SHAPE.vocab_size, SHAPE.hidden_size
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def settings(corpus: Path, **changes: Any) -> Settings:
@@ -59,9 +53,8 @@ def test_every_arm_and_seed_is_in_the_summary_and_sees_the_same_batches(
     assert parameters["pit-trainable"] - parameters["transpose"] == D * D
     experiment = json.loads((tmp_path / "out/experiment.json").read_text())
     assert set(experiment["arms"]) == set(ARMS)
-    assert (
-        experiment["arms"]["pit-trainable"]["memory_lr"] > 0 and experiment["arms"]["pit-frozen"]["memory_lr"] is None
-    )
+    memory_lr = {arm: own["memory_lr"] for arm, own in experiment["arms"].items()}
+    assert memory_lr["pit-trainable"] > 0 and memory_lr["pit-frozen"] is None
     assert experiment["settings"]["seeds"] == 2 and experiment["machine"]["torch"] == torch.__version__
     stacks = {name: torch.stack(batches) for name, batches in seen.items()}
     for arm in ARMS:
@@ -151,21 +144,3 @@ def test_arms_take_the_shared_settings(corpus: Path) -> None:
     assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
     interface, own = parse_arm("poet-full", settings(corpus))
     assert (interface, own.body) == ("untied", "poet-full")
-
-
-def test_command_line_end_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    shared = ["--preset", TINY, "--steps", "6", "--data", f"text:{corpus}", "--device", "cpu"]
-    shared += ["--batch-size", "4", "--sequence-length", "16", "--val-tokens", "128", "--lr", "0.004"]
-    main(["ablate", *shared, "--seeds", "2", "--arms", "transpose,pit-trainable", "--out", str(out)])
-    printed = capsys.readouterr().out
-    rows = json.loads((out / "summary.json").read_text())
-    for arm in ("transpose", "pit-trainable"):
-        mean = np.mean([row["val_loss"] for row in rows if row["arm"] == arm])
-        row = re.search(rf"^ *{arm} +2 +(\d+\.\d+)", printed, re.MULTILINE)
-        assert row and abs(float(row[1]) - mean) < 0.006
-    page = (out / "report.html").read_text()
-    assert page.count("<figure ") >= 4
-    (out / "report.html").unlink()
-    main(["report", str(out)])
-    assert (out / "report.html").read_text() == page

@@ -49,6 +49,7 @@ def test_answers_are_the_arithmetic_of_the_words(kind: Kind) -> None:
 
 
 def test_no_problem_is_of_two_kinds_whatever_the_seed() -> None:
+    assert problems(50, 1, "training") == problems(80, 1, "training")[:50] != problems(50, 2, "training")
     per_kind = {kind: {q for seed in (0, 1) for q, _ in problems(600, seed, kind)} for kind in KINDS}
     assert not per_kind["training"] & per_kind["in-domain"] and not per_kind["training"] & per_kind["out-of-domain"]
     every = [q for kind in KINDS[:2] for q, _ in problems(_count(kind), 0, kind)]
@@ -56,10 +57,6 @@ def test_no_problem_is_of_two_kinds_whatever_the_seed() -> None:
     assert _count("in-domain") == pytest.approx(len(every) / HELD_OUT_EVERY, rel=0.05)
     wordings = {re.sub(r"\d+", "0", w) for _, w in IN_DOMAIN} & {re.sub(r"\d+", "0", w) for _, w in OUT_OF_DOMAIN}
     assert not wordings
-
-
-def test_problems_are_drawn_from_the_seed() -> None:
-    assert problems(50, 1, "training") == problems(80, 1, "training")[:50] != problems(50, 2, "training")
 
 
 def _count(kind: Kind) -> int:
@@ -168,14 +165,8 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
     converted = tmp_path / "converted"
     mt.save(mt.convert(AutoModelForCausalLM.from_pretrained(source), transform="rotation", memory="frozen"), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    options: dict[str, Any] = {
-        "steps": 3,
-        "seed": 1,
-        "lora_rank": 2,
-        "lr": 1e-2,
-        "batch_size": 4,
-        "sequence_length": 32,
-    }
+    options: dict[str, Any] = {"steps": 3, "seed": 1, "lora_rank": 2, "lr": 1e-2}
+    options |= {"batch_size": 4, "sequence_length": 32}
     arms: list[tuple[Interface, Path]] = [("transpose", source), ("pit-trainable", converted)]
     for interface, checkpoint in arms:
         out = tmp_path / interface

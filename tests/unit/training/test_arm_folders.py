@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import TINY, config, text
+from training_runs import TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, train
 from manifold_tying.training.ablation import commands
 from manifold_tying.training.report import load_experiment, load_experiments
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def command(name: str, out: str, corpus: Path) -> list[str]:
@@ -58,9 +53,8 @@ def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path)
     arm = f"untied+data=text:{other}"
     experiment = AblateConfig(out=tmp_path / "out", arms=arm, seeds=1, settings=settings)
     ((_, run),) = experiment.runs()
-    assert run.out.parent == tmp_path / "out" and re.fullmatch(
-        r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name
-    )
+    assert run.out.parent == tmp_path / "out"
+    assert re.fullmatch(r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name)
     assert f"--out {run.out} " in commands(experiment)[0]
     (row,) = ablate(experiment)
     # An earlier version made folders in folders of the name, where it holds slashes.

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import run
 from transformers import BertConfig, BertLMHeadModel
 
 from manifold_tying.cli import main
@@ -12,13 +13,6 @@ from manifold_tying.training import load_model
 from manifold_tying.training.data import open_tokens, prepare
 
 V = 300
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
-    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(20)))
-    return path
 
 
 def source(folder: Path, corpus: Path, **options: Any) -> Path:
@@ -44,10 +38,8 @@ def test_a_bidirectional_checkpoint_is_refused(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = source(tmp_path / "bert", corpus, is_decoder=False)
-    with pytest.raises(SystemExit) as stopped:
-        main(command(tmp_path / "out", corpus, checkpoint, "--interface", "pit-frozen"))
-    said = " ".join(capsys.readouterr().err.split())
-    assert stopped.value.code == 2 and f"but {checkpoint} looks at later tokens" in said and "is_decoder" in said
+    status, said = run(command(tmp_path / "out", corpus, checkpoint, "--interface", "pit-frozen"), capsys)
+    assert status == 2 and f"but {checkpoint} looks at later tokens" in said and "is_decoder" in said
     assert not (tmp_path / "out").exists()
 
 

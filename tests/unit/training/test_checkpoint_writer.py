@@ -9,7 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from training_runs import config, lines, text
+from training_runs import config, lines
 
 from manifold_tying.training import saving as saving
 from manifold_tying.training import train
@@ -18,11 +18,6 @@ from manifold_tying.training.saving import CheckpointWriter
 
 PATIENCE = 60  # seconds
 FULL = OSError(28, "No space left on device")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

@@ -12,24 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import TINY, config, text
+from hostile import run
+from training_runs import TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
-
-
-def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed to the standard error by a command that ends with status 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(command)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,42 +24,24 @@ def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeyp
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
 
     monkeypatch.setattr("manifold_tying.training.commands.run_train", full)
-    assert refused(["train", "--out", "runs/x"], capsys) == "error: [Errno 28] No space left on device: 'runs/x'\n"
+    said = "error: [Errno 28] No space left on device: 'runs/x'"
+    assert run(["train", "--out", "runs/x"], capsys) == (2, said)
 
 
 def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(tmp_path / "run", corpus, "transpose", steps=1))
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000001"):
-        said = refused(["convert", str(folder), str(tmp_path / "out")], capsys)
-        assert f"{folder} is a run of train or ablate" in said and "export for runs" in said
+        status, said = run(["convert", str(folder), str(tmp_path / "out")], capsys)
+        assert status == 2 and f"{folder} is a run of train or ablate" in said and "export for runs" in said
 
 
 def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.txt").write_text("a few words, and then some more of them. " * 20)
     command = ["ablate", "--preset", TINY, "--data", f"text:{tmp_path / 'small.txt'}", "--sequence-length", "512"]
     command += ["--arms", "untied,transpose,pit-frozen", "--out", str(tmp_path / "out")]
-    assert refused(command, capsys).count("use a larger corpus") == 1
+    status, said = run(command, capsys)
+    assert status == 2 and said.count("use a larger corpus") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_without_the_extra_command_and_import_name_it(process_environment: dict[str, str]) -> None:
-    program = (
-        "import sys; sys.modules['tokenizers'] = None\n"
-        "import manifold_tying\n"
-        "try:\n"
-        "    import manifold_tying.training\n"
-        "except ModuleNotFoundError as error:\n"
-        "    print(error.name, error)\n"
-        "from manifold_tying.cli import main\n"
-        "main(['train', '--help'])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=process_environment, check=False
-    )
-    assert done.returncode == 2 and len(done.stdout.splitlines()) == len(done.stderr.splitlines()) == 1
-    assert done.stdout.startswith("tokenizers ") and done.stderr.startswith("error: ") and "tokenizers" in done.stderr
-    for said in (done.stdout, done.stderr):
-        assert "install the extra: pip install 'manifold-tying[train]'" in said
 
 
 @pytest.mark.parametrize("use", ["import manifold_tying", "from manifold_tying.cli import main; main(['--help'])"])

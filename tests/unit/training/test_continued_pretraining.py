@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from huggingface_models import build, difference, logits
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from training_runs import lines, stop_at
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
@@ -28,13 +29,6 @@ TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "sums.txt"
-    path.write_text("\n".join(f"{a} times {b} is {a * b};" for a in range(60) for b in range(20)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A tied Llama, untrained, with the tokenizer of the corpus and an uneven gain before the head."""
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -47,11 +41,6 @@ def source(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(tmp_path_factory.getbasetemp() / "tokens"))
-
-
 def run(out: Path, source: Path, corpus: Path, interface: Interface = "pit-trainable", **changes: Any) -> TrainConfig:
     values = {
         "init_from": source, "data": f"text:{corpus}", "steps": 6, "batch_size": 4, "sequence_length": N,
@@ -60,8 +49,9 @@ def run(out: Path, source: Path, corpus: Path, interface: Interface = "pit-train
     return TrainConfig(out=out, interface=interface, settings=Settings(**values))
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def with_tokenizer(folder: Path, source: Path) -> Path:
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    return folder
 
 
 def first_batch(config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +66,7 @@ def test_each_arm_starts_where_transformers_says(tmp_path: Path, source: Path, c
 
     def start(name: str, interface: Interface, **changes: Any) -> float:
         train(run(tmp_path / name, source, corpus, interface, steps=1, **changes))
-        return lines(tmp_path / name / "metrics.jsonl")[0]["loss"]
+        return lines(tmp_path / name)[0]["loss"]
 
     assert start("transpose", "transpose") == pytest.approx(expected["source"], rel=1e-6)
     assert start("untied", "untied") == pytest.approx(expected["source"], rel=1e-6)
@@ -101,7 +91,7 @@ def test_rotation_keeps_the_function_where_the_last_gain_is_even(tmp_path: Path,
                 if name == "model.norm.weight":
                     parameter.copy_(gain)
         model.save_pretrained(folder)
-        (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+        with_tokenizer(folder, source)
         started = build_model(resolve(run(tmp_path, folder, corpus, interface, init_transform=transform)))
         E, W_out = (table.double() for table in started.interface.materialize())
         assert torch.linalg.matrix_norm(W_out @ E - torch.eye(D, dtype=torch.float64)) < 1e-4
@@ -140,13 +130,8 @@ def test_resumed_run_equals_uninterrupted_run(
     whole = run(tmp_path / "whole", source, corpus, interface, checkpoint_every=2, **changes)
     train(whole)
     parts = dataclasses.replace(whole, out=tmp_path / "parts")
-
-    def stop(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 5:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(parts, observer=stop)
+        train(parts, observer=stop_at(5))
     train(dataclasses.replace(parts, resume=True))
     for name in ("metrics.jsonl", "checkpoints/step-00000006/model.safetensors", "model/model.safetensors"):
         assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
@@ -227,8 +212,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
     folder = tmp_path_factory.mktemp("converted")
     model = AutoModelForCausalLM.from_pretrained(source)
     mt.save(mt.convert(model, transform="rotation", memory="frozen", retraction="cayley", diagonal="softplus"), folder)
-    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    return folder
+    return with_tokenizer(folder, source)
 
 
 @pytest.mark.parametrize(("interface", "changes"), [("pit-trainable", {}), ("pit-frozen", {"lora_rank": 2})])
@@ -239,7 +223,7 @@ def test_converted_checkpoint_is_gone_on_with(
     ids, targets = first_batch(config)
     expected = F.cross_entropy(logits(mt.load(converted), ids).flatten(0, 1), targets.flatten()).item()
     row = train(config)
-    assert lines(tmp_path / "run/metrics.jsonl")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-6)
     before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "run/model"))
     assert set(after) == set(before)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -310,13 +294,11 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     del tensors[lost]
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     refused(f"{lost}.*randomly initialized", partial)
-    untied = tmp_path / "untied"
-    build(**TINY, tie_word_embeddings=False).save_pretrained(untied)
-    (untied / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    refused("different tables", untied)
+    build(**TINY, tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
+    refused("different tables", with_tokenizer(tmp_path / "untied", source))
     converted = tmp_path / "converted"
     mt.save(mt.convert(build(**TINY), memory="frozen"), converted)
-    (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    with_tokenizer(converted, source)
     refused("is converted already: .* transpose starts from a table. Choose a PIT interface", converted)
     refused("holds Z and T apart, which pit-free does not train", converted, "pit-free")
     refused("^init_transform cannot be chosen", converted, "pit-frozen", init_transform="rotation")

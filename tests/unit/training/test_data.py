@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import sys
 import sysconfig
 import time
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
-from hypothesis import given, settings
+from hostile import in_time
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -64,12 +65,9 @@ def write_jsonl(path: Path, documents: list[str]) -> Path:
     return path
 
 
-def write_parquet(path: Path, documents: list[str]) -> Path:
-    import pyarrow
-    import pyarrow.parquet
-
+def write_parquet(path: Path, documents: list[str], column: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.table({"id": [7] * len(documents), "text": documents}), path)
+    pyarrow.parquet.write_table(pyarrow.table({"id": [7] * len(documents), column: documents}), path)
     return path
 
 
@@ -116,14 +114,7 @@ def hub_parquet(root: Path, documents: list[str]) -> str:
     return f"hf:{root}:default:train"
 
 
-FORMS: list[Callable[[Path, list[str]], str]] = [
-    text_folder,
-    text_files,
-    jsonl_folder,
-    parquet_file,
-    hub_jsonl,
-    hub_parquet,
-]
+FORMS = (text_folder, text_files, jsonl_folder, parquet_file, hub_jsonl, hub_parquet)
 
 
 def visible(folder: Path) -> list[Path]:
@@ -183,15 +174,10 @@ def test_a_folder_with_a_fifo_is_read(tmp_path: Path) -> None:
     text_folder(tmp_path, DOCUMENTS)
     os.mkfifo(tmp_path / "0" / "000.txt.fifo")
     os.mkfifo(tmp_path / "fifo.jsonl")
-    before = signal.signal(signal.SIGALRM, lambda *args: pytest.fail("waited for a writer"))
-    signal.alarm(20)
-    try:
+    with in_time():
         documents = ["".join(parts) for parts in open_corpus(f"text:{tmp_path}").documents()]
         with pytest.raises(ValueError, match="no file or folder"):
             open_corpus(f"text:{tmp_path / 'fifo.jsonl'}")
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
     assert list(filter(None, documents)) == DOCUMENTS
 
 
@@ -230,8 +216,6 @@ def test_long_runs_of_letters_train_a_tokenizer_in_time() -> None:
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    import pyarrow.parquet
-
     path = write_parquet(tmp_path / "a.parquet", DOCUMENTS)
     text = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
     pages = slice(text.dictionary_page_offset, text.dictionary_page_offset + text.total_compressed_size)
@@ -258,8 +242,7 @@ def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
     documents = ["abcabc " * 30] * 19 + ["xyzxyz " * 30]
     data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
-    assert "abcabc" in data.tokenizer().get_vocab()
-    assert "xy" not in data.tokenizer().get_vocab()
+    assert "abcabc" in data.tokenizer().get_vocab() and "xy" not in data.tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("count", [1, 19])
@@ -283,17 +266,15 @@ def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    small = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=1 << 16))
-    large = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + 1))
+    small, large = (open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=(1 << 16) + more)) for more in (0, 1))
     assert (small.meta.dtype, large.meta.dtype) == ("uint16", "uint32")
     assert small.train.tolist() == large.train.tolist()
     assert (large.directory / "train.bin").stat().st_size == 4 * len(large.train)
 
 
-def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
+def bad_corpora(root: Path) -> list[tuple[str, str]]:
     """Spec and the words that the error must have."""
-    write_jsonl(root / "good.jsonl", DOCUMENTS)
-    (root / "empty").mkdir()
+    (root / "empty").mkdir(parents=True)
     (root / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (root / "number.jsonl").write_text('{"text": 1}\n')
     (root / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
@@ -303,34 +284,30 @@ def bad_corpora(root: Path) -> dict[str, tuple[str, str]]:
     write_jsonl(root / "hub" / "a.jsonl", DOCUMENTS)
     (root / "nocolumn").mkdir()
     (root / "nocolumn" / "a.jsonl").write_text('{"content": "a"}\n')
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), root / "content.parquet")
-    return {
-        "unknown form": ("csv:a", "tokens:DIR"),
-        "stdlib takes nothing": ("stdlib:3.11", "the forms are"),
-        "no package": ("docstrings:no_such_package", "name of an installed package, got 'no_such_package'"),
-        "missing": (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),
-        "empty folder": (f"text:{root / 'empty'}", "holds no text"),
-        "not UTF-8": (f"text:{root / 'latin.txt'}", "latin.txt is not UTF-8"),
-        "too short": (f"text:{root / 'short.txt'}", "too short to hold out"),
-        "bad JSON": (f"jsonl:{root / 'bad.jsonl'}", "line 2 is not JSON"),
-        "no string": (f"jsonl:{root / 'number.jsonl'}", "expected a string as the text, got int"),
-        "no Unicode": (f"jsonl:{root / 'surrogate.jsonl'}", "line 1: the text is not valid Unicode"),
-        "no parquet": (f"parquet:{root / 'bad.parquet'}", "bad.parquet is not a parquet file"),
-        "no parquet column": (f"parquet:{root / 'content.parquet'}", "no column \"text\"; it has .'content'"),
-        "hub without a name": ("hf:", "expected hf:NAME"),
-        "hub missing": (f"hf:{root / 'nothing'}", "cannot open the dataset"),
-        "hub split": (f"hf:{root / 'hub'}::test", "Bad split: test"),
-        "hub column": (f"hf:{root / 'nocolumn'}", 'no column "text"'),
-    }
+    write_parquet(root / "content.parquet", ["a"], column="content")
+    return [
+        ("csv:a", "tokens:DIR"),
+        ("stdlib:3.11", "the forms are"),  # it takes nothing
+        ("docstrings:no_such_package", "name of an installed package, got 'no_such_package'"),
+        (f"text:{root / 'missing.txt'}", "no file or folder .*missing.txt"),
+        (f"text:{root / 'empty'}", "holds no text"),
+        (f"text:{root / 'latin.txt'}", "latin.txt is not UTF-8"),
+        (f"text:{root / 'short.txt'}", "too short to hold out"),
+        (f"jsonl:{root / 'bad.jsonl'}", "line 2 is not JSON"),
+        (f"jsonl:{root / 'number.jsonl'}", "expected a string as the text, got int"),
+        (f"jsonl:{root / 'surrogate.jsonl'}", "line 1: the text is not valid Unicode"),
+        (f"parquet:{root / 'bad.parquet'}", "bad.parquet is not a parquet file"),
+        (f"parquet:{root / 'content.parquet'}", "no column \"text\"; it has .*'content'"),
+        ("hf:", "expected hf:NAME"),
+        (f"hf:{root / 'nothing'}", "cannot open the dataset"),
+        (f"hf:{root / 'hub'}::test", "Bad split: test"),
+        (f"hf:{root / 'nocolumn'}", 'no column "text"'),
+    ]
 
 
 @pytest.mark.usefixtures("no_shared_hub_cache")
 def test_bad_corpora_say_what_is_wrong_and_leave_nothing(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "bad").mkdir()
-    for spec, message in bad_corpora(tmp_path / "bad").values():
+    for spec, message in bad_corpora(tmp_path / "bad"):
         with pytest.raises(ValueError, match=message):
             prepare(spec, vocab_size=VOCABULARY)
         assert not cache.exists() or not visible(cache), spec
@@ -450,16 +427,14 @@ def test_every_ingredient_counts(tmp_path: Path) -> None:
         prepare(f"{hub}::train", vocab_size=300),  # the same split as by default
     }
     assert len(seen) == 8
-    # A shorter file, a file of the same length that was changed at another time, and one more file.
-    write_jsonl(folder / "part-1.jsonl", make_documents(14))
-    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
-    assert len(seen) == 10
-    os.utime(folder / "part-1.jsonl", (1, 1))
-    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
-    assert len(seen) == 12
-    write_jsonl(folder / "part-3.jsonl", make_documents(3))
-    seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
-    assert len(seen) == 14
+    for count, change in (
+        (10, lambda: write_jsonl(folder / "part-1.jsonl", make_documents(14))),  # a shorter file
+        (12, lambda: os.utime(folder / "part-1.jsonl", (1, 1))),  # of the same length, changed at another time
+        (14, lambda: write_jsonl(folder / "part-3.jsonl", make_documents(3))),  # one more
+    ):
+        change()
+        seen |= {prepare(jsonl, vocab_size=300), prepare(hub, vocab_size=300)}
+        assert len(seen) == count
 
 
 @pytest.mark.parametrize("place", ["encode", "_move_tail", "write_meta"])
@@ -479,15 +454,10 @@ def test_a_failed_build_leaves_nothing(
 
 
 def test_the_environment_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    during = []
-
-    def progress(line: str) -> None:
-        during.append(os.environ.get("TOKENIZERS_PARALLELISM"))
-
-    prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY, progress=progress)
-    assert set(during) == {"false"}  # so that a fork of this process prints no warning
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    monkeypatch.delenv(name := "TOKENIZERS_PARALLELISM", raising=False)
+    during = set()
+    prepare(jsonl_corpus(tmp_path), vocab_size=VOCABULARY, progress=lambda _: during.add(os.environ.get(name)))
+    assert during == {"false"} and name not in os.environ  # so that a fork of this process prints no warning
 
 
 def test_of_two_processes_one_builds_and_the_other_waits(
@@ -534,42 +504,38 @@ def test_a_token_directory_is_a_corpus(tmp_path: Path, cache: Path) -> None:
         prepare(f"tokens:{given}", vocab_size=300, tokenizer=foreign_tokenizer(tmp_path / "other.json"))
 
 
-def edit_meta(change: Callable[[dict[str, object]], object]) -> Callable[[Path], object]:
+def meta(**changes: object) -> Callable[[Path], object]:
     def edit(directory: Path) -> None:
-        meta = json.loads((directory / "meta.json").read_text())
-        change(meta)
-        (directory / "meta.json").write_text(json.dumps(meta))
+        described = json.loads((directory / "meta.json").read_text())
+        (directory / "meta.json").write_text(json.dumps(described | changes))
 
     return edit
 
 
-def flip(name: str) -> Callable[[Path], object]:
-    def change(directory: Path) -> None:
-        content = bytearray((directory / name).read_bytes())
-        content[100] ^= 1
-        (directory / name).write_bytes(content)
-
-    return change
+def flip(directory: Path) -> None:
+    content = bytearray((directory / "train.bin").read_bytes())
+    content[100] ^= 1
+    (directory / "train.bin").write_bytes(content)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no meta": (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
-    "other format": (edit_meta(lambda m: m.update(format=1)), "expected format 2, found 1"),
-    "text for a number": (edit_meta(lambda m: m.update(train_tokens="7")), "expected train_tokens .* found '7'"),
-    "other dtype": (edit_meta(lambda m: m.update(dtype="object")), "expected dtype to be one of"),
-    "more tokens": (edit_meta(lambda m: m.update(val_tokens=10**18)), r"val\.bin: expected \d+ bytes"),
-    "smaller vocabulary": (edit_meta(lambda m: m.update(vocab_size=300)), "token ids below vocab_size=300, found 3"),
-    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
-    "other tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
-    "no tokens": (lambda d: (d / "train.bin").unlink(), r"train\.bin is missing"),
-    "cut": (lambda d: os.truncate(d / "train.bin", 998), r"train\.bin: expected \d+ bytes .*found 998"),
-    "flipped bit": (flip("train.bin"), r"train\.bin does not have the hash that meta\.json says"),
-}
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda d: (d / "meta.json").unlink(), r"meta\.json is missing"),
+    (meta(format=1), "expected format 2, found 1"),
+    (meta(train_tokens="7"), "expected train_tokens .* found '7'"),
+    (meta(dtype="object"), "expected dtype to be one of"),
+    (meta(val_tokens=10**18), r"val\.bin: expected \d+ bytes"),
+    (meta(vocab_size=300), "token ids below vocab_size=300, found 3"),
+    (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+    (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
+    (lambda d: (d / "train.bin").unlink(), r"train\.bin is missing"),
+    (lambda d: os.truncate(d / "train.bin", 998), r"train\.bin: expected \d+ bytes .*found 998"),
+    (flip, r"train\.bin does not have the hash that meta\.json says"),
+]
 
 
 def test_damaged_directories_are_refused(tmp_path: Path) -> None:
-    for name, (damage, message) in DAMAGES.items():
-        spec, cache = jsonl_corpus(tmp_path), tmp_path / name
+    for i, (damage, message) in enumerate(DAMAGES):
+        spec, cache = jsonl_corpus(tmp_path), tmp_path / str(i)
         directory = prepare(spec, vocab_size=VOCABULARY, cache=cache)
         damage(directory)
         with pytest.raises(ValueError, match=message):
@@ -586,24 +552,12 @@ def counting(length: int) -> np.ndarray:
     return np.arange(length, dtype=np.uint32)
 
 
-@settings(deadline=None)
-@given(
-    length=st.integers(2, 120),
-    sequence_length=st.integers(1, 20),
-    batch_size=st.integers(1, 9),
-    seed=st.integers(0, 2**40),
-    data=st.data(),
-)
-def test_batches_are_pure_and_complete(
-    length: int, sequence_length: int, batch_size: int, seed: int, data: st.DataObject
-) -> None:
-    sequence_length = min(sequence_length, length - 1)
+@given(st.integers(2, 120), st.integers(1, 20), st.integers(1, 9), st.integers(0, 2**40), st.data())
+def test_batches_are_pure_and_complete(length: int, wanted: int, batch_size: int, seed: int, data: Any) -> None:
+    sequence_length = min(wanted, length - 1)
     windows = (length - 1) // sequence_length
-
-    def make() -> Batches:
-        return Batches(counting(length), batch_size=batch_size, sequence_length=sequence_length, seed=seed)
-
-    batches = make()
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "seed": seed}
+    batches = Batches(counting(length), **sizes)
     assert batches.steps_per_epoch == windows / batch_size
     steps = -(-3 * windows // batch_size)
     drawn = [batches.batch(step) for step in range(steps)]
@@ -611,35 +565,28 @@ def test_batches_are_pure_and_complete(
     for inputs, targets in drawn:
         assert inputs.shape == targets.shape == (batch_size, sequence_length)
         assert inputs.dtype == targets.dtype == torch.int64
-        # The tokens count, so a window is right if it counts on from where it starts, and targets if they are one more.
+        # A window is right if it counts on from where it starts, and targets if they are one more.
         assert torch.equal(inputs, inputs[:, :1] + torch.arange(sequence_length))
         assert torch.equal(targets, inputs + 1)
         starts += inputs[:, 0].tolist()
     for epoch in range(3):
         once = starts[epoch * windows : (epoch + 1) * windows]
         assert sorted(once) == [window * sequence_length for window in range(windows)]
-    # Neither what was asked for before nor the object matters.
-    other = make()
+    other = Batches(counting(length), **sizes)  # neither what was asked for before nor the object matters
     for step in data.draw(st.lists(st.integers(0, steps - 1), max_size=5)):
         assert all(torch.equal(a, b) for a, b in zip(other.batch(step), drawn[step], strict=True))
 
 
 def test_orders_differ_between_seeds_and_epochs() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        batches = Batches(counting(641), batch_size=64, sequence_length=10, seed=seed)
-        return batches.batch(epoch)[0][:, 0].tolist()
-
-    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert all(sorted(one) == list(range(0, 640, 10)) for one in orders)
-    assert len({tuple(one) for one in orders}) == 9
-    assert orders[0] != sorted(orders[0])
+    every = [Batches(counting(641), batch_size=64, sequence_length=10, seed=seed) for seed in range(3)]
+    orders = [batches.batch(epoch)[0][:, 0].tolist() for batches in every for epoch in range(3)]
+    assert len(set(map(tuple, orders))) == 9 and orders[0] != sorted(orders[0])
 
 
 def test_validation_batches_are_the_first_windows_in_order() -> None:
     def starts(max_tokens: int) -> list[list[int]]:
         batches = validation_batches(counting(102), batch_size=3, sequence_length=10, max_tokens=max_tokens)
-        for inputs, targets in batches:
-            assert torch.equal(targets, inputs + 1) and inputs.shape == (len(inputs), 10)
+        assert all(torch.equal(targets, inputs + 1) and inputs.shape[1] == 10 for inputs, targets in batches)
         return [inputs[:, 0].tolist() for inputs, _ in batches]
 
     assert starts(10) == starts(19) == [[0]]
@@ -653,12 +600,13 @@ def test_batches_refuse_what_they_cannot_do() -> None:
         return Batches(counting(length), batch_size=batch_size, sequence_length=sequence_length, seed=seed)
 
     assert make().batch(0)[1].tolist() == [list(range(1, 9))]
-    with pytest.raises(ValueError, match=r"expected at least 9 tokens .*got 8; use a larger corpus"):
-        make(length=8)
-    with pytest.raises(ValueError, match="expected positive sizes, got batch_size=0"):
-        make(batch_size=0)
-    with pytest.raises(ValueError, match="expected seed >= 0, got -1"):
-        make(seed=-1)
+    for message, changes in (
+        (r"expected at least 9 tokens .*got 8; use a larger corpus", {"length": 8}),
+        ("expected positive sizes, got batch_size=0", {"batch_size": 0}),
+        ("expected seed >= 0, got -1", {"seed": -1}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**changes)
     with pytest.raises(ValueError, match="expected step >= 0, got -1"):
         make().batch(-1)
     with pytest.raises(ValueError, match="expected max_tokens >= sequence_length = 8, got 7"):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from experiments import write_experiment
-from training_runs import TINY, config, lines, text
+from hostile import run
+from training_runs import TINY, config, lines
 
 import manifold_tying as mt
 from manifold_tying import diagnostics
@@ -16,11 +17,6 @@ from manifold_tying.training import checkpoints, train
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.report import load_experiment
 from manifold_tying.training.report.findings import health
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("decades", [3, 9])
@@ -44,11 +40,9 @@ def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
     config(tmp_path, corpus)
     command = ["train", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "12", "--batch-size", "5"]
     command += ["--sequence-length", "16", "--val-tokens", "128", "--eval-every", "4", "--checkpoint-every", "2"]
-    command += ["--lr", "0.004"]
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "--transform-lr", "1.0", "--off-diagonal-scale", "1.0", "--out", str(tmp_path / "out")])
-    said = " ".join(capsys.readouterr().err.split())
-    assert stopped.value.code == 2 and "step 4 of pit-trainable, seed 0: the token interface is lost" in said
+    command += ["--lr", "0.004", "--transform-lr", "1.0", "--off-diagonal-scale", "1.0", "--out", str(tmp_path / "out")]
+    status, said = run(command, capsys)
+    assert status == 2 and "step 4 of pit-trainable, seed 0: the token interface is lost" in said
     assert "--transform-lr, here 1)" in said and "step-00000002 is kept" in said
     assert [path.name for path in checkpoints(tmp_path / "out")] == ["step-00000002"]
     assert not (tmp_path / "out/result.json").exists()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import tyro
-from training_runs import TINY, config, lines, poison, text
+from hostile import run
+from training_runs import TINY, config, lines, poison
 
 from benchmarks.random_kills import KillOptions, random_kills
 from manifold_tying.cli import main
@@ -18,11 +19,6 @@ from manifold_tying.training import AblateConfig, TrainConfig, ablate, checkpoin
 from manifold_tying.training.ablation import commands
 from manifold_tying.training.processes import _mesh
 from manifold_tying.training.report import findings, load_experiment, write_report
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def test_nan_stops_with_step_arm_and_parameter(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +71,8 @@ def test_the_command_says_which_arms_stopped(
     poison(monkeypatch, 1)
     command = ["ablate", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "2", "--sequence-length", "16"]
     command += ["--arms", "untied,transpose", "--seeds", "1", "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as stopped:
-        main(command)
-    assert stopped.value.code == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "untied, seed 0, stopped" in said and "transpose, seed 0, stopped" in said
+    status, said = run(command, capsys)
+    assert status == 2 and "untied, seed 0, stopped" in said and "transpose, seed 0, stopped" in said
 
 
 def test_dry_run_prints_commands_that_do_the_same(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import SHAPE, config, lines, text
+from training_runs import SHAPE, config, lines, stop_at
 
 from manifold_tying import diagnostics
 from manifold_tying.poet import equivalences
@@ -17,11 +17,6 @@ from manifold_tying.training.probes import Probes
 from manifold_tying.training.report import load_experiment, write_report
 
 KINDS = [f"attention.{n}" for n in ("query", "key", "value", "output")] + [f"mlp.{n}" for n in ("gate", "up", "down")]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture
@@ -34,10 +29,6 @@ def settings(corpus: Path, **changes: Any) -> Settings:
     return config(corpus, corpus, **values).settings
 
 
-class Stopped(Exception):
-    pass
-
-
 def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corpus: Path) -> None:
     """A checkpoint at every step; stopped before and at the merge at 4."""
     shared = settings(corpus, body="poet-full", checkpoint_every=1, eval_every=3, steps=6)
@@ -45,13 +36,8 @@ def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corp
     train(whole)
     for stop in (3, 4):
         parts = dataclasses.replace(whole, out=tmp_path / str(stop))
-
-        def observe(metrics: dict[str, Any], last: int = stop) -> None:
-            if metrics["step"] == last + 1:  # its lines are written, its checkpoint is not
-                raise Stopped
-
-        with pytest.raises(Stopped):
-            train(parts, observer=observe)
+        with pytest.raises(KeyboardInterrupt):
+            train(parts, observer=stop_at(stop + 1))
         assert checkpoints(parts.out)[-1].name == f"step-{stop:08d}"
         train(dataclasses.replace(parts, resume=True))
         for file in ("metrics.jsonl", "probes.jsonl", "checkpoints/step-00000006/model.safetensors"):
@@ -71,11 +57,8 @@ def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corpus: Path) -> None:
     """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; counts as update_counts'."""
-    run = resolve(
-        TrainConfig(
-            out=tmp_path / "run", interface="untied", settings=settings(corpus, body=body, steps=10, cayley_terms=2)
-        )
-    )
+    given = settings(corpus, body=body, steps=10, cayley_terms=2)
+    run = resolve(TrainConfig(out=tmp_path / "run", interface="untied", settings=given))
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
     schedule = build_merges(model, optimizer, run.settings)
@@ -188,9 +171,8 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
 def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
     arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
-    rows = ablate(
-        AblateConfig(out=out, arms=arms, seeds=1, settings=settings(corpus, steps=4, merge_every=2, eval_every=2))
-    )
+    shared = settings(corpus, steps=4, merge_every=2, eval_every=2)
+    rows = ablate(AblateConfig(out=out, arms=arms, seeds=1, settings=shared))
     assert [row["arm"] for row in rows] == arms.split(",")
     assert [row["orthogonality_error"] is None for row in rows] == [True, False, False]
     trainable = {row["arm"]: row["trainable_parameters"] for row in rows}

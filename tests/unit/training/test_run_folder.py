@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import config, text
+from training_runs import config, stop_at
 
 from manifold_tying.training import AblateConfig, ablate, train
 from manifold_tying.training.files import locked
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 def test_a_second_run_is_told_who_has_the_folder(tmp_path: Path, corpus: Path) -> None:
@@ -44,13 +39,8 @@ def test_the_result_of_a_run_that_went_further_does_not_stay(tmp_path: Path, cor
     experiment = AblateConfig(out=tmp_path / "out", arms="untied", seeds=1, settings=settings)
     (before,) = ablate(experiment)
     (_, run), *_ = experiment.runs()
-
-    def die(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 8:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(config(run.out, corpus, "untied", resume_from="step-00000006"), observer=die)
+        train(config(run.out, corpus, "untied", resume_from="step-00000006"), observer=stop_at(8))
     assert not (run.out / "result.json").exists()
     (after,) = ablate(experiment)  # and not a row of what is no longer there
     assert (run.out / "result.json").exists() and after["val_loss"] == before["val_loss"]
@@ -59,9 +49,8 @@ def test_the_result_of_a_run_that_went_further_does_not_stay(tmp_path: Path, cor
 def test_a_loss_that_is_not_finite_at_the_end_is_no_success(tmp_path: Path, corpus: Path) -> None:
     for interface in ("untied", "pit-trainable"):
         run = config(tmp_path / interface, corpus, interface, steps=1, lr=1e30, checkpoint_every=None)
-        with pytest.raises(
-            ValueError, match=rf"validation loss of {interface}, seed 0, is not finite after its 1 steps"
-        ):
+        said = rf"validation loss of {interface}, seed 0, is not finite after its 1 steps"
+        with pytest.raises(ValueError, match=said):
             train(run)
         row = json.loads((run.out / "result.json").read_text())
         assert row["val_loss"] is None and row["tokens"] == 80

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import config, lines, text
+from training_runs import config, lines, stop_at
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.training import Settings, TrainConfig, checkpoints, load_model, resolve, train
@@ -17,11 +17,6 @@ from manifold_tying.training.checkpoint import load_checkpoint
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.processes import Processes
 from manifold_tying.tying import PIT
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
@@ -46,13 +41,8 @@ def test_training_learns_and_writes_what_it_says(interface: str, tmp_path: Path,
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, corpus: Path) -> None:
     train(config(tmp_path / "whole", corpus))
     interrupted = config(tmp_path / "parts", corpus)
-
-    def stop(metrics: dict[str, Any]) -> None:
-        if metrics["step"] == 8:  # two steps after the checkpoint, which will have to be done again
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(interrupted, observer=stop)
+        train(interrupted, observer=stop_at(8))  # two steps after the checkpoint, which will have to be done again
     assert [path.name for path in checkpoints(interrupted.out)] == ["step-00000006"]
     train(dataclasses.replace(interrupted, resume=True))
     for name in ("metrics.jsonl", "checkpoints/step-00000012/model.safetensors"):
@@ -110,8 +100,8 @@ def test_optimizer_gives_every_part_its_rate(tmp_path: Path, corpus: Path) -> No
     optimizer = build_optimizer(model, run.settings)
     assert isinstance(optimizer, RiemannianAdam)
     parameters = dict(model.named_parameters())
-    memory = parameters["interface.parametrizations.memory.original"]
-    transform = parameters["interface.parametrizations.cholesky_factor.original"]
+    stored = "interface.parametrizations.{}.original"
+    memory, transform = (parameters[stored.format(name)] for name in ("memory", "cholesky_factor"))
     rates = {p: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     assert rates[memory] == (2e-3, 0.0) and rates[transform] == (3e-3, 0.0)
     assert rates[parameters["blocks.0.mlp.up.weight"]] == (1e-3, 0.1)

