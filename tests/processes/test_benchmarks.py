@@ -307,3 +307,9 @@ def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytes
     assert rows[:2] == first and [row["variant"] for row in rows] == list(module.VARIANTS)
     assert {row["variant"] for row in rows if row["delta_ti"] < 1e-4} == {"pit", "scalar"}
     assert len({row["val_loss"] for row in rows}) == len(rows)
+
+
+def test_figure_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["lengths", "--figure", str(tmp_path / "lengths.svg")])
+    import_module("benchmarks.lengths").main()
+    assert "normalized transpose tying" in (tmp_path / "lengths.svg").read_text()
