@@ -43,21 +43,20 @@ def adaptation(
 ) -> dict[str, Any]:
     """Train low-rank updates of a checkpoint's blocks on word problems, and count what it answers before and after.
 
-    ``OUT/run`` holds the training run, ``OUT/run/model`` the adapted checkpoint, ``OUT/result.json`` the row. A folder that has
-    its row is not trained again, an unfinished one is resumed. The loss runs over all tokens of a problem, the question
-    as well as the answer, as in every run of ``train``. The problems are the same whatever the seed, which is that of the
-    updates' initial weights and of the order of the data.
+    ``OUT/run`` holds the training run, ``OUT/run/model`` the adapted checkpoint, ``OUT/result.json`` the row. A folder with a
+    row is not trained again; an unfinished one is resumed. As in every run of ``train``, the loss covers all tokens, question
+    and answer. The problems do not depend on the seed, which sets the initial updates and the order of the data.
 
     Args:
         checkpoint: a transformers checkpoint with tied tables ("transpose", "untied"; the PIT arms convert it), or a converted
             one ("pit-frozen", "pit-trainable": as it is).
         out: folder to write to.
-        interface: of the adapted model. PIT's T trains besides the updates, and Z with "pit-trainable".
+        interface: the adapted model's. PIT's T also trains, and Z with "pit-trainable".
         steps: optimizer steps.
-        seed: of the run.
-        lora_rank: of the updates.
+        seed: seed of the run.
+        lora_rank: rank of the updates.
         lr: peak learning rate of the updates; None is the recipe's.
-        device: cpu, cuda or cuda:N, to train and to evaluate on.
+        device: cpu, cuda or cuda:N, for training and evaluation.
         changes: further fields of :class:`manifold_tying.training.Settings`.
 
     Returns:
@@ -84,7 +83,7 @@ def adaptation(
         return read_object(result, "delete it to run the evaluation again")
     before = _exact_matches(checkpoint, device)
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / PROBLEMS).exists():  # the time of its change tells whether its tokens are in the cache
+    if not (out / PROBLEMS).exists():  # its modification time is the key of the token cache
         write_problems(out / PROBLEMS, TRAINING, seed=0)
     trained = train(run)
     row = {
@@ -109,7 +108,7 @@ def _exact_matches(folder: Path, device: str) -> dict[str, float]:
 
 
 def _load(folder: Path) -> "PreTrainedModel":
-    """A stock or a converted checkpoint, which transformers reads where this package is imported."""
+    """Load a stock or converted checkpoint; transformers reads the latter once this package is imported."""
     return import_transformers().AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
     )
@@ -122,7 +121,7 @@ PRINTED = {"transpose": "16.9 / 12.4", "pit-frozen+init_transform=identity": "17
 
 
 def adapted(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Continued pretraining of one checkpoint with each tying, then LoRA; tables, Z and T stand still in the latter."""
+    """Continue pretraining of one checkpoint with each tying, then apply LoRA with tables, Z and T frozen."""
     arms = [
         Arm(label=TRANSPOSE, spec="transpose"),
         Arm(label="PIT, Z frozen, T = I (the paper's)", spec="pit-frozen+init_transform=identity"),

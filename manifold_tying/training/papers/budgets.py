@@ -1,4 +1,4 @@
-"""Pretraining from scratch at several budgets, every arm tuned at each by the same number of trials: does PIT's lead last?"""
+"""Pretraining from scratch at several budgets, with each arm tuned by the same number of trials at each budget."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from manifold_tying.training.recipes import resolve
 from manifold_tying.training.sections import Interface
 
 Factors = Mapping[str, float]
-# What each trial multiplies the recipe's values with. Twice the body's rate won nowhere; longer runs want less of it.
+# Factors on the recipe's values in each trial. Twice the body's rate never won; longer runs prefer less.
 _ALL: tuple[Factors, ...] = ({}, {"lr": 0.5}, {"lr": 0.25})
 TABLES: tuple[Factors, ...] = (*_ALL, {"lr": 0.5, "table_std": 1 / 3})
 TRANSFORM: tuple[Factors, ...] = (*_ALL, {"transform_lr": 0.5})
@@ -45,12 +45,12 @@ class Candidate:
 
     @property
     def plain(self) -> bool:
-        """Whether its tables are plain ones."""
+        """Whether its tables are plain."""
         return not self.interface.startswith("pit")
 
 
 def candidates(hidden_size: int) -> dict[str, Candidate]:
-    """Every plain table that is known to do well, and PIT, by the name that ``--arms`` takes."""
+    """Plain tables that are known to do well, and PIT, by their name in ``--arms``."""
     plain: dict[str, tuple[str, Interface, str]] = {
         "transpose": (TRANSPOSE, "transpose", ""),
         "transpose-scaled": (f"{TRANSPOSE}, embeddings times √d", "transpose", f"embedding_scale={hidden_size**0.5:.4g}"),
@@ -73,11 +73,11 @@ def candidates(hidden_size: int) -> dict[str, Candidate]:
 
 
 def trial_specs(candidate: Candidate, settings: Settings) -> list[str]:
-    """The trials of an arm as ``ablate --arms`` takes them; the first is the recipe's own."""
+    """The trials of an arm for ``ablate --arms``; the first is the recipe."""
     spec = "+".join(part for part in (candidate.interface, candidate.changes) if part)
     interface, own = parse_arm(spec, settings)
     resolved = resolve(TrainConfig(out=Path(), interface=interface, settings=own)).settings
-    # T's rate follows the body's where it is not given, so a trial of the one names the other
+    # T's rate follows the body's by default, so a trial of one names both
     names = sorted({name for factors in candidate.trials for name in factors})
     usual = {name: float(getattr(resolved, name)) for name in names}
     return [
@@ -94,14 +94,14 @@ def budgets(
     seeds: int,
     started: Started | None,
 ) -> list[Table]:
-    """At each number of tokens all trials with seed 0, then the best of each arm with every seed.
+    """At each number of tokens, run all trials with seed 0, then each arm's best trial with every seed.
 
     Args:
-        out: gets a folder tokens-N for each budget.
-        settings: of every run, but for its steps.
+        out: parent of a folder tokens-N for each budget.
+        settings: settings of every run except its steps.
         tokens: the budgets.
         arms: keys of :func:`candidates`; None is all.
-        seeds: for the chosen settings.
+        seeds: number of seeds for the best trial.
         started: called before every run.
     """
     known = candidates(preset(settings.preset).hidden_size)
@@ -154,7 +154,7 @@ def _tuned(
 
 
 def _lead(trained: Mapping[int, Trained], plain: set[str]) -> Table:
-    """The loss of every arm at every budget, and how far the best plain arm is above PIT with a trained memory."""
+    """The loss of every arm at every budget, and the best plain arm's loss above PIT's with a trained memory."""
     labels = list(dict.fromkeys(arm.label for one in trained.values() for arm in one.arms))
     losses = {
         count: {arm.label: arm_losses for arm in one.arms if (arm_losses := one.values(arm, "val_loss"))}

@@ -1,4 +1,4 @@
-"""Arms that a paper compares, and tables of their losses beside the paper's."""
+"""Train the arms that a paper compares, and make tables of their losses next to the paper's."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from manifold_tying.training.rundir import METRICS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Text cells below a title."""
+    """A titled table of text cells."""
 
     title: str
     head: Sequence[str]
@@ -30,14 +30,14 @@ class Table:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The table, with its notes as a list below it."""
+        """Markdown, with the notes as a list below."""
         lines = [self.head, ["---", *("---:" for _ in self.head[1:])], *self.body]
         table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         notes = "".join(f"- {note}\n" for note in self.notes)
         return f"### {self.title}\n\n{table}\n" + (f"\n{notes}" if notes else "")
 
     def terminal(self) -> rich.table.Table:
-        """The same for a terminal."""
+        """A rich table for the terminal."""
         table = rich.table.Table(box=box.SIMPLE_HEAD, title=Text(self.title), caption=Text("\n".join(self.notes)))
         for place, heading in enumerate(self.head):
             table.add_column(Text(heading), justify="right" if place else "left")
@@ -52,7 +52,7 @@ def nats(values: Sequence[float], *, signed: bool = False) -> str:
 
 
 def scientific(values: Sequence[float]) -> str:
-    """The mean over seeds with two digits: what is compared over orders of magnitude."""
+    """Mean over seeds to two digits, for numbers of different magnitudes."""
     summary = summarize(values)
     return DASH if summary is None else significant(summary.mean, 2)
 
@@ -71,7 +71,7 @@ def _with_spread(values: Sequence[float], of_mean: Callable[[float], str], of_sd
 
 
 def agreement(ours: Mapping[str, float], printed: Mapping[str, float]) -> str | None:
-    """How far the order of the arms is the paper's: Spearman's rank correlation over what both have; None below three."""
+    """Spearman's rank correlation between our order of arms and the paper's; None for fewer than three common arms."""
     both = [arm for arm in ours if arm in printed]
     if len(both) < 3:
         return None
@@ -86,11 +86,11 @@ class Arm:
     """One line of a paper's table."""
 
     label: str
-    """As the paper calls it."""
+    """Name in the paper."""
     spec: str | None
-    """As ``ablate --arms`` takes it; None for a line of the paper that is not run here."""
+    """Arm for ``ablate --arms``; None for one that is not run here."""
     printed: float | None = None
-    """What the paper prints."""
+    """The paper's value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Trained:
     folder: Path
 
     def values(self, arm: Arm, quantity: str) -> dict[int, float]:
-        """A quantity of the finished runs of an arm, by seed; nothing where it was not measured."""
+        """A quantity of an arm's finished runs by seed, without runs that lack it."""
         found = {row["seed"]: row.get(quantity) for row in self.rows if row["arm"] == arm.spec}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -112,7 +112,7 @@ class Trained:
         return {seed: run_folder(self.folder, arm.spec, seed) for seed in seeds} if arm.spec else {}
 
     def failures(self) -> list[str]:
-        """A note for every run that stopped before its end."""
+        """A note for each run that stopped early."""
         labels = {arm.spec: arm.label for arm in self.arms}
         return [
             f"{labels[row['arm']]}, seed {row['seed']}, stopped before its end: {row['failed']}"
@@ -124,7 +124,7 @@ class Trained:
 def train_arms(
     folder: Path, arms: Sequence[Arm], settings: Settings, seeds: int, started: Started | None = None
 ) -> Trained:
-    """Train what is missing of the arms, on the same data and with the same number of tokens."""
+    """Train the missing runs, all on the same data and number of tokens."""
     specs = ",".join(arm.spec for arm in arms if arm.spec is not None)
     config = AblateConfig(out=folder, arms=specs, seeds=seeds, settings=settings)
     prepare_data(config)
@@ -132,7 +132,7 @@ def train_arms(
 
 
 def size(settings: Settings) -> str:
-    """What the runs of a comparison are, for the notes below its tables."""
+    """Model, tokens and data of the runs, for the notes."""
     shape = preset(settings.preset)
     return (
         f"Here: preset {settings.preset} (d = {shape.hidden_size}, {shape.num_layers} layers, V = {shape.vocab_size:,}), "
@@ -141,13 +141,13 @@ def size(settings: Settings) -> str:
 
 
 def loss_table(title: str, trained: Trained, printed: str | None, notes: Sequence[str]) -> Table:
-    """Validation loss and perplexity of each arm, the difference to the first one by seed, and the paper's perplexity.
+    """Validation loss and perplexity of each arm, the paired difference to the first arm, and the paper's perplexity.
 
     Args:
-        title: of the table.
+        title: title of the table.
         trained: the arms.
-        printed: the heading of the paper's column; None where no paper has these arms.
-        notes: sentences below the table: what differs from the paper.
+        printed: heading of the paper's column; None if no paper has these arms.
+        notes: sentences below the table, such as differences from the paper.
     """
     reference = trained.arms[0]
     baseline = trained.values(reference, "val_loss")
@@ -178,7 +178,7 @@ QUANTITIES = ("delta_ti", "defect", "cond_transform")
 
 
 def interface_table(title: str, trained: Trained) -> Table:
-    """The largest ΔTI, defect and condition number of each PIT arm, over all evaluations of all seeds."""
+    """Largest ΔTI, defect and condition number of each PIT arm over all evaluations and seeds."""
     body = []
     for arm in trained.arms:
         if (arm.spec or "").startswith("pit"):

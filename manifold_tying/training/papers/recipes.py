@@ -1,4 +1,4 @@
-"""manifold-tying reproduce: one of the papers' comparisons, at the size that is asked for."""
+"""manifold-tying reproduce: the papers' comparisons at a chosen size."""
 
 import dataclasses
 import json
@@ -71,23 +71,23 @@ class ReproduceConfig:
     poet-budget (Figure 5). In no paper: pit-budgets (PIT and the strongest plain tables from scratch at several numbers of
     tokens, each at its best of four trials), pit-length (PIT and plain tables over 1.8 M tokens) and pit-ingredients (a trained
     memory without each part of its recipe).
-    The same command again only does what is missing.
+    Repeating the command only runs what is missing.
     """
 
     name: Annotated[Name, tyro.conf.Positional]
-    """Which comparison."""
+    """The comparison."""
     out: Path
     """Folder to write to."""
     preset: str = "nano"
     """Shape of the model."""
     tokens: int | str | None = None
-    """Training tokens per run; of pit-budgets several, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
+    """Training tokens per run; pit-budgets takes several, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
     arms: str | None = None
-    """pit-budgets: only these, separated by commas."""
+    """pit-budgets: only these arms, separated by commas."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
     data: str | None = None
-    """Corpus, as of train; None is stdlib, and docstrings where a checkpoint is continued."""
+    """Corpus, as for train; None is stdlib, and docstrings if a checkpoint is continued."""
     batch_size: int = 8
     """Sequences per step."""
     sequence_length: int = 128
@@ -95,11 +95,11 @@ class ReproduceConfig:
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     init_from: Path | None = None
-    """pit-continued, pit-adaptation: the tied transformers checkpoint to continue; None trains a small one first."""
+    """pit-continued, pit-adaptation: tied transformers checkpoint to continue; None trains a small one first."""
     source_data: str = "stdlib"
-    """Without init_from: what the source is trained on."""
+    """Without init_from: corpus of the source."""
     source_tokens: int = 614_400
-    """Without init_from: for how long."""
+    """Without init_from: training tokens of the source."""
 
     def __post_init__(self) -> None:
         if self.name not in get_args(Name):
@@ -120,12 +120,12 @@ class ReproduceConfig:
 
     @property
     def chosen(self) -> list[str] | None:
-        """The arms that were asked for; None is all."""
+        """The chosen arms; None is all."""
         return None if self.arms is None else [arm.strip() for arm in self.arms.split(",")]
 
     @property
     def budgets(self) -> list[int]:
-        """Training tokens per run; several of pit-budgets."""
+        """Training tokens per run; several for pit-budgets."""
         size = self.batch_size * self.sequence_length
         if isinstance(self.tokens, str):
             return budgets_of(self.tokens, size)
@@ -133,7 +133,7 @@ class ReproduceConfig:
         return [usual if self.tokens is None else self.tokens]
 
     def settings(self) -> Settings:
-        """Of every run of the comparison, but for the checkpoint that it may start from and for further budgets."""
+        """Settings of every run, without the checkpoint it starts from and further budgets."""
         size = self.batch_size * self.sequence_length
         return Settings(
             preset=self.preset,
@@ -146,7 +146,7 @@ class ReproduceConfig:
 
 
 def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> list[Table]:
-    """Run what is missing and return the tables, which are also written to ``OUT/tables.md`` and ``OUT/tables.json``."""
+    """Run what is missing, return the tables, and write them to ``OUT/tables.md`` and ``OUT/tables.json``."""
     settings = config.settings()
     if config.name in CONTINUED:
         source = config.init_from
@@ -179,7 +179,7 @@ def run_reproduce(config: ReproduceConfig, console: Console) -> None:
 
 
 def _command(config: ReproduceConfig) -> str:
-    """The command line that makes the same."""
+    """The command line that repeats this."""
     if called := called_as("reproduce"):
         return called
     words = ["manifold-tying", "reproduce", config.name]
