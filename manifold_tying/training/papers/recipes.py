@@ -81,7 +81,7 @@ class ReproduceConfig:
     preset: str = "nano"
     """Shape of the model."""
     tokens: int | str | None = None
-    """Training tokens per run; pit-budgets takes several, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
+    """Training tokens per run; several for pit-budgets, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
     arms: str | None = None
     """pit-budgets: only these arms, separated by commas."""
     seeds: int = 3
