@@ -1,4 +1,4 @@
-"""What POET's paper looks at in a run: spectra, how far R and P have turned, how orthogonal they are, what they reached."""
+"""POET's diagnostics of a run: spectra, rotation and orthogonality of R and P, and the updated entries."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ class Probes:
         }
 
     def _find_equivalences(self) -> None:
-        """Anew for each look: FSDP2 has other parameters while they are gathered."""
+        """Repeated each time: FSDP2 has other parameters while they are gathered."""
         self._equivalences = {
             path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(self._model)
         }
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take in R and P where the schedule's next step will merge them."""
+        """Accumulate R and P if the schedule's next step will merge them."""
         if self._schedule is not None and (self._schedule.steps + 1) % self._schedule.every == 0:
             with gathered(*self._looked_at):
                 self._find_equivalences()
@@ -84,12 +84,12 @@ class Probes:
         return {"orthogonality_error": largest, "weights": weights}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was accumulated; the tensors themselves, contiguous."""
+        """The accumulated tensors themselves, contiguous."""
         state = {f"{name}.{key}": value for name, turned in self._turned.items() for key, value in vars(turned).items()}
         return {**state, "errors": self._errors}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from there."""
+        """Restore the accumulated tensors in place."""
         for key, value in self.state_dict().items():
             value.copy_(state[key])
 
@@ -110,7 +110,7 @@ class Probes:
 
 
 class _Turned:
-    """R (m, m) and P (n, n) since the beginning, and how many steps moved each row and each column of W (m, n)."""
+    """R (m, m) and P (n, n) over all merges, and the number of steps that moved each row and column of W (m, n)."""
 
     def __init__(self, weight: Tensor) -> None:
         m, n = weight.shape
@@ -120,12 +120,12 @@ class _Turned:
         self.columns = torch.zeros(n, dtype=torch.int64, device=weight.device)
 
     def fold(self, R: Side, P: Side, steps: int) -> None:
-        """Take in the factors that so many steps trained."""
+        """Multiply by the factors that ``steps`` steps trained."""
         for total, new in zip(vars(self).values(), self._with(R, P, steps), strict=True):
             total.copy_(new)
 
     def now(self, R: Side, P: Side, steps: int) -> dict[str, dict[str, float]]:
-        """The numbers of R, of P and of the entries' updates with the factors that so many steps have trained so far."""
+        """Numbers of R, P and the entries' updates, including the current factors, trained for ``steps`` steps."""
         *factors, rows, columns = self._with(R, P, steps)
         numbers = {}
         for side, factor in zip("RP", factors, strict=True):
@@ -153,7 +153,7 @@ class _Turned:
 
 
 def _turned(side: Side) -> Tensor:
-    """The dimensions that rotate: all but a last block of one, which is the identity."""
+    """The dimensions that rotate; a last block of size one does not."""
     blocks, order = side
     return order[: sum(G.shape[-3] * G.shape[-1] for G in blocks)]
 

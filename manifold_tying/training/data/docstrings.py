@@ -1,4 +1,4 @@
-"""Docstrings of installed packages: prose about code, which every machine that runs this has some of."""
+"""A corpus of docstrings: prose about code, from installed packages."""
 
 import ast
 import importlib.util
@@ -11,7 +11,7 @@ SHORTEST = 200  # characters of a module's docstrings that are worth a document
 
 
 def package_root(package: str) -> Path:
-    """The folder of an installed package, which is not imported; ValueError where there is none."""
+    """The folder of an installed package, without importing it; ValueError if it is missing."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         raise ValueError(f"expected the name of an installed package, got {package!r}; pip install it or leave it out")
@@ -19,7 +19,7 @@ def package_root(package: str) -> Path:
 
 
 def document(file: Path) -> str | None:
-    """A module's docstrings and those of its classes and functions, outer ones first; None where there is little to read."""
+    """The docstrings of a module, its classes and functions, outer ones first; None if there is too little text."""
     try:
         with warnings.catch_warnings(action="ignore"):  # escapes in other people's strings
             tree = ast.parse(file.read_bytes())

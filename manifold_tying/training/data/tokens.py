@@ -1,4 +1,4 @@
-"""Token directories: what lies in them, and reading them.
+"""Token directories: their content, and reading them.
 
 ``meta.json`` describes the directory, ``tokenizer.json`` is the tokenizer, ``train.bin`` and ``val.bin`` hold token ids,
 little-endian, one after another, with the tokenizer's separator after every document. Nothing in a directory is executed.
@@ -142,7 +142,7 @@ def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple[int, str]:
-    """The largest token of a file and its SHA-256, once per process: an ablation opens the same files for every run."""
+    """The largest token of a file and its SHA-256, cached: an ablation opens the same files for every run."""
     largest, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -152,7 +152,7 @@ def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple
 
 
 def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
-    """What tells one text from another: its tokenizer, its length and beginning, and the ``evaluated`` held-out tokens.
+    """Fingerprint of a text: its tokenizer, length, beginning, and the ``evaluated`` held-out tokens.
 
     The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
     much each of them trains.

@@ -1,4 +1,4 @@
-"""Figures: curves over seeds as data frames, drawn by plotly in the page and by matplotlib where no script runs."""
+"""Figures: curves over seeds as data frames, drawn by plotly, and by matplotlib for readers without scripts."""
 
 import io
 import math
@@ -28,7 +28,7 @@ NUMBERS = ["x", "mean", "low", "high"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One quantity ``y`` of all arms against ``x``: of each run, or of each weight that was probed."""
+    """One quantity ``y`` of all arms against ``x``, per run or per probed weight."""
 
     name: str
     title: str
@@ -40,9 +40,9 @@ class Figure:
     smooth: bool = False
     weights: bool = False
     thin: Mapping[str, str] = field(default_factory=dict)
-    """Further quantities, drawn as thin lines, and what they are called."""
+    """Further quantities, drawn as thin lines, with their names."""
     band: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Of a quantity: those that bound its band, in place of the range over seeds."""
+    """For a quantity, the two that bound its band instead of the range over seeds."""
 
 
 def _turning(side: str, rows: str) -> Figure:
@@ -94,7 +94,7 @@ POET = (
 
 
 def drawn(experiment: Experiment) -> tuple[list[tuple[Figure, pd.DataFrame]], list[str]]:
-    """Every figure with its curves, and the titles of those for which there is no data."""
+    """Every figure with its curves, and the titles of figures without data."""
     rotating = any(row["orthogonality_error"] is not None for row in experiment.rows)
     found = [(figure, curves(experiment, figure)) for figure in (*FIGURES, *(POET if rotating else ()))]
     missing = [figure.title for figure, frame in found if frame.empty and not figure.weights]
@@ -102,12 +102,12 @@ def drawn(experiment: Experiment) -> tuple[list[tuple[Figure, pd.DataFrame]], li
 
 
 def smoothing_window(experiment: Experiment) -> int:
-    """A fortieth of the longest run: short enough to follow the curve, long enough to see it."""
+    """Window of the moving average: a fortieth of the longest run."""
     return max((len(run.metrics) // 40 for run in experiment.runs), default=0) or 1
 
 
 def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
-    """A line per point: arm, weight, quantity, x, mean, low, high, seeds and mark."""
+    """One row per point: arm, weight, quantity, x, mean, low, high, seeds and mark."""
     window, parts = smoothing_window(experiment) if figure.smooth else 1, []
     for arm in arm_names(experiment.rows):
         runs = [run for run in experiment.runs if run.arm == arm]
@@ -128,7 +128,7 @@ def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
 def curve(
     frames: Sequence[pd.DataFrame], x: str, y: str, window: int = 1, positive: bool = False
 ) -> pd.DataFrame | None:
-    """Mean and range of y over seeds, at the steps at which every seed that measured it did; None where none did.
+    """Mean and range of y over seeds, at the steps that all seeds with y have; None if no seed has it.
 
     Where seeds differ in x (they do in seconds) a step stands at its mean. What is no number, or not positive on a log axis,
     is a gap. ``window`` smooths each seed by a trailing mean.
@@ -147,7 +147,7 @@ def curve(
 
 
 def thinned(frame: pd.DataFrame, most: int) -> pd.DataFrame:
-    """Evenly spaced lines, the first and the last among them."""
+    """Evenly spaced rows, including the first and the last."""
     return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, min(len(frame), most)).round().astype(int))]
 
 
@@ -164,7 +164,7 @@ def _derived(probes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _phases(run: Run, line: pd.DataFrame) -> list[str]:
-    """The phase of POET that begins at each point; "" for most, and for all where too little was recorded to tell."""
+    """The phase of POET that begins at each point; "" at other points, and everywhere if there are too few."""
     marks, rates = dict.fromkeys(line.x, ""), run.metrics.dropna(subset=["lr"]).set_index("tokens").lr
     if len(line) >= 4 and len(rates) and line["mean"].notna().all():
         rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # that of the first step stands for before it
@@ -209,7 +209,7 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
 
 
 def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
-    """The same as PNG, of the first weight."""
+    """A PNG of the figure, for the first weight."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -232,7 +232,7 @@ def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
 
 
 def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
-    """How to read the figure, what was smoothed and left out."""
+    """The caption: how to read the figure, the smoothing, and what is left out."""
     sentences, (low, high) = [figure.reading], (frame.seeds.min(), frame.seeds.max())
     if figure.smooth:
         over = f"Smoothed: each point is the mean over the last {window} steps."
@@ -251,7 +251,7 @@ def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: in
 
 
 def alternative(figure: Figure, frame: pd.DataFrame) -> str:
-    """In words, for those who cannot see it."""
+    """The alternative text for screen readers."""
     lines = frame[frame.quantity == ""].dropna().groupby(LINE, sort=False)
     last = lines["mean"].last().groupby("arm", sort=False).mean()
     values = ", ".join(f"{arm} {significant(value, 4)}" for arm, value in last.items())
@@ -260,7 +260,7 @@ def alternative(figure: Figure, frame: pd.DataFrame) -> str:
 
 
 def values(figure: Figure, frame: pd.DataFrame) -> Table:
-    """The numbers behind the figure, at evenly spaced points."""
+    """The figure's numbers at evenly spaced points."""
     listed = pd.concat([thinned(of, LISTED) for _, of in frame.groupby(LINE, sort=False)])
     named = [key for key in LINE[1:] if (listed[key] != "").any()]
     rows = []

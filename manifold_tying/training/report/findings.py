@@ -13,7 +13,7 @@ Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The objects of summary.json in sentences; only what exceeds the spread between seeds is called a difference."""
+    """Findings in sentences; a difference must exceed the spread between seeds."""
     rows = list(rows)
     checked = checked_rows(rows, where="rows")
     losses = {arm: by_seed(checked, arm, "val_loss") for arm in arm_names(checked)}
@@ -41,7 +41,7 @@ def all_findings(experiment: Experiment, groups: Sequence[Sequence[str]]) -> lis
 
 
 def health(experiment: Experiment) -> list[str]:
-    """A sentence for each quantity of a run's PIT interface that was out of bounds at one of its evaluations."""
+    """A sentence for each metric of a run's PIT interface that left its limits at an evaluation."""
     sentences = []
     for run in experiment.runs:
         worst = {name: run.metrics[name].abs().max() for name in ("cond_transform", "delta_ti")}
@@ -53,7 +53,7 @@ def health(experiment: Experiment) -> list[str]:
 
 
 def _best(losses: Losses) -> str:
-    """Arms are ranked over the seeds that all of them have: a mean over lucky seeds is no merit of the arm."""
+    """Rank the arms over the seeds that all of them have."""
     shared = set.intersection(*(set(loss) for loss in losses.values()))
     over = {arm: [loss[seed] for seed in sorted(shared or loss)] for arm, loss in losses.items()}
     best, *others = sorted(over, key=lambda arm: mean(over[arm]))
@@ -78,7 +78,7 @@ def _best(losses: Losses) -> str:
 
 
 def _variants(interface: str, losses: Losses) -> list[str]:
-    """The arms of an interface, the one with the lowest mean loss first."""
+    """The arms of an interface, by mean loss."""
     arms = [arm for arm in losses if interface_of(arm) == interface]
     return sorted(arms, key=lambda arm: mean(list(losses[arm].values())))
 

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file out of page.html, page.css, page.js, plotly.js and the figures."""
+"""The page: one self-contained HTML file from page.html, page.css, page.js, plotly.js and the figures."""
 
 import base64
 import gzip
@@ -35,7 +35,7 @@ THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("ligh
 
 
 def write_report(experiment: Experiment, out: str | Path) -> Path:
-    """Write ``report.html`` into a folder, which is made where there is none. A file of that name that is not ours is kept."""
+    """Write ``report.html`` to a folder, creating it if needed. A file of that name that is not a report is kept."""
     written, path = page(experiment).encode(), Path(out) / "report.html"
     if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
@@ -75,7 +75,7 @@ def page(experiment: Experiment) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A setting as text: a dash for none, six digits of a fraction, what is nested in a row."""
+    """A setting as text: a dash for None, six digits of a fraction, nested values in a row."""
     match value:
         case None:
             return DASH
@@ -91,7 +91,7 @@ def text_of(value: Any) -> str:
 
 
 def _settings(experiment: Experiment) -> Table:
-    """What belongs to each arm, learning rates first."""
+    """The settings of each arm, learning rates first."""
     keys = list(dict.fromkeys(key for own in experiment.arms.values() for key in own))
     keys = [key for key in keys if any(own.get(key) is not None for own in experiment.arms.values())]
     keys.sort(key=lambda key: key != "lr" and not key.endswith("_lr"))  # stable: the others stay in their order
@@ -130,7 +130,7 @@ def _range(values: Sequence[float]) -> str:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """plotly.js, and what unpacks to it: compressed it is a third as large."""
+    """plotly.js, compressed to a third, and its unpacking script."""
     script = get_plotlyjs()
     return script, base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 

@@ -1,4 +1,4 @@
-"""Tables: cells with their numbers, for the page, the terminal, CSV and LaTeX."""
+"""Tables for the page, the terminal, CSV and LaTeX."""
 
 import math
 import re
@@ -35,7 +35,7 @@ Texts = Callable[[Summary], tuple[str, str]]  # a mean and its spread as text
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A mean over seeds and its spread, as text and as numbers to sort and export; "" and None where there are none."""
+    """A mean over seeds and its spread, as text and as numbers for sorting and export; "" and None if missing."""
 
     text: str
     sd: str = ""
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``rows``: a label and a cell for each of ``columns``, which are headings and units."""
+    """Rows of a label and a cell for each of ``columns``, pairs of heading and unit."""
 
     label: str
     columns: Sequence[tuple[str, str]]
@@ -59,7 +59,7 @@ class Table:
         ]
 
     def csv(self) -> str:
-        """The numbers with all their digits, and a column for each spread."""
+        """CSV with all digits, and a column for each spread."""
         table: dict[str, list[Any]] = {self.label: [label for label, _ in self.rows]}
         for place, name in enumerate(self._names):
             cells = [cells[place] for _, cells in self.rows]
@@ -69,7 +69,7 @@ class Table:
         return pd.DataFrame(table).replace(DASH, None).to_csv(index=False)
 
     def latex(self) -> str:
-        """What the page shows, as a tabular."""
+        """The page's table as a LaTeX tabular."""
         rows = [[label, *(f"{cell.text} {cell.sd}".strip() for cell in cells)] for label, cells in self.rows]
         text = pd.DataFrame(rows, columns=[self.label, *self._names]).to_latex(index=False, escape=True)
         text = POWER.sub(lambda found: rf"$\times10^{{{found[1].translate(PLAIN)}}}$", text)
@@ -77,7 +77,7 @@ class Table:
 
 
 def results(rows: Sequence[Row], groups: Sequence[Sequence[str]] = ()) -> Table:
-    """Mean ± sample standard deviation over seeds for every arm; ``groups`` are arms that can be compared, all by default."""
+    """Mean ± sample standard deviation over seeds for every arm; ``groups`` are comparable arms, all by default."""
     arms = arm_names(rows)
     baselines = {arm: baseline_of(group) for group in groups or [arms] for arm in group}
     reference = next((interface_of(baseline) for baseline in baselines.values() if baseline), BASELINES[0])
@@ -118,7 +118,7 @@ def results(rows: Sequence[Row], groups: Sequence[Sequence[str]] = ()) -> Table:
 
 
 def _cell(summary: Summary | None, texts: Texts) -> Cell:
-    """A summary as text; a dash for what was not measured, and for the spread of a single seed."""
+    """A summary as text; a dash for a missing value, and for the spread of a single seed."""
     if summary is None:
         return Cell(DASH)
     text, sd = texts(summary)
@@ -141,7 +141,7 @@ def _difference(rows: Sequence[Row], arm: str, baseline: str | None) -> Cell:
 
 
 def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str | None]) -> list[str]:
-    """What a reader must know before comparing two lines of the table."""
+    """Notes for comparing two rows of the table."""
     notes = []
     if not any(baselines.values()):
         notes.append(f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it.")
@@ -156,14 +156,14 @@ def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str
 
 
 def summary_table(rows: Iterable[Mapping[str, Any]], groups: Sequence[Sequence[str]] = ()) -> RichTable:
-    """The objects of summary.json for a terminal; ``groups`` are arms that can be compared, all by default."""
+    """The results as a rich table; ``groups`` are comparable arms, all by default."""
     content = results(checked_rows(rows, where="rows"), groups)
     # there is little room, and the findings say the lowest perplexity
     return _Printed(content, [place for place, (heading, _) in enumerate(content.columns) if heading != "perplexity"])
 
 
 def shown(experiment: Experiment) -> Iterator[RichTable | Text]:
-    """What the page opens with, for a terminal: what cannot be compared, the table, the findings."""
+    """For the terminal: what cannot be compared, the table and the findings."""
     groups = comparable(experiment)
     if apart := differences(experiment):
         yield Text("\n- ".join([APART, *apart]), style="bold")
@@ -172,7 +172,7 @@ def shown(experiment: Experiment) -> Iterator[RichTable | Text]:
 
 
 class _Printed(RichTable):
-    """Some columns of the results. Where the terminal is too narrow the last ones go below, and no number is cut."""
+    """Some columns of the results; in a narrow terminal the last ones go into a table below."""
 
     def __init__(self, content: Table, places: Sequence[int]) -> None:
         super().__init__(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
