@@ -86,7 +86,14 @@ def test_sources_install(kind: str, wheel: Path, tmp_path: Path) -> None:
             lacking("not a checkout")
         source = tmp_path / "archive.tar.gz"
         run("git", "archive", "--prefix=archive/", f"--output={source}", "HEAD", cwd=ROOT)
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target")
+    options = (
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-compile",
+        "--target",
+    )
     run(sys.executable, "-m", "pip", "install", *options, str(tmp_path / "installed"), str(source))
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}); import manifold_tying as mt\n"
