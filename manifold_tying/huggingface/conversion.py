@@ -156,6 +156,8 @@ def conversion_losses(
         "rotation" is measured on a copy, so the model is in memory twice.
     """
     tables = read_tables(model, source)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"expected a mapping such as {{'input_ids': ids}}, got a {type(batch).__name__}")
     if "labels" not in batch and "input_ids" not in batch:
         raise ValueError(f"expected labels or input_ids in the batch, got {', '.join(batch) or 'none'}; add labels")
     inputs: dict[str, Any] = {**batch, "labels": batch["labels"] if "labels" in batch else batch["input_ids"]}

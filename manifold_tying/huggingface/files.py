@@ -25,9 +25,9 @@ library_name: manifold-tying
 ---
 # A language model with Pseudo-Inverse Tying
 
-This checkpoint was written by manifold-tying. In place of the embedding table and
-the head it has one shared memory Z and a transform T. transformers alone cannot read it: it finds no table under the stock
-name. Do not pass `ignore_mismatched_sizes=True`. The model would then have random tables.
+This checkpoint was written by manifold-tying. In place of the embedding table and the head it has one tensor for both: a free
+table, or a memory Z with a transform T. transformers alone cannot read it: it finds no table under the stock name. Do not
+pass `ignore_mismatched_sizes=True`. The model would then have random tables.
 
 Load it where manifold-tying is installed:
 

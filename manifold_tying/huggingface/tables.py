@@ -105,7 +105,7 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, import_transformers().PreTrainedModel):
         raise ValueError(
             f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; unwrap a PEFT or compiled model "
-            "first: peft_model.merge_and_unload(), compiled._orig_mod"
+            "first: peft_model.merge_and_unload(), compiled._orig_mod. A model of your own takes PIT.from_embedding(weight)"
         )
     if getattr(model, "is_quantized", False):
         raise ValueError(

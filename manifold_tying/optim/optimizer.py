@@ -86,6 +86,7 @@ class RiemannianOptimizer(Optimizer):
         except BaseException:  # restore the optimizer
             self.param_groups.pop()
             for p in added["params"]:
+                self._tagged.discard(p)
                 for known in (self._names, self._manifolds, self._scales):
                     known.pop(p, None)
             raise
@@ -96,6 +97,8 @@ class RiemannianOptimizer(Optimizer):
         check_point(p, manifold, f"on-manifold parameter {self._names[p]}", group)
         self._manifolds[p] = manifold
         self._versions[p] = p._version
+        if manifold_of(p) is not None:
+            self._tagged.add(p)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; ``closure`` runs first, with gradients enabled, and its loss is returned.
@@ -133,9 +136,7 @@ class RiemannianOptimizer(Optimizer):
                     if manifold is not None:
                         self.state.pop(p, None)
                         self._add_point(p, manifold, group)
-                elif manifold is not None:
-                    self._tagged.add(p)
-                elif p in self._tagged:
+                elif manifold is None and p in self._tagged:
                     self._tagged.remove(p)
                     del self._manifolds[p]
                     self.state.pop(p, None)

@@ -174,4 +174,5 @@ def check_token_interface(
 
     >>> check_token_interface(lambda: PIT(9, 4, memory="trainable"), consistent=True)
     """
+    __tracebackhide__ = True
     check(INTERFACE_LAWS, Subject(make, consistent), type(make()).__name__, skip)

@@ -32,7 +32,10 @@ class BrokenLaws(AssertionError):
     def __init__(self, subject: str, broken: dict[str, str]) -> None:
         self.broken = broken
         laws = "".join(f"\n\n{name}\n    {text}" for name, text in broken.items())
-        super().__init__(f"{subject} breaks {len(broken)} law{'s' * (len(broken) > 1)}:{laws}")
+        super().__init__(f"{subject} breaks {len(broken)} law{'s' * (len(broken) > 1)} ({'; '.join(broken)}):{laws}")
+
+
+BrokenLaws.__module__ = "manifold_tying.testing"  # in tracebacks
 
 
 def check(laws: Sequence[Law[Subject]], subject: Subject, label: str, skip: Collection[str]) -> None:
@@ -42,6 +45,7 @@ def check(laws: Sequence[Law[Subject]], subject: Subject, label: str, skip: Coll
         BrokenLaws: lists all broken laws.
         ValueError: a name in ``skip`` is not a law of this contract.
     """
+    __tracebackhide__ = True  # pytest then shows the caller's line
     if unknown := set(skip) - {law.name for law in laws}:
         names = "".join(f"\n  {law.name}" for law in laws)
         raise ValueError(

@@ -314,6 +314,7 @@ def check_manifold(
 
     >>> check_manifold(Stiefel("polar"), (5, 2), order=2, uniform=True)
     """
+    __tracebackhide__ = True
     ok, reason = manifold.check_point(torch.empty(shape), explain=True)
     if not ok:
         raise ValueError(f"expected the shape of a point of {manifold}, got {shape}: {reason}")

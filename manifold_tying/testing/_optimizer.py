@@ -117,7 +117,7 @@ def _converges(subject: Subject, draw: Draw) -> None:
     after = (_plain(params[0]) - target).norm()
     if not after < 0.1 * before:
         raise AssertionError(
-            f"after {STEPS} steps the distance to the optimum is {after:.3g}, before it was {before:.3g}"
+            f"after {STEPS} steps the distance to the optimum is {after:.3g}, before it was {before:.3g}; try another lr first"
         )
 
 
@@ -230,6 +230,7 @@ def check_optimizer(
 
     >>> check_optimizer(lambda params: RiemannianAdam(params, lr=0.05), Stiefel())
     """
+    __tracebackhide__ = True
     subject = Subject(make, manifold, shape or _some_shape(manifold))
     label = f"{type(subject.start(0)[1]).__name__} on {manifold} at {subject.shape}"
     check(OPTIMIZER_LAWS, subject, label, skip)

@@ -234,6 +234,7 @@ def check_parametrization(
 
     >>> check_parametrization(orthogonal, nn.Linear(3, 5), holds=assert_orthonormal)
     """
+    __tracebackhide__ = True
     label = f"{getattr(put_on, '__name__', 'the constraint')} on {type(layer).__name__}.{name}"
     if not parametrize.is_parametrized(put_on(copy.deepcopy(layer)), name):
         raise ValueError(

@@ -197,7 +197,8 @@ def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> N
         if names == [CORPUS]:
             raise ValueError(other_text(str(run.out), there, here))
         if names:
-            raise ValueError(f"{run.out} holds a run with another {', '.join(names)}; choose another --out")
+            listed = ", ".join(f"{name} ({there.get(name)} there, {here.get(name)} here)" for name in names)
+            raise ValueError(f"{run.out} holds a run with another {listed}; choose another --out")
 
 
 def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> list[dict[str, Any]]:

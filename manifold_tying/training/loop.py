@@ -267,7 +267,7 @@ def _exit_early(
         missing = "" if evaluated else ", whose evaluation the resumed run makes up for,"
         print(
             f"{stop.name}: saved step {step} of {config.settings.steps}{missing} in {config.out}. "
-            "Resume with --resume, or with the same ablate command"
+            "The same command resumes it; train needs --resume"
         )
     raise SystemExit(stop.status)
 

@@ -101,7 +101,7 @@ class Adam:
 
     lr: Rate | None = None
     """Peak learning rate of the body (or its low-rank updates) and of tables without their own; with POET, of every
-    parameter that is not rotated."""
+    parameter that is not rotated. None is the recipe's (docs/learning-rates.md), as for the rates below."""
     betas: tuple[float, float] | None = None
     """Adam's betas; None is 0.9, 0.99, and 0.9, 0.95 with init_from."""
     weight_decay: NonNegative = 0.0
@@ -117,11 +117,11 @@ class Tables:
     """Plain and free token tables: untied, transpose, pit-free."""
 
     table_lr: Rate | None = None
-    """Peak learning rate of the tables; None is lr."""
+    """Peak learning rate of the tables; None is lr, and 0.3 table_std for pit-free."""
     table_slows_after: Annotated[int, Bounds(0)] | None = None
     """n: multiply their rate by √(n / step) after n steps; 0 is never."""
     table_std: NonNegative | None = None
-    """Initial standard deviation."""
+    """Initial standard deviation; None is 0.06."""
     logit_scale: bool | None = None
     """untied, transpose: multiply the logits by a learned scale."""
     input_gradient_scale: Positive | None = None

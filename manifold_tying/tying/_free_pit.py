@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, linalg, precision
-from manifold_tying.tying._pit import PIT, Memory, check_hidden
-from manifold_tying.tying._tables import INITIAL_STD
+from manifold_tying.tying._pit import FREE_STD, PIT, Memory, check_hidden
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
@@ -29,13 +28,13 @@ class FreePIT(PIT):
         vocab_size: V >= d.
         hidden_size: d.
         memory: "free".
-        std: standard deviation of the initial W.
+        std: standard deviation of the initial W; the default is that of the recipe (docs/learning-rates.md).
 
     Raises:
         ValueError: vocab_size < hidden_size; also raised by ``embed`` and the attributes if W is rank-deficient.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = INITIAL_STD) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float = FREE_STD) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
         dtype = precision.compute_dtype(torch.get_default_dtype())

@@ -12,10 +12,10 @@ from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._start import decompose
-from manifold_tying.tying._tables import INITIAL_STD
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
+FREE_STD = 0.06  # of a free table's initial entries
 Memory = Literal["free", "frozen", "trainable"]
 Transform = Literal["identity", "head", "embedding"]
 
@@ -74,7 +74,7 @@ class PIT(TokenInterface):
         retraction: Retraction = "polar",
         diagonal: Diagonal = "softplus",
         bounds: Bounds | None = None,
-        std: float = INITIAL_STD,
+        std: float = FREE_STD,
     ) -> None:
         """See the class for the arguments."""
         super().__init__(vocab_size, hidden_size)

@@ -17,7 +17,7 @@ class Batches:
     """
 
     def __init__(self, tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: int) -> None:
-        self._windows = _window_count(tokens, batch_size, sequence_length)
+        self._windows = _window_count(tokens, batch_size, sequence_length, "training tokens")
         if seed < 0:
             raise ValueError(f"expected seed >= 0, got {seed}")
         self._tokens = tokens
@@ -56,21 +56,21 @@ def validation_batches(
     Raises:
         ValueError: there is no whole window, max_tokens is below sequence_length, or a size is out of range.
     """
-    windows = min(_window_count(tokens, batch_size, sequence_length), max_tokens // sequence_length)
+    windows = min(_window_count(tokens, batch_size, sequence_length, "held-out tokens"), max_tokens // sequence_length)
     if windows < 1:
         raise ValueError(f"expected max_tokens >= sequence_length = {sequence_length}, got {max_tokens}")
     starts = range(0, windows, batch_size)
     return [_gather(tokens, range(s, min(s + batch_size, windows)), sequence_length) for s in starts]
 
 
-def _window_count(tokens: np.ndarray, batch_size: int, sequence_length: int) -> int:
+def _window_count(tokens: np.ndarray, batch_size: int, sequence_length: int, what: str) -> int:
     if batch_size < 1 or sequence_length < 1:
         raise ValueError(f"expected positive sizes, got {batch_size=}, {sequence_length=}")
     windows = (len(tokens) - 1) // sequence_length
     if windows < 1:
         raise ValueError(
-            f"expected at least {sequence_length + 1} tokens for one sequence and the token after it, "
-            f"got {len(tokens)}; use a larger corpus or a smaller sequence_length"
+            f"expected at least {sequence_length + 1} {what} for one sequence and the token after it, got {len(tokens)}; "
+            "use a larger corpus, of which a twentieth is held out, or a smaller sequence_length"
         )
     return windows
 

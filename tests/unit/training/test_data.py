@@ -601,7 +601,7 @@ def test_batches_refuse_what_they_cannot_do() -> None:
 
     assert make().batch(0)[1].tolist() == [list(range(1, 9))]
     for message, changes in (
-        (r"expected at least 9 tokens .*got 8; use a larger corpus", {"length": 8}),
+        (r"expected at least 9 training tokens .*got 8; use a larger corpus", {"length": 8}),
         ("expected positive sizes, got batch_size=0", {"batch_size": 0}),
         ("expected seed >= 0, got -1", {"seed": -1}),
     ):
