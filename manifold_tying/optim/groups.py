@@ -30,7 +30,7 @@ def param_groups(
         manifold_lr: learning rate of the points; None means the optimizer's lr.
         weight_decay: for ordinary matrices.
         overrides: maps full-name patterns (shell style, first match wins) to options for the matching parameters, for
-            instance {"*cholesky_factor*": {"lr": 0.04}}.
+            instance {"*cholesky_factor*": {"lr": 0.04}}. A constrained weight has its plain name too, as "rnn.weight_hh_l0".
 
     Returns:
         dicts with "params", "names", "weight_decay", and where they apply "manifold", "lr" and the overrides.
@@ -50,7 +50,8 @@ def param_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = set()
     for name, p in model.named_parameters():
-        pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern)), None)
+        weight = name.replace("parametrizations.", "").removesuffix(".original")  # the name without the constraint
+        pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern) or weight == pattern), None)
         matched.add(pattern)
         if not p.requires_grad:
             continue

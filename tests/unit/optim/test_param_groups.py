@@ -96,6 +96,10 @@ def test_overrides() -> None:
     point = found["point.parametrizations.weight.original"]
     assert point["lr"] == 1.0 and point["second_moment"] == "row" and isinstance(point["manifold"], mt.Stiefel)
     assert found["other.parametrizations.weight.original"]["lr"] == 0.3 and "lr" not in found["gain"]
+    by_plain_name = by_name(param_groups(model, overrides={"point.weight": {"lr": 2.0}}))
+    assert [name for name, group in by_plain_name.items() if group.get("lr") == 2.0] == [
+        "point.parametrizations.weight.original"
+    ]
     with pytest.raises(ValueError, match=r"no parameter matches 'plain\.x\*'") as caught:
         param_groups(model, overrides={"plain.x*": {}, "gain": {}})
     assert "plain.weight" in str(caught.value) and "'gain'" not in str(caught.value)
