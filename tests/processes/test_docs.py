@@ -209,6 +209,13 @@ def test_the_tutorial_on_transformers_runs(tmp_path: Path) -> None:
         assert torch.allclose(names["stock"](ids).logits, names["again"](ids).logits, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+def test_the_page_on_frameworks_runs() -> None:
+    names = run_page("docs/frameworks.md", program("docs/frameworks.md"))
+    plain, trained = names["build"](), names["model"].body
+    assert mt.linalg.defect(trained[0].weight) < 1e-6 and not torch.equal(trained[0].weight, plain[0].weight)
+
+
 def test_quoted_messages_are_those_of_the_package() -> None:
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "manifold_tying").rglob("*.py"))
     said = re.sub(r'"\s+f?"', "", "\n".join(sources))  # literals that stand on several lines
