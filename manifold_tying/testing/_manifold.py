@@ -103,7 +103,8 @@ def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
 def _retraction_lands(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
     assert_on_manifold(
-        subject.manifold, subject.manifold.retr(x, draw(st.sampled_from(LENGTHS)) * unit_vector(subject, draw, x))
+        subject.manifold,
+        subject.manifold.retr(x, draw(st.sampled_from(LENGTHS), "length") * unit_vector(subject, draw, x)),
     )
 
 

@@ -30,13 +30,13 @@ class Subject:
 
     def draw(self, draw: Draw, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """A point, or a batch of them, and ambient vectors of length about 1."""
-        shape = (*draw(st.sampled_from(BATCHES)), *self.shape)
-        x = draw(points(self.manifold, shape, dtype=dtype, device=self.device))
-        v = draw(ambient(shape, dtype=dtype, device=self.device))
+        shape = (*draw(st.sampled_from(BATCHES), "batch shape"), *self.shape)
+        x = draw(points(self.manifold, shape, dtype=dtype, device=self.device), "point")
+        v = draw(ambient(shape, dtype=dtype, device=self.device), "ambient vector")
         return x, v / math.prod(self.shape) ** 0.5
 
     def tangent(self, draw: Draw, x: Tensor, size: float = 1.0) -> Tensor:
-        return draw(tangent_vectors(self.manifold, x, size=size))
+        return draw(tangent_vectors(self.manifold, x, size=size), "tangent vector")
 
 
 def assert_on_manifold(manifold: geoopt.Manifold, x: Tensor) -> None:
@@ -82,7 +82,8 @@ def event(subject: Subject) -> tuple[int, ...]:
 
 def unit_vector(subject: Subject, draw: Draw, x: Tensor) -> Tensor:
     """A tangent vector of length 1 in the metric, shortened until no entry exceeds 1."""
-    u = subject.manifold.proju(x, draw(ambient(tuple(x.shape), dtype=x.dtype, device=x.device)))
+    v = draw(ambient(tuple(x.shape), dtype=x.dtype, device=x.device), "ambient vector")
+    u = subject.manifold.proju(x, v)
     u = unit(subject.manifold, x, u)
     return u / u.abs().max().clamp_min(1.0)
 
