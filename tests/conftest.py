@@ -4,20 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import Phase, settings
 
 import manifold_tying as mt
 
-PROCESSES = 4
 PATIENCE = 900  # seconds; on an idle machine they take one minute
 
 # A few fixed examples for `make test`, and 20 times as many for `make test-thorough`, which sets the seed.
@@ -87,33 +83,16 @@ def process_environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run_four_processes(process_environment: dict[str, str]) -> Callable[[str, Path], None]:
-    """Run a program of this folder in four processes, which write to the given one."""
+    """Run a program of this folder that forks into four processes, which write to the given one."""
     return partial(_run_four_processes, process_environment)
 
 
 def _run_four_processes(environment: dict[str, str], name: str, folder: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    program = Path(__file__).with_name(name)
-    logs = [folder / f"{rank}.log" for rank in range(PROCESSES)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            command = [sys.executable, str(program), str(rank), str(folder), str(store.port)]
-            processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-    try:
-        end = time.monotonic() + PATIENCE
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.1)
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    codes = [p.returncode for p in processes]
-    assert codes == [0] * PROCESSES, "\n".join(
-        f"{c}: {log.read_text()[-3000:]}" for c, log in zip(codes, logs, strict=True)
-    )
+    command = [sys.executable, str(Path(__file__).with_name(name)), str(folder)]
+    with (folder / "log").open("w+") as log:
+        done = subprocess.run(command, env=environment, timeout=PATIENCE, stdout=log, stderr=log)
+        log.seek(0)
+        assert done.returncode == 0, log.read()[-10_000:]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What tests/processes/test_distributed.py runs in each of four processes.
 
 Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of the interpreter serves them all. Run as
-``python distributed_worker.py RANK FOLDER PORT``, with a TCPStore at the port; writes ``FOLDER/RANK.json``.
+``python distributed_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
 """
 
 import json
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing import start_processes
 
 import manifold_tying as mt
 from manifold_tying import distributed, linalg
@@ -379,9 +380,9 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
     return result
 
 
-def main(rank: int, folder: Path, port: int) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    store = dist.FileStore(str(folder / "store"), PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=PATIENCE)
     groups = [Group(size) for size in range(1, PROCESSES + 1)]
     results: dict[str, Any] = {}
@@ -414,4 +415,5 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    # Forks, so that four processes pay for one import.
+    start_processes(main, (Path(sys.argv[1]),), nprocs=PROCESSES, start_method="fork")

@@ -1,4 +1,4 @@
-"""What test_parallel_training.py runs in each of four processes: ``python training_worker.py RANK FOLDER PORT``.
+"""What test_parallel_training.py runs in each of four processes: ``python training_worker.py FOLDER``.
 
 Groups of 2, 3 and 4 of them train one after another, so that one start of the interpreter serves them all. (A start of its own
 all the same: DTensor remembers the groups of equal meshes, and those of distributed_worker.py are gone by then.) Writes
@@ -22,12 +22,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 from training_runs import RUNS, STEPS, config
 
 from manifold_tying import cli
 from manifold_tying.training import AblateConfig, ablate, loop, saving, train
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
+PROCESSES = 4
 SIZES = (2, 3, 4)
 
 
@@ -151,9 +153,9 @@ def command(rank: int, store: dist.Store, out: Path, corpus: Path) -> None:
         cli.main(["train", "--out", str(out), "--interface", "pit-trainable", "--parallel", "ddp", *options])
 
 
-def main(rank: int, folder: Path, port: int) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    store = dist.FileStore(str(folder / "store"), PROCESSES)
     corpus = folder / "sums.txt"
     found: dict[str, str] = {}
     if rank < 2:
@@ -187,4 +189,5 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    # Forks, so that four processes pay for one import.
+    start_processes(main, (Path(sys.argv[1]),), nprocs=PROCESSES, start_method="fork")

@@ -124,7 +124,7 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
 def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
     assert_same(lines(folder / "terminated"), lines(folder / "fsdp 2"))
     assert_same(lines(folder / "terminated late"), lines(folder / "fsdp 2"))
-    log = (folder / "0.log").read_text()
+    log = (folder / "log").read_text()
     assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
     assert "SIGTERM: saved step 12 of 12, whose evaluation the resumed run makes up for" in log
 
