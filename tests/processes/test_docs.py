@@ -172,6 +172,19 @@ def test_the_tutorial_on_layers_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "constrain-a-layer.svg").exists()
 
 
+def test_the_tutorial_on_convolutions_runs(tmp_path: Path) -> None:
+    page = program("docs/tutorials/orthogonal-convolutions.md").replace("15, 3, (1e-3, 3e-3, 1e-2)", "2, 2, (3e-3,)")
+    names = run_page("docs/tutorials/orthogonal-convolutions.md", page)
+    accuracy = {kind: clean.mean().item() for (kind, _), (clean, _) in names["accuracies"].items()}
+    assert accuracy["plain"] < 0.5 < accuracy["constrained"]
+    layers = [layer for layer in names["models"]["constrained", 3e-3] if hasattr(layer, "weight")]
+    assert len(layers) == 12
+    for layer in layers:
+        values = torch.linalg.svdvals(layer.weight.flatten(1))
+        assert torch.allclose(values, torch.ones_like(values), atol=1e-5)
+    assert (tmp_path / "orthogonal-convolutions.svg").exists()
+
+
 def test_the_tutorial_on_a_gpt_runs(tmp_path: Path) -> None:
     page = program("docs/tutorials/pit-in-your-gpt.md").replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
     page = page.replace("400, 16, 128", "24, 4, 32").replace("V, d = 2048, 128", "V, d = 512, 32")
