@@ -1,4 +1,4 @@
-"""G^(-1/2) by matmuls."""
+"""G^(-1/2) by matmuls, and with it the polar factor of nearly orthonormal matrices: the last part of every retraction."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,134 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.precision import check_finite, compute_dtype, eye_like, full_precision, sym
+from manifold_tying.distributed import Reduce, is_dtensor, no_reduce, row_reduce, to_local
+from manifold_tying.linalg._polar import polar
+from manifold_tying.precision import (
+    check_finite,
+    compute_dtype,
+    eye_like,
+    full_precision,
+    gram,
+    gram_in_double,
+    row_chunks,
+    sym,
+)
+
+# On a CPU, up to this size, float64 with few operations is faster than many small float32 matmuls.
+_FEW_COLUMNS = 32
+_FEW_ENTRIES = 2**14
+
+
+def reorthonormalize(Y: Tensor, reduce: Reduce = no_reduce) -> Tensor:
+    """Polar factor Y (YᵀY)^(-1/2) by matmuls, for Y (..., n, p) of condition up to about 100.
+
+    Every retraction qualifies: a tangent step makes YᵀY = I + UᵀU >= I. Uses :func:`polar` if a gradient is needed or float32
+    cannot resolve YᵀY.
+    """
+    if torch.is_grad_enabled() and Y.requires_grad:
+        return polar(Y)[0]
+    copy = Y.to(compute_dtype(Y.dtype), copy=True, memory_format=torch.contiguous_format)
+    return reorthonormalize_(copy, reduce).to(Y.dtype)
+
+
+def reorthonormalize_(
+    Y: Tensor, reduce: Reduce = no_reduce, *, sync_free: bool = False, skip: Tensor | None = None
+) -> Tensor:
+    """:func:`reorthonormalize` in place, one block of rows at a time; Y float32 or float64.
+
+    Args:
+        reduce: sums YᵀY over the ranks that share Y's rows, see :func:`row_reduce`. If float32 cannot resolve the sum, a
+            rank-deficient one raises ValueError.
+        sync_free: use :func:`inverse_sqrt_sync_free`, without a sync and without a fallback; always on in compiled code.
+        skip: with ``sync_free``, a scalar on Y's device; unless it is 0, Y stays unchanged.
+    """
+    small = Y.dtype == torch.float32 and Y.shape[-1] <= _FEW_COLUMNS and Y.numel() <= _FEW_ENTRIES
+    if small and Y.device.type == "cpu" and reduce is no_reduce and not sync_free and not torch.compiler.is_compiling():
+        return _reorthonormalize_small_(Y)
+    with full_precision(Y.device):
+        if Y.numel() == 0 and reduce is no_reduce:  # no matrices, so no collective either
+            return Y
+        G = reduce(gram(Y))
+        if sync_free or torch.compiler.is_compiling():
+            P = inverse_sqrt_sync_free(G)
+            return multiply_rows_(Y, P if skip is None else torch.where(skip == 0, P, eye_like(P)))
+        largest = torch.linalg.matrix_norm(G, ord=float("inf")).amax()
+        if not largest < 1e3:
+            return _fallback_(Y, reduce)
+        P = inverse_sqrt(G)
+        amplification = largest * torch.linalg.matrix_norm(P, ord=float("inf")).amax() ** 2
+        if not amplification < 1e4:
+            return _fallback_(Y, reduce)
+        multiply_rows_(Y, P)
+        if amplification > 8:  # the rounding of G is amplified by its condition
+            multiply_rows_(Y, 1.5 * eye_like(G) - 0.5 * reduce(gram(Y)))
+        return Y
+
+
+def _reorthonormalize_small_(Y: Tensor) -> Tensor:
+    if Y.numel() == 0:
+        return Y
+    Z = Y.double()
+    X = polar_near_identity(Z) if Z.ndim == 2 else None
+    if X is not None:
+        return Y.copy_(X)
+    try:
+        eigenvalues, V = torch.linalg.eigh(Z.mT @ Z)
+    except torch.linalg.LinAlgError:  # NaN or Inf; the fallback raises a clear error
+        return _fallback_(Y, no_reduce)
+    smallest, largest = torch.aminmax(eigenvalues)
+    if not float(smallest) > 1e-7 * float(largest):
+        return _fallback_(Y, no_reduce)
+    return Y.copy_(Z @ ((V * eigenvalues.rsqrt()[..., None, :]) @ V.mT))
+
+
+def _fallback_(Y: Tensor, reduce: Reduce) -> Tensor:
+    return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
+
+
+def multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
+    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), with a buffer for one block of rows."""
+    blocks = row_chunks(Y)
+    buffer = Y.new_empty(*Y.shape[:-2], blocks[0].stop, Y.shape[-1])
+    for rows in blocks:
+        part = Y[..., rows, :]
+        part.copy_(torch.matmul(part, P, out=buffer[..., : part.shape[-2], :]))
+    return Y
+
+
+def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
+    """Y <- its polar factor Y (YᵀY)^(-1/2), for this rank's rows of a matrix (..., n, p) of condition up to about 1e6.
+
+    In float64 by the eigenvalues of YᵀY: one all-reduce, two for a condition above 1e3. ValueError on all ranks alike if the
+    matrix is rank-deficient or not finite.
+    """
+    for _ in range(2):
+        G = reduce(gram_in_double(Y))
+        eigenvalues, V = torch.linalg.eigh(G) if torch.isfinite(G).all() else (G.new_full(G.shape[:-1], torch.nan), G)
+        smallest, largest = eigenvalues.amin(-1), eigenvalues.amax(-1)
+        if not (smallest > 1e-13 * largest).all():
+            raise ValueError(
+                "expected a finite matrix of full column rank, to find the nearest orthonormal one, got squared singular "
+                f"values from {float(smallest.min()):.1e} to {float(largest.max()):.1e}"
+            )
+        P = (V / eigenvalues.sqrt()[..., None, :]) @ V.mT
+        for rows in row_chunks(Y):
+            Y[..., rows, :] = (Y[..., rows, :].double() @ P).to(Y.dtype)
+        if (smallest > 1e-6 * largest).all():
+            break
+    return Y
+
+
+def defect(X: Tensor) -> Tensor:
+    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
+
+    For a DTensor sharded by rows: one all-reduce of p x p, the same result on every rank, no gradient.
+    """
+    if is_dtensor(X):
+        X = X.detach()
+    G = row_reduce(X)(gram_in_double(to_local(X)))
+    return torch.linalg.matrix_norm(G - eye_like(G)) / X.shape[-1] ** 0.5
+
 
 # Coefficients of (1 + x)^(-1/2) = Σ c_k xᵏ.
 _SERIES = [1.0]

@@ -1,6 +1,7 @@
 """The reference model: a Llama-like decoder around any token interface.
 
-Dims: B batch, N positions, d hidden size, F width of the mlp, V vocabulary.
+Attention is grouped-query, with an optional channel-wise gate and rotary positions in the rotate-half layout of Hugging Face's
+Llama. Dims: B batch, N positions, d hidden size, F width of the mlp, V vocabulary, H query heads, D head dim.
 """
 
 import math
@@ -11,10 +12,65 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from manifold_tying import distributed
-from manifold_tying.models._attention import Attention
 from manifold_tying.models._config import LlamaConfig
-from manifold_tying.models._rope import RotaryTables, rotary_tables
 from manifold_tying.tying import TokenInterface
+
+RotaryTables = tuple[Tensor, Tensor]
+
+
+def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device) -> RotaryTables:
+    """cos and sin, each (N, D/2), of the angles n θ^(-2i/D) for positions n and channel pairs i.
+
+    Always float32: in bfloat16 neighbouring positions beyond 256 would share an angle. Recomputed in each forward, at N D
+    operations versus N d² for one projection: no buffer to go stale on casts, moves or the meta device, and no maximum length.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """Rotate the channel pairs (i, i + D/2) of x (B, H, N, D) by the tables' angles, in float32 or wider."""
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention (B, N, d) -> (B, N, d): W_o (g ⊙ [head_1 ... head_H]), head_h = softmax(q_h Kᵀ / √D) V.
+
+    The gate g (H·D) is applied between the heads and W_o (PIT, appendix A.1, "lightweight learnable channel-wise gate")
+    and is initialized to one. The projections are separate Linears: one fused matmul measured between 5 % faster and 5 %
+    slower on a CPU, and separate weights can be constrained and copied one by one.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_width, key_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(config.hidden_size, query_width, bias=False)
+        self.key = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.value = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.output = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.gate = nn.Parameter(torch.ones(query_width)) if config.gated_attention else None
+
+    def forward(self, x: Tensor, tables: RotaryTables) -> Tensor:
+        query = rotate(self._heads(self.query(x)), tables)
+        key = rotate(self._heads(self.key(x)), tables)
+        value = self._heads(self.value(x))
+        heads = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        concatenated = heads.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            concatenated = concatenated * self.gate
+        return self.output(concatenated)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, N, H·D) -> (B, H, N, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
 
 # Embeddings may be legitimately small (1/√V for an orthonormal memory, less once T has grown), so a norm's usual eps would
 # matter. This one only keeps zero rows finite.

@@ -11,9 +11,9 @@ from manifold_tying.tying._parallel import shard_vocabulary as shard_vocabulary
 from manifold_tying.tying._pit import PIT as PIT
 from manifold_tying.tying._pit import Memory as Memory
 from manifold_tying.tying._pit import Transform as Transform
-from manifold_tying.tying._tables import TransposeTying as TransposeTying
-from manifold_tying.tying._tables import Untied as Untied
 from manifold_tying.tying.interface import TokenInterface as TokenInterface
+from manifold_tying.tying.interface import TransposeTying as TransposeTying
+from manifold_tying.tying.interface import Untied as Untied
 
 
 def __getattr__(name: str) -> _Any:

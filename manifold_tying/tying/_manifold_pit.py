@@ -8,12 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import distributed, precision
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
-from manifold_tying.tying._start import check_bounds
-from manifold_tying.tying._transform import solve_transform
+
+
+def _check_bounds(low: float, high: float, bounds: Bounds) -> None:
+    """ValueError if clamping would change an initial diagonal of L, which ranges from low to high."""
+    if not bounds[0] <= low <= high <= bounds[1]:
+        raise ValueError(
+            f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamping would "
+            "change T. Widen the bounds, or choose another transform"
+        )
 
 
 class ManifoldPIT(PIT):
@@ -48,7 +55,7 @@ class ManifoldPIT(PIT):
         dtype = precision.compute_dtype(torch.get_default_dtype())
         factor = CholeskyFactor(diagonal, bounds, dtype)
         if factor.bounds is not None:
-            check_bounds(1.0, 1.0, factor.bounds)
+            _check_bounds(1.0, 1.0, factor.bounds)
         start = torch.randn(vocab_size, hidden_size, dtype=dtype)
         self.register_parameter("memory", nn.Parameter(start, requires_grad=memory == "trainable"))
         stiefel(self, "memory", retraction=retraction)
@@ -63,7 +70,7 @@ class ManifoldPIT(PIT):
         clamp = CholeskyFactor(bounds=bounds).bounds
         if clamp is not None:
             low, high = L.diagonal().aminmax()
-            check_bounds(low.item(), high.item(), clamp)
+            _check_bounds(low.item(), high.item(), clamp)
         with torch.device("meta"):  # avoids drawing and projecting a random memory
             pit = cls(*Z.shape, **options)
         stored = parametrized(pit)
@@ -85,7 +92,7 @@ class ManifoldPIT(PIT):
 
     def _divide(self, rows: Tensor) -> Tensor:
         """rows T⁻¹, by two triangular solves."""
-        return solve_transform(rows, self.cholesky_factor)
+        return _divide(rows, self.cholesky_factor)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """h T and Z.
@@ -113,7 +120,7 @@ class ManifoldPIT(PIT):
         with torch.no_grad():
             memory = distributed.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()
-            return self._with_bridge(solve_transform(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
+            return self._with_bridge(_divide(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -137,3 +144,33 @@ class ManifoldPIT(PIT):
         stored = next(p for name, p in self.named_parameters() if "memory" in name)
         kind = "trainable" if stored.requires_grad else "frozen"
         return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, L: Tensor) -> Tensor:
+        quotient = _solve(rows, L)
+        ctx.save_for_backward(quotient, L)
+        return quotient
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        # E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹. With a frozen Z only EᵀḠ has n rows.
+        quotient, L = ctx.saved_tensors
+        grad_rows = grad_L = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _solve(grad, L)
+        if ctx.needs_input_grad[1]:
+            product = quotient.mT @ grad_rows if grad_rows is not None else _solve(quotient.mT @ grad, L)
+            grad_L = -(product + product.mT) @ L  # through T = L Lᵀ
+        return grad_rows, grad_L
+
+
+def _solve(rows: Tensor, L: Tensor) -> Tensor:
+    # (T⁻¹ rowsᵀ)ᵀ gives a row-major result. Compiled for a CPU, torch up to 2.13 silently miscomputes the norm of a
+    # column-major one and its gradient (pytorch/pytorch#185702).
+    half = torch.linalg.solve_triangular(L, rows.mT, upper=False)
+    return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+
+
+_divide = autograd.custom_gradient(_Divide, _solve, differentiable=True)

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manifold_tying import autograd, distributed, precision
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal
 from manifold_tying.tying._loss import linear_cross_entropy
-from manifold_tying.tying._start import decompose
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
@@ -118,7 +117,7 @@ class PIT(TokenInterface):
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
         form = _pit_class(memory, options)
-        U, H = decompose(weight)
+        U, H = _decompose(weight)
         T = precision.eye_like(H)
         if transform != "identity" and not bridge:
             T = H if transform == "head" else precision.sym(torch.linalg.inv(H))
@@ -249,3 +248,22 @@ def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
     from manifold_tying.tying._manifold_pit import ManifoldPIT
 
     return FreePIT if memory == "free" else ManifoldPIT
+
+
+def _decompose(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Polar factors of a table in float64; ValueError, with the reason, if PIT cannot start from it."""
+    if weight.ndim != 2:
+        raise ValueError(f"expected an embedding table (V, d), got {tuple(weight.shape)}")
+    precision.compute_dtype(weight.dtype)
+    V, d = weight.shape
+    if V < d:
+        raise ValueError(f"expected V >= d, since d orthonormal columns need V >= d rows; got a table of ({V}, {d})")
+    U, H = linalg.polar(weight.detach().double())
+    singular_values = torch.linalg.eigvalsh(H)
+    if not singular_values[0] > 1e-5 * singular_values[-1]:
+        raise ValueError(
+            f"expected a table of full column rank, got smallest / largest singular value "
+            f"{singular_values[0] / singular_values[-1]:.1e} (at least 1e-5 is needed): its polar factor is not determined. "
+            "Look for duplicate, constant or zero columns"
+        )
+    return U, H

@@ -1,9 +1,14 @@
-"""Base class of all token interfaces."""
+"""The base class of all token interfaces, and the two usual ones: separate tables, and one table for both sides."""
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
+
+from manifold_tying import distributed
+from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 
 
 class TokenInterface(nn.Module, ABC):
@@ -50,3 +55,131 @@ def check_ids(ids: Tensor) -> None:
     """ValueError unless ids are int32 or int64."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expected int64 or int32 token ids, got {ids.dtype}; convert them with ids.long()")
+
+
+INITIAL_STD = 0.02  # as in GPT-2 and Llama
+
+
+class _PlainTables(TokenInterface):
+    """E and W_outᵀ are tables (V, d); the second is multiplied by a learned exp(``log_scale``) if there is one."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, std: float, logit_scale: bool) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.std = std
+        # shape (1,): FSDP2 cannot shard a scalar
+        self.log_scale = nn.Parameter(torch.zeros(1)) if logit_scale else None
+
+    @property
+    @abstractmethod
+    def _embedding(self) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def _head(self) -> Tensor: ...
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return (
+            hidden
+            if self.log_scale is None
+            else hidden * distributed.full_tensor(self.log_scale).exp().to(hidden.dtype)
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        check_ids(ids)
+        return vocab_embedding(ids, self._embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return vocab_logits(self._scaled(hidden), self._head)
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+        return linear_cross_entropy(self._scaled(hidden), self._head, targets, ignore_index=ignore_index)
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        E, head = (distributed.full_tensor(table.detach()) for table in (self._embedding, self._head))
+        return E.clone(), self._scaled(head).detach().T.clone(memory_format=torch.contiguous_format)
+
+    def reset_parameters(self) -> None:
+        """Draw new tables from torch's default generator, as in the constructor.
+
+        Also initializes a module from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with
+        the same seed, ranks get the values that one process would draw.
+        """
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name == "log_scale":
+                    parameter.zero_()
+                else:
+                    distributed.sharded_normal_(parameter).mul_(self.std)
+
+
+class Untied(_PlainTables):
+    """Separate tables: E = ``embedding`` (V, d), W_out = ``head``ᵀ, head (V, d); both N(0, std²) initially.
+
+    Args:
+        vocab_size: V.
+        hidden_size: d.
+        std: standard deviation of the initial tables.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), initially 1.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD, logit_scale: bool = False
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, std, logit_scale)
+        self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
+        self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.embedding
+
+    @property
+    def _head(self) -> Tensor:
+        return self.head
+
+
+class TransposeTying(_PlainTables):
+    """One table for both sides: E = ``weight`` (V, d), W_out = Eᵀ (Press and Wolf 2017), N(0, std²) initially.
+
+    Args:
+        vocab_size: V.
+        hidden_size: d.
+        std: standard deviation of the initial table.
+        logit_scale: multiply the logits by a learned exp(``log_scale``), initially 1.
+        input_gradient_scale: multiplies the lookup's part of the table's gradient, which the head's part otherwise
+            outweighs (arXiv 2603.26663). The values do not change.
+
+    Raises:
+        ValueError: input_gradient_scale negative or not finite.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        std: float = INITIAL_STD,
+        logit_scale: bool = False,
+        input_gradient_scale: float = 1.0,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, std, logit_scale)
+        if not 0 <= input_gradient_scale < math.inf:
+            raise ValueError(f"expected a finite input_gradient_scale >= 0, got {input_gradient_scale}")
+        self.input_gradient_scale = input_gradient_scale
+        self.weight = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows = super().embed(ids)
+        if self.input_gradient_scale == 1.0:
+            return rows
+        return rows.detach().lerp(
+            rows, self.input_gradient_scale
+        )  # between equals: the rows, and a part of the gradient
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.weight
+
+    @property
+    def _head(self) -> Tensor:
+        return self.weight

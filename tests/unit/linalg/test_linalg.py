@@ -15,7 +15,7 @@ from matrices import conditioned, orthonormal, scipy_polar
 from torch import Tensor
 
 from manifold_tying import linalg, precision
-from manifold_tying.linalg._polar_factors import polar_matmuls
+from manifold_tying.linalg._polar import polar_matmuls
 from manifold_tying.testing import tall_shapes
 
 METHODS = get_args(linalg.Orthonormalization)

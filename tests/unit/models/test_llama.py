@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from manifold_tying import Untied
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.models._rope import rotary_tables, rotate
+from manifold_tying.models._llama import rotary_tables, rotate
 
 SEQUENTIAL = LlamaConfig(
     vocab_size=61,
