@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import tyro
 
 from benchmarks._figure import pyplot, save
+from experiments.budgets import candidates, trial_specs
 from manifold_tying.models import preset
 from manifold_tying.training import Settings
 from manifold_tying.training.arms import run_folder
-from manifold_tying.training.papers.budgets import candidates, trial_specs
 from manifold_tying.training.report.figures import COLOURS
 
 PIT = "pit-trainable"

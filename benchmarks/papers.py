@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from manifold_tying.training.papers.comparison import Table
+from experiments.comparison import Table
 
 HEADER = """# The papers' comparisons
 

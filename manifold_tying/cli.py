@@ -5,25 +5,27 @@ import os
 import signal
 import sys
 from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
 
 from manifold_tying._extra import needs_extra
 
-# name: where its configuration and its function are, imported when the command is given
+# name: its configuration and its function, imported when the command is given
 COMMANDS = {
-    "train": ("commands", "TrainConfig", "run_train"),
-    "ablate": ("commands", "AblateConfig", "run_ablate"),
-    "reproduce": ("papers.recipes", "ReproduceConfig", "run_reproduce"),
-    "report": ("commands", "ReportConfig", "run_report"),
-    "convert": ("commands", "ConvertConfig", "run_convert"),
-    "export": ("commands", "ExportConfig", "run_export"),
-    "inspect": ("commands", "InspectConfig", "run_inspect"),
+    "train": ("TrainConfig", "run_train"),
+    "ablate": ("AblateConfig", "run_ablate"),
+    "reproduce": ("ReproduceConfig", "run_reproduce"),
+    "report": ("ReportConfig", "run_report"),
+    "convert": ("ConvertConfig", "run_convert"),
+    "export": ("ExportConfig", "run_export"),
+    "inspect": ("InspectConfig", "run_inspect"),
 }
 HELP = """\
 usage: manifold-tying COMMAND [-h] ...
 
   train      Train one model.
   ablate     Train several arms on the same data and compare them.
-  reproduce  Make one of the papers' comparisons.
+  reproduce  Make one of the papers' comparisons; in a checkout only.
   report     Draw the curves of ablations and runs on one page.
   convert    Replace the tied tables of a transformers checkpoint by a PIT interface.
   export     Write a converted checkpoint as a stock one, or a run's weights as one file.
@@ -58,13 +60,26 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(name: str, arguments: list[str]) -> None:
-    module, kind, function = COMMANDS[name]
+    kind, function = COMMANDS[name]
     with needs_extra("train", "training and the command line need"):
         from rich.console import Console
 
         from manifold_tying.training.arguments import parsed
 
-        command = importlib.import_module(f"manifold_tying.training.{module}")
+        command = _experiments() if name == "reproduce" else importlib.import_module("manifold_tying.training.commands")
     config = parsed(getattr(command, kind), name, arguments)
     # Text holds names that users chose, which are never markup: "[/x]" would be an error, "[final]" would vanish.
     getattr(command, function)(config, Console(markup=False, emoji=False))
+
+
+def _experiments() -> ModuleType:
+    """The comparisons, which lie beside the package in a checkout; ValueError where they do not."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "experiments").is_dir():
+        raise ValueError(
+            "reproduce needs the folder experiments/, which lies beside the package in its repository and not in an installed "
+            "package. Run pip install --editable '.[train]' in a checkout, and the command again"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))  # first, for a user may have a folder of that name
+    return importlib.import_module("experiments.recipes")

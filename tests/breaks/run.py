@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("manifold_tying", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
+COPIED = (
+    *("manifold_tying", "tests", "benchmarks", "experiments", "docs"),
+    *("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile"),
+)
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,13 @@ def test_sources_install(kind: str, wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "install", *options, str(tmp_path / "installed"), str(source))
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}); import manifold_tying as mt\n"
-        "mt.PIT; print(mt.__file__)"
+        "mt.PIT; print(mt.__file__)\n"
+        "from manifold_tying.cli import main; main(['reproduce', 'pit-length', '--out', 'out'])"
     )
-    assert run(sys.executable, "-P", "-c", program, cwd=tmp_path).startswith(str(tmp_path / "installed/manifold_tying"))
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(str(tmp_path / "installed/manifold_tying")), done.stderr
+    assert done.returncode == 2 and "in a checkout" in done.stderr  # the comparisons are no part of the package
 
 
 def test_the_wheel_works_without_the_extras(wheel: Path, tmp_path: Path) -> None:

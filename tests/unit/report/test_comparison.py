@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import Page, with_losses, write_experiment
 from hostile import run, tree
+from made_up import Page, with_losses, write_experiment
 from training_runs import config, text
 
 from manifold_tying.cli import main

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from experiments import ARMS, Page, with_losses, write_experiment, write_lines
 from hostile import tree
+from made_up import ARMS, Page, with_losses, write_experiment, write_lines
 from PIL import Image
 from rich.console import Console
 

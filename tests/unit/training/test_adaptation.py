@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
-from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
-from manifold_tying.training.papers.adaptation import PROBLEMS, RUN, adaptation
-from manifold_tying.training.papers.problems import (
+from experiments.adaptation import PROBLEMS, RUN, adaptation
+from experiments.problems import (
     HELD_OUT_EVERY,
     IN_DOMAIN,
     OUT_OF_DOMAIN,
@@ -25,6 +24,7 @@ from manifold_tying.training.papers.problems import (
     exact_match,
     problems,
 )
+from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
 from manifold_tying.training.sections import Interface
 
 V = 320
@@ -159,7 +159,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 
 
 def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "manifold_tying.training.papers.adaptation"
+    module = "experiments.adaptation"
     monkeypatch.setattr(f"{module}.TRAINING", 400)
     monkeypatch.setattr(f"{module}.EVALUATED", 40)
     converted = tmp_path / "converted"

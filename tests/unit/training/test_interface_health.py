@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments import write_experiment
 from hostile import run
+from made_up import write_experiment
 from training_runs import TINY, config, lines
 
 import manifold_tying as mt

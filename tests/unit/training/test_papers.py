@@ -13,15 +13,15 @@ import torch
 from training_runs import SHAPE, TINY
 
 import manifold_tying as mt
+from experiments import RECIPES, ReproduceConfig, adaptation, poet, reproduce
+from experiments.budgets import candidates, trial_specs
+from experiments.comparison import Arm, Table, Trained, agreement, loss_table
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
 from manifold_tying.training.ablation import parse_arm
 from manifold_tying.training.build import build_model
 from manifold_tying.training.numbers import significant
-from manifold_tying.training.papers import RECIPES, ReproduceConfig, adaptation, poet, reproduce
-from manifold_tying.training.papers.budgets import candidates, trial_specs
-from manifold_tying.training.papers.comparison import Arm, Table, Trained, agreement, loss_table
 from manifold_tying.training.rundir import RESULT
 
 
@@ -56,7 +56,7 @@ def test_poet_comparisons_have_a_line_for_every_arm(
         found[experiment.out] = [{"arm": arm, "val_loss": 3 + number / 8, **numbers} for number, (arm, _) in runs]
         return found[experiment.out]
 
-    monkeypatch.setattr("manifold_tying.training.papers.comparison.ablate", made_up)
+    monkeypatch.setattr("experiments.comparison.ablate", made_up)
     steps = 30 if name == "poet-merging" else 2  # T_m = 5 and 25, and 50 for never
     tables = reproduce(config(name, tmp_path, corpus, seeds=1, tokens=48 * steps))
     assert len(found) == (3 if name == "poet-budget" else 1)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.comparison import Arm, Table, Trained, loss_table, size, train_arms
 from manifold_tying.models import preset
 from manifold_tying.training.config import Settings
-from manifold_tying.training.papers.comparison import Arm, Table, Trained, loss_table, size, train_arms
 from manifold_tying.training.progress import Started
 
 FULL = "poet-full"  # with a fraction of 1/2, as in all of the paper's ablations

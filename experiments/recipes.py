@@ -13,6 +13,9 @@ import torch
 import tyro
 from rich.console import Console
 
+from experiments import adaptation, pit, poet
+from experiments.budgets import budgets, candidates
+from experiments.comparison import Table
 from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
 from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
@@ -21,9 +24,6 @@ from manifold_tying.training.files import write_whole
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import load_data, train
 from manifold_tying.training.machine import called_as, machine
-from manifold_tying.training.papers import adaptation, pit, poet
-from manifold_tying.training.papers.budgets import budgets, candidates
-from manifold_tying.training.papers.comparison import Table
 from manifold_tying.training.progress import Started, progress_bars
 from manifold_tying.training.rundir import RESULT
 

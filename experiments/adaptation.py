@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
+from experiments.comparison import Arm, Table, share, train_arms
+from experiments.pit import TRANSPOSE
+from experiments.problems import exact_match, problems, write_problems
 from manifold_tying._json import read_object
 from manifold_tying._transformers import import_transformers
 from manifold_tying.training.ablation import check_folder
@@ -14,9 +17,6 @@ from manifold_tying.training.config import Settings, TrainConfig, read_shape
 from manifold_tying.training.files import write_whole
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import train
-from manifold_tying.training.papers.comparison import Arm, Table, share, train_arms
-from manifold_tying.training.papers.pit import TRANSPOSE
-from manifold_tying.training.papers.problems import exact_match, problems, write_problems
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import RESULT, finite

@@ -6,11 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifold_tying.models import preset
-from manifold_tying.training.arms import parse_arm
-from manifold_tying.training.config import Settings, TrainConfig
-from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
-from manifold_tying.training.papers.comparison import (
+from experiments.comparison import (
     Arm,
     Table,
     Trained,
@@ -20,7 +16,11 @@ from manifold_tying.training.papers.comparison import (
     size,
     train_arms,
 )
-from manifold_tying.training.papers.pit import TRANSPOSE
+from experiments.pit import TRANSPOSE
+from manifold_tying.models import preset
+from manifold_tying.training.arms import parse_arm
+from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.sections import Interface

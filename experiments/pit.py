@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from manifold_tying import diagnostics
-from manifold_tying.diagnostics import InterfaceConsistency
-from manifold_tying.training.config import Settings, TrainConfig
-from manifold_tying.training.hf_model import OUT
-from manifold_tying.training.numbers import mean
-from manifold_tying.training.papers.comparison import (
+from experiments.comparison import (
     Arm,
     Table,
     Trained,
@@ -19,6 +14,11 @@ from manifold_tying.training.papers.comparison import (
     size,
     train_arms,
 )
+from manifold_tying import diagnostics
+from manifold_tying.diagnostics import InterfaceConsistency
+from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.hf_model import OUT
+from manifold_tying.training.numbers import mean
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.records import lines_of
