@@ -187,7 +187,7 @@ def try_class(name: str, folder: Path) -> tuple[str, str]:
     try:
         mt.convert(model, **options)
     except ValueError as error:
-        if "Say which to keep" not in str(error):
+        if 'source="input"' not in str(error):
             return refused(model, before, hashed, folder, str(error))
         options = {"source": "input"}
         try:

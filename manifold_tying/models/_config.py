@@ -140,7 +140,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration called ``name``; change it with ``dataclasses.replace``."""
+    """The configuration called ``name``; change it with ``dataclasses.replace``, its width together with ``head_dim=0``."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -80,7 +80,7 @@ class FreePIT(PIT):
         return _divide(rows, distributed.to_local(self.table), inverse, VocabularyShard.of(self.table))
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        check_hidden(hidden)
+        check_hidden(hidden, self.hidden_size)
         if self.bridge is not None:
             with precision.full_precision(hidden.device):
                 hidden = (hidden.to(self.bridge.dtype) @ self.bridge).to(hidden.dtype)

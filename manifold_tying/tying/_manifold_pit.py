@@ -107,7 +107,7 @@ class ManifoldPIT(PIT):
 
     def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
         """h T / divisor, computed in float32, in the dtype of h."""
-        check_hidden(hidden)
+        check_hidden(hidden, self.hidden_size)
         with precision.full_precision(hidden.device):
             L = self.cholesky_factor
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)

@@ -231,10 +231,12 @@ class PIT(TokenInterface):
         return super()._apply(wide, recurse)
 
 
-def check_hidden(hidden: Tensor) -> None:
-    """ValueError unless hidden is floating point."""
+def check_hidden(hidden: Tensor, hidden_size: int) -> None:
+    """ValueError unless hidden is floating point of shape (..., d)."""
     if not hidden.is_floating_point():
         raise ValueError(f"expected hidden states in floating point, got {hidden.dtype}; for token ids call embed")
+    if hidden.shape[-1:] != (hidden_size,):
+        raise ValueError(f"expected hidden states (..., {hidden_size}), not logits, got {tuple(hidden.shape)}")
 
 
 def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:

@@ -135,7 +135,7 @@ def test_a_converted_folder_says_how_to_read_it(stock: Path, console: Console, t
     out = tmp_path / "converted"
     mt.save(mt.convert(build()), out)
     note = (out / "README.md").read_text()
-    assert "mt.load(" in note and "manifold-tying export" in note
+    assert "mt.load(" in note and "manifold-tying export" in note and "pip install" not in note  # no index has it
     assert json.loads((out / "config.json").read_text())["requires"] == "manifold-tying[huggingface]"
     mt.export(mt.load(out), out)  # over it: the folder is a stock checkpoint now
     assert not (out / "README.md").exists() and "requires" not in json.loads((out / "config.json").read_text())

@@ -98,3 +98,23 @@ def test_names_and_parametrizations_of_a_models_own_survive(kind: str, tmp_path:
     E, W_out = halves(model)[0].interface.materialize(torch.float32)
     torch.testing.assert_close(exported.get_input_embeddings().weight, E)
     torch.testing.assert_close(exported.get_output_embeddings().weight, W_out.T)
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("refused", 0), ("wrong", 1), ("crashed", 1)])
+def test_the_sweep_fails_where_a_class_does(outcome: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_transformers, "sweep", lambda names, jobs: [(names[0], outcome, "why")])
+    monkeypatch.setattr("sys.argv", ["sweep_transformers"])
+    for name in ("set_verbosity_error", "disable_progress_bar"):
+        monkeypatch.setattr(transformers.logging, name, lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        sweep_transformers.main()
+    assert ended.value.code == status
+
+
+@pytest.mark.filterwarnings("ignore:.* had two tables; kept the input table:UserWarning")
+def test_the_sweep_keeps_one_table_of_two(tmp_path: Path) -> None:
+    """Of a model that renames its modules when it is saved."""
+    if getattr(transformers, kind := "BailingHybridForCausalLM", None) is None:
+        lacking(f"this version of transformers has no {kind}")
+    assert sweep_transformers.try_class(kind, tmp_path) == ("converted", "from the input's table")

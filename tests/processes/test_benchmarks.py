@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,16 @@ def test_equivalence_runs(tmp_path: Path) -> None:
         min(4 / 6 + (24 + 40) * 8 / (24 * 40), 1 + 14 * 8 / (6 * 32)), 1e-3
     )
     assert row["contenders"]["nn.Linear"]["ratio"] == 1 and row["memory_unit"] == "weight"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_layers_of_many_sizes_do_not_reach_dynamos_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.equivalence import Problem
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (8, 16, 24):
+            Problem(n, n, 8, 4, Options()).poet(compiled=True, block_size=8)()
 
 
 @pytest.mark.parametrize(("terms", "least", "most"), [(2, 0, 1e-4), (3, 1e-3, 1)])

@@ -510,8 +510,10 @@ def test_matmul_precision_is_highest_inside_and_restored_after() -> None:
 
 
 def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    PRODUCTS.fp32_precision = "none"  # the default, whatever the tests before left there
     monkeypatch.setattr(torch.backends, "fp32_precision", "bf16")
     linalg.polar(torch.randn(200, 32))
+    assert PRODUCTS.fp32_precision == "bf16"
     monkeypatch.undo()
     assert PRODUCTS.fp32_precision != "bf16"
 

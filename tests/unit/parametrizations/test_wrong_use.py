@@ -1,6 +1,8 @@
 """Uses that look right and are not, each with an error or a warning that says what to do."""
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import manifold_tying as mt
+from manifold_tying.tying import Memory
 
 
 def test_a_plain_state_dict_of_a_constrained_layer() -> None:
@@ -30,3 +33,28 @@ def test_what_fits_a_memory_is_named_when_adamw_moves_it() -> None:
     pit.embed(torch.arange(4)).square().sum().backward()
     with pytest.warns(UserWarning, match=r"PIT\(memory='free'\) in place of another memory"):
         torch.optim.AdamW(pit.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("memory", get_args(Memory))
+def test_logits_in_the_place_of_hidden_states(memory: Memory) -> None:
+    pit = mt.PIT(32, 8, memory=memory)
+    logits = pit.logits(torch.randn(3, 8))
+    for use in (pit.logits, lambda wrong: pit.loss(wrong, torch.arange(3))):
+        with pytest.raises(ValueError, match=r"expected hidden states \(..., 8\), not logits, got \(3, 32\)"):
+            use(logits)
+
+
+@pytest.mark.parametrize(
+    ("package", "use", "advice"),
+    [
+        ("safetensors", lambda: mt.load_adapter(nn.Linear(2, 2), "file"), "pip install safetensors"),
+        ("transformers", lambda: mt.optim.MergeCallback, r"pip install 'manifold-tying\[huggingface\]'"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    package: str, use: Callable[[], Any], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "manifold_tying.optim.trainer_callback", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=advice):
+        use()

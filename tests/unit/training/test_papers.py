@@ -17,7 +17,7 @@ from experiments import RECIPES, ReproduceConfig, adaptation, poet, reproduce
 from experiments.budgets import candidates, trial_specs
 from experiments.comparison import Arm, Table, Trained, agreement, loss_table
 from manifold_tying.cli import main
-from manifold_tying.models import PRESETS
+from manifold_tying.models import PRESETS, preset
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
 from manifold_tying.training.ablation import parse_arm
 from manifold_tying.training.build import build_model
@@ -199,6 +199,27 @@ def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatc
         for folder in (tmp_path / "continued" / rotated / "model", tmp_path / "adapted" / rotated / "run/model")
     )
     assert torch.equal(before.E, after.E) and torch.equal(before.W_out, after.W_out)  # LoRA alone
+
+
+def test_an_adapted_run_has_the_seed_of_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where seed 0 stopped."""
+    given: list[tuple[str, int]] = []
+
+    def train_arms(folder: Path, arms: list[Arm], *rest: Any) -> Trained:
+        return Trained(arms=arms, rows=[{"arm": arm.spec, "seed": 1, "val_loss": 2.0} for arm in arms], folder=folder)
+
+    def adapt(checkpoint: Path, out: Path, *, seed: int, **options: Any) -> dict[str, float]:
+        given.append((out.name.rpartition("-")[2], seed))
+        return {"in_domain": 0.5, "out_of_domain": 0.5, "in_domain_before": 0.5}
+
+    for name, replacement in {
+        "train_arms": train_arms,
+        "adaptation": adapt,
+        "read_shape": lambda _: preset("nano"),
+    }.items():
+        monkeypatch.setattr(adaptation, name, replacement)
+    adaptation.adapted(tmp_path, Settings(), 2, None)
+    assert given == 3 * [("1", 1)]
 
 
 def test_agreement_is_spearmans() -> None:
