@@ -16,7 +16,6 @@ from manifold_tying.diagnostics.rotation import TraceProbe as TraceProbe
 from manifold_tying.diagnostics.rotation import orthogonality_error as orthogonality_error
 from manifold_tying.diagnostics.rotation import phases as phases
 from manifold_tying.diagnostics.rotation import trace_probe as trace_probe
-from manifold_tying.diagnostics.rotation import update_counts as update_counts
 from manifold_tying.diagnostics.rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics.saved import SavedTables as SavedTables
 from manifold_tying.diagnostics.saved import inspect_tables as inspect_tables

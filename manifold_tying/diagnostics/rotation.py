@@ -1,6 +1,6 @@
-"""How far POET's orthogonal factors have turned, how orthogonal they are, and which weights they reached."""
+"""How far POET's orthogonal factors have turned, and how orthogonal they are."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -100,28 +100,3 @@ def phases(
     before = (rates >= rates.max() * (1 - 1e-6)) | ((curve - curve[-1]).abs() > settled)
     final = max(stable, int(before.nonzero()[-1]) + 1)
     return Phases(int(steps[stable]), int(steps[final]) if final < n - 1 else None)
-
-
-def update_counts(m: int, n: int, steps: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """How often each entry of a weight (m, n) was updated: int64 (m, n). (POET, appendix H.)
-
-    `steps` holds per step the rows that R touches and the columns that P touches, each a boolean mask, (m,) and (n,), or a
-    tensor of indices. R at row i counts once for every entry of that row, P at column j for every entry of that
-    column: counts[i, j] = #{t: i in rows_t} + #{t: j in columns_t}, at most two per step; block SPO attains that.
-    """
-    counts = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-    for touched in steps:
-        for count, indices in zip(counts, touched, strict=True):
-            count += _mask(indices, len(count))
-    return counts[0][:, None] + counts[1]
-
-
-def _mask(indices: Tensor, size: int) -> Tensor:
-    indices = indices.detach().cpu()
-    if indices.dtype == torch.bool and indices.shape == (size,):
-        return indices
-    whole = indices.dtype in (torch.int32, torch.int64) and indices.ndim == 1
-    if not whole or ((indices < 0) | (indices >= size)).any():
-        found = f"{indices.dtype} {tuple(indices.shape)}"
-        raise ValueError(f"expected a boolean mask ({size},) or int32 or int64 indices in [0, {size}), got {found}")
-    return torch.zeros(size, dtype=torch.bool).index_fill_(0, indices.long(), True)

@@ -78,10 +78,6 @@ def load_checkpoint(
         ValueError: the checkpoint has another configuration or was trained on another text.
     """
     state = processes.raise_together(lambda: _checked_state(path, config, processes))
-    if optimizer is not None:
-        processes.raise_together(lambda: _check_groups(path, state, optimizer))
-    if schedule is not None:
-        processes.raise_together(lambda: _check_schedule(path, state, schedule))
     tensors = processes.raise_together(lambda: _read(path, model, optimizer, probes))
     model.load_state_dict({name: tensors[name] for name in model.state_dict()})
     if optimizer is not None:
@@ -112,9 +108,6 @@ def read_state(path: Path) -> dict[str, Any]:
     unchanged = json.dumps(state, indent=1) == text  # also in spelling: a digest of the values misses that
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise _damaged(path, f"{STATE} was changed")
-    for name, kind in {"step": int, "config": dict, "files": dict}.items():
-        if type(state.get(name)) is not kind:
-            raise _damaged(path, f"{STATE}: expected {name!r} to be {kind.__name__}, found {state.get(name)!r}")
     return state
 
 
@@ -169,25 +162,6 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
             tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
     read_tensors(path, tensors)
     return tensors
-
-
-def _check_groups(path: Path, state: Mapping[str, Any], optimizer: RiemannianAdam) -> None:
-    """ValueError unless the saved groups have the sizes of the optimizer's."""
-    saved = state.get("param_groups")
-    found = [len(group["params"]) for group in saved] if isinstance(saved, list) else saved
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if found != expected:
-        raise ValueError(
-            f"checkpoint {path} does not fit the optimizer: expected groups of {expected} parameters, found {found}"
-        )
-
-
-def _check_schedule(path: Path, state: Mapping[str, Any], schedule: MergeSchedule) -> None:
-    """ValueError unless the saved schedule has the fields of ``schedule``."""
-    saved = state.get("schedule")
-    kinds = {name: type(value) for name, value in schedule.state_dict().items()}
-    if not isinstance(saved, dict) or {name: type(value) for name, value in saved.items()} != kinds:
-        raise ValueError(f"checkpoint {path}: expected 'schedule' to be a schedule of merges, found {saved!r}")
 
 
 def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:

@@ -21,7 +21,6 @@ from manifold_tying.diagnostics import (
     spectral_summary,
     svd_entropy,
     trace_probe,
-    update_counts,
     vector_probe,
 )
 
@@ -214,33 +213,7 @@ def test_hyperspherical_energy_where_it_is_known() -> None:
     assert hyperspherical_energy(torch.ones(1, 3)) == 0
 
 
-@CASES
-@given(m=st.integers(2, 12), n=st.integers(2, 12), masks=st.booleans(), seed=SEEDS)
-def test_update_counts_are_the_entries_that_move(m: int, n: int, masks: bool, seed: int) -> None:
-    """Against a weight that is in fact turned by random rotations of the chosen rows and columns."""
-    rng = np.random.default_rng(seed)
-    W = rng.normal(size=(m, n))
-    expected, sets = np.zeros((m, n), dtype=int), []
-    for t in range(10):
-        pair = []
-        for size, left in ((m, True), (n, False)):
-            chosen = rng.choice(size, rng.integers(2, size + 1), replace=False)
-            factor = np.eye(size)
-            factor[np.ix_(chosen, chosen)] = rotation(len(chosen), seed + t)
-            turned = factor @ W if left else W @ factor
-            expected += turned != W
-            W = turned
-            indices = torch.from_numpy(chosen)
-            mask = torch.zeros(size, dtype=torch.bool).index_fill_(0, indices, True)
-            pair.append(mask if masks else torch.cat([indices, indices[:1]]))  # twice the same is once
-        sets.append((pair[0], pair[1]))
-    np.testing.assert_array_equal(update_counts(m, n, sets).numpy(), expected)
-
-
 def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
-    for rows in (torch.tensor([3]), torch.ones(2, dtype=torch.bool), torch.tensor([0.0])):
-        with pytest.raises(ValueError, match=r"mask \(3,\)"):
-            update_counts(3, 2, [(rows, torch.tensor([0]))])
     for call in (vector_probe, trace_probe, orthogonality_error):
         with pytest.raises(ValueError, match="square"):
             call(torch.ones(3, 4))

@@ -173,11 +173,7 @@ def edited(**changes: Any) -> Callable[[bytes], bytes]:
 LOGS: list[tuple[str, Damage, str]] = [
     ("metrics.jsonl", line(2, lambda content: b"{broken\n"), "line 2: not JSON"),
     ("metrics.jsonl", line(2, edited(step=3)), "line 2: expected a whole line of step 2"),
-    ("metrics.jsonl", line(2, edited(loss=...)), "line 2: expected a number under 'loss', got nothing"),
-    ("metrics.jsonl", line(4, edited(val_loss="1")), "line 4: expected a number under 'val_loss'"),
     ("metrics.jsonl", lambda path: path.unlink(), "has 0 of the 4 lines"),
-    ("timing.jsonl", line(4, edited(seconds=float("nan"))), "expected a number under 'seconds'"),
-    ("timing.jsonl", line(4, edited(seconds=0)), "expected seconds > 0"),
     ("probes.jsonl", line(1, lambda content: b"{}\n"), r"probes\.jsonl, line 1: expected a whole line of step 0"),
     ("probes.jsonl", lambda path: path.unlink(), r"probes\.jsonl has 0 of the 2 lines"),
 ]
@@ -263,12 +259,11 @@ def test_a_file_that_was_not_saved_is_not_read(finished: Path, here: Path) -> No
         resumed(here, finished)
 
 
-def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda state: None) -> None:
-    """Give a checkpoint that was changed the digests of its files, as somebody who knows them would."""
+def sign(checkpoint: Path) -> None:
+    """Give a checkpoint that was changed the digests of its files."""
     state = json.loads((checkpoint / "state.json").read_text())
     state.pop("digest")
     state["files"] = {name: digest(checkpoint / name) for name in state["files"]}
-    change(state)
     (checkpoint / "state.json").write_text(json.dumps({**state, "digest": digest_of_state(state)}, indent=1))
 
 
@@ -310,24 +305,3 @@ def test_optimizer_state_of_another_shape_is_refused(tmp_path: Path, finished: P
         file.write_bytes(whole)
     sign(checkpoint)
     train(config(tmp_path, finished / "sums.txt", resume=True, **options))  # what is whole is read
-
-
-CONTENTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda state: state["param_groups"].pop(), "does not fit the optimizer: expected groups of"),
-    (lambda state: state.pop("param_groups"), "does not fit the optimizer: .* found None"),
-    (lambda state: state.update(step="2"), "expected 'step' to be int, found '2'"),
-    (lambda state: state.update(files=None), "expected 'files' to be dict, found None"),
-    (lambda state: state.update(schedule={}), "expected 'schedule' to be"),
-]
-
-
-def test_a_state_that_fits_nothing_is_refused(tmp_path: Path, finished: Path) -> None:
-    options = {"steps": 2, "checkpoint_every": None, "body": "poet-block"}
-    train(config(tmp_path, finished / "sums.txt", "untied", **options))
-    state = (checkpoint := checkpoints(tmp_path)[-1]) / "state.json"
-    whole = state.read_bytes()
-    for change, message in CONTENTS:
-        sign(checkpoint, change)
-        with pytest.raises(ValueError, match=message):
-            train(config(tmp_path, finished / "sums.txt", "untied", resume_from=checkpoint.name, **options))
-        state.write_bytes(whole)

@@ -56,7 +56,7 @@ def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus
 
 @pytest.mark.parametrize("body", ["poet-block", "poet-full"])
 def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corpus: Path) -> None:
-    """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; counts as update_counts'."""
+    """W = R W0 P with the R and P that the probes accumulated, although W0 was merged twice; every update counted."""
     given = settings(corpus, body=body, steps=10, cayley_terms=2)
     run = resolve(TrainConfig(out=tmp_path / "run", interface="untied", settings=given))
     model = build_model(run)
@@ -97,7 +97,10 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
         assert found["P"]["trace"] == pytest.approx((torch.trace(P) / len(P)).item(), abs=1e-6)
         assert found["R"]["trace"] < 0.999
         m, n = W.shape
-        counts = diagnostics.update_counts(m, n, touched[name])
+        counts = torch.zeros(m, n, dtype=torch.int64)
+        for out_order, in_order in touched[name]:
+            counts[out_order] += 1
+            counts[:, in_order] += 1
         assert torch.equal(rows[:, None] + columns, counts)
         assert found["updates"] == {
             "min": counts.min().item(), "mean": pytest.approx(counts.double().mean().item()), "max": counts.max().item()
