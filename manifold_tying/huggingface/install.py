@@ -99,6 +99,7 @@ def record(model: "PreTrainedModel") -> None:
     # A device map must not split a half: the interface and its caller would be on two devices.
     model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
     setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
+    setattr(model, "get_input_embeddings", MethodType(get_input_embeddings, model))  # noqa: B010
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
@@ -143,6 +144,14 @@ def interface_options(interface: PIT) -> dict[str, Any]:
         "diagonal": factor.diagonal,
         "bounds": factor.bounds and list(factor.bounds),
     }
+
+
+def get_input_embeddings(model: "PreTrainedModel") -> nn.Module:
+    """``get_input_embeddings`` of a converted model; ValueError once PEFT has wrapped the embedding to train single tokens."""
+    embedding: Any = type(model).get_input_embeddings(model)
+    if hasattr(embedding, "token_adapter"):
+        raise embedding.token_adapter.base_layer.untying("training single tokens")
+    return embedding
 
 
 def resize_token_embeddings(

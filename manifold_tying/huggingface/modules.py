@@ -81,10 +81,11 @@ class _Half(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "interface" and not isinstance(value, PIT):
-            raise self._untying(f"replacing its interface by {type(value).__name__}")
+            raise self.untying(f"replacing its interface by {type(value).__name__}")
         super().__setattr__(name, value)
 
-    def _untying(self, what: str) -> ValueError:
+    def untying(self, what: str) -> ValueError:
+        """The error for ``what`` parts the halves."""
         return ValueError(
             f"{type(self).__name__} is one half of a tied pair: {what} would untie the halves. Copy or wrap the full model. "
             "With PEFT, remove embedding, head and interface from modules_to_save and trainable_token_indices; to train and "
@@ -93,7 +94,7 @@ class _Half(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Half":
         if not memo:  # not part of a copy of the model
-            raise self._untying("copying it alone")
+            raise self.untying("copying it alone")
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))

@@ -138,3 +138,10 @@ def test_tensors_that_a_class_has_no_place_for_are_left_out_with_a_warning(tmp_p
     with pytest.warns(UserWarning, match="LlamaForCausalLM has no place for pooler.weight"):
         main(["convert", str(tmp_path), str(tmp_path / "out")])
     assert mt.load(tmp_path / "out").lm_head is not None
+
+
+def test_another_module_called_as_the_embedding_is_no_table(tmp_path: Path) -> None:
+    model: Any = mt.convert(build())
+    model.vision = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(3, 4)})
+    mt.save(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["vision.embed_tokens.weight"].shape == (3, 4)

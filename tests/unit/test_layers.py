@@ -1,6 +1,7 @@
 """Who may import whom: one way only."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,25 @@ def test_a_package_imports_another_by_its_init() -> None:
                 parts = (getattr(node, "module", None) or "").split(".")
                 inside = parts[0] == "manifold_tying" and len(parts) > 2 and parts[1] not in (layer, "huggingface")
                 assert not inside, f"{file} imports {'.'.join(parts)}"
+
+
+def imported_by_tests(file: Path) -> set[str]:
+    """What a file of tests and the helpers that it imports import, functions aside."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            helper = ROOT / "tests" / f"{name}.py"
+            found |= imported_by_tests(helper) if helper.exists() else {name.partition(".")[0]}
+    return found
+
+
+def test_what_runs_on_a_gpu_needs_the_extras_that_contributing_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"tests/\S+\.py", next(line for line in page.splitlines() if "pytest -m cuda" in line)))
+    marked = {
+        f for f in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.cuda\b", f.read_text(encoding="utf-8"))
+    }
+    assert named == {file.relative_to(ROOT).as_posix() for file in marked}
+    assert not set.union(*map(imported_by_tests, marked)) & {"transformers", "peft", "trl", "selenium", "sklearn"}

@@ -23,10 +23,11 @@ def defect(layer: Any) -> float:
     return mt.linalg.defect(layer.weight.detach()).item()
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
-def test_a_constraint_that_comes_after_the_optimizer_is_followed(kind: Any) -> None:
+def test_a_constraint_that_comes_after_the_optimizer_is_followed(kind: Any, grouped: bool) -> None:
     layer = nn.Linear(8, 16)
-    optimizer = kind(layer.parameters(), lr=0.1)
+    optimizer = kind(param_groups(layer, weight_decay=0.1) if grouped else layer.parameters(), lr=0.1)
     train(layer, optimizer)
     mt.stiefel(layer)
     train(layer, optimizer)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from manifold_tying import linalg, precision
-from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam, nonfinite
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -351,3 +352,13 @@ def test_a_nan_of_the_last_step_is_reported_when_the_state_is_saved() -> None:
     assert torch.equal(p.detach(), torch.ones(3))
     with pytest.raises(ValueError, match="at an earlier step the gradient of parameter 0 of group 0"):
         optimizer.state_dict()
+
+
+def test_a_check_waits_for_the_device_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for the current one, where several are in use."""
+    bad, event = MagicMock(is_cuda=True, device="cuda:1"), MagicMock()
+    monkeypatch.setattr(nonfinite, "_on_any_rank", lambda *_: bad)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    nonfinite.NonFiniteGuard("raise").check(["p"], [torch.ones(3)], deferred=True)
+    event.record.assert_called_once_with("cuda:1")

@@ -225,6 +225,9 @@ def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, adapte
         save_file(whole, path, metadata | {"equivalences": text})
         with pytest.raises(ValueError, match=r"damaged|does not have"):
             load_adapter(pretrained, path)
+    save_file({}, path, metadata | {"equivalences": "{}"})
+    with pytest.raises(ValueError, match="describes 0 weights"):
+        load_adapter(pretrained, path)
     for damage in DAMAGE.values():
         tensors = {name: tensor.clone() for name, tensor in whole.items()}
         described = json.loads(metadata["equivalences"])
