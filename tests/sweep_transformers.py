@@ -4,7 +4,6 @@ Not a test of the suite: it takes half an hour. Each class is built tiny from it
 to work from end to end, or to be refused with the model unchanged. Exits with 1 where a class does neither.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import transformers
+import tyro
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
@@ -163,11 +163,6 @@ def command(*words: Any) -> tuple[int, str]:
     return 0, " ".join(text.getvalue().split())
 
 
-def expect(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(what)
-
-
 def try_class(name: str, folder: Path) -> tuple[str, str]:
     """(outcome, its reason) of a class."""
     kind = getattr(transformers, name, None)
@@ -198,11 +193,11 @@ def try_class(name: str, folder: Path) -> tuple[str, str]:
 
 
 def refused(model: Any, before: Tensor | None, hashed: str, folder: Path, reason: str) -> tuple[str, str]:
-    expect(state_hash(model) == hashed, f"refused, but its weights changed: {reason}")
-    expect(off(logits(model), before) == 0, f"refused, but it computes something else: {reason}")
+    assert state_hash(model) == hashed, f"refused, but its weights changed: {reason}"
+    assert off(logits(model), before) == 0, f"refused, but it computes something else: {reason}"
     status, text = command("convert", folder / "stock", folder / "out", "--bridge")
-    expect(status == 2 and "error:" in text, f"refused, but the command said {status}, {text}")
-    expect(not (folder / "out").exists(), "refused, but the command left something")
+    assert status == 2 and "error:" in text, f"refused, but the command said {status}, {text}"
+    assert not (folder / "out").exists(), "refused, but the command left something"
     return "refused", reason
 
 
@@ -210,14 +205,14 @@ def converted(
     model: Any, kind: Any, before: Tensor | None, options: dict[str, Any], folder: Path, runs: bool
 ) -> tuple[str, str]:
     now = logits(model)
-    expect((now is not None) == runs, "converts, but does not run any more")
-    expect(off(now, before) < 1e-3, f"the bridge changes the function by {off(now, before):.1e}")
+    assert (now is not None) == runs, "converts, but does not run any more"
+    assert off(now, before) < 1e-3, f"the bridge changes the function by {off(now, before):.1e}"
     mt.save(model, folder / "saved")
-    expect(off(logits(mt.load(folder / "saved").eval()), now) == 0, "loads as another function than it was saved")
+    assert off(logits(mt.load(folder / "saved").eval()), now) == 0, "loads as another function than it was saved"
     mt.export(model, folder / "exported")
     stock, report = kind.from_pretrained(folder / "exported", output_loading_info=True)
-    expect(not any(report.values()), f"the export lacks or has too much: {report}")
-    expect(off(logits(stock.eval()), now) < 1e-4, f"the export is off by {off(logits(stock), now):.1e}")
+    assert not any(report.values()), f"the export lacks or has too much: {report}"
+    assert off(logits(stock.eval()), now) < 1e-4, f"the export is off by {off(logits(stock), now):.1e}"
     words = ("--bridge",) if "bridge" in options else ("--source", "input")
     for step in (
         ("convert", folder / "stock", folder / "by command", *words),
@@ -225,9 +220,9 @@ def converted(
         *(("inspect", folder / name) for name in ("stock", "by command", "exported by command")),
     ):
         status, text = command(*step)
-        expect(status == 0, f"{step[0]} {step[1].name if step[0] == 'inspect' else ''} exits {status}: {text[-300:]}")
+        assert status == 0, f"{step[0]} {step[1].name if step[0] == 'inspect' else ''} exits {status}: {text[-300:]}"
     again = kind.from_pretrained(folder / "exported by command").eval()
-    expect(off(logits(again), now) < 1e-4, "the commands give another function")
+    assert off(logits(again), now) < 1e-4, "the commands give another function"
     return "converted", "exactly" if "bridge" in options else "from the input's table"
 
 
@@ -275,30 +270,31 @@ def sweep(names: list[str], jobs: int) -> Iterator[tuple[str, str, str]]:
             yield name, outcome, " ".join(reason.split())[:400]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="regular expression of class names")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="JSON lines of every outcome")
-    arguments = parser.parse_args()
+def main(only: str = "", jobs: int = os.cpu_count() or 1, out: Path | None = None) -> None:
+    """Try every class.
+
+    Args:
+        only: regular expression of class names.
+        jobs: processes at a time.
+        out: file for JSON lines of every outcome.
+    """
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    names = [name for name in classes() if re.search(arguments.only, name)]
+    names = [name for name in classes() if re.search(only, name)]
     found: list[tuple[str, str, str]] = []
-    for name, outcome, reason in sweep(names, arguments.jobs):
-        found.append((name, outcome, reason))
-        print(f"{len(found):4}/{len(names)} {name}: {outcome}: {reason}", flush=True)
-        if arguments.out:
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"class": name, "outcome": outcome, "reason": reason}) + "\n")
+    for row in sweep(names, jobs):
+        found.append(row)
+        print(f"{len(found):4}/{len(names)} {': '.join(row)}", flush=True)
+        if out:
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(zip(("class", "outcome", "reason"), row, strict=True))) + "\n")
     counts = Counter(outcome for _, outcome, _ in found)
     print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
     bad = [row for row in found if row[1] in ("wrong", "crashed")]
-    for name, outcome, reason in bad:
-        print(f"{name}: {outcome}: {reason}")
+    print("\n".join(map(": ".join, bad)))
     sys.exit(bool(bad))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -103,7 +103,6 @@ def test_names_and_parametrizations_of_a_models_own_survive(kind: str, tmp_path:
 @pytest.mark.parametrize(("outcome", "status"), [("refused", 0), ("wrong", 1), ("crashed", 1)])
 def test_the_sweep_fails_where_a_class_does(outcome: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_transformers, "sweep", lambda names, jobs: [(names[0], outcome, "why")])
-    monkeypatch.setattr("sys.argv", ["sweep_transformers"])
     for name in ("set_verbosity_error", "disable_progress_bar"):
         monkeypatch.setattr(transformers.logging, name, lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
