@@ -271,13 +271,7 @@ def sweep(names: list[str], jobs: int) -> Iterator[tuple[str, str, str]]:
 
 
 def main(only: str = "", jobs: int = os.cpu_count() or 1, out: Path | None = None) -> None:
-    """Try every class.
-
-    Args:
-        only: regular expression of class names.
-        jobs: processes at a time.
-        out: file for JSON lines of every outcome.
-    """
+    """Try every class whose name the expression ``only`` finds, ``jobs`` at a time; ``out`` gets a JSON line for each."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
