@@ -37,7 +37,9 @@ breaks: $(READY)
 OLDEST_TORCH := 2.11.0
 test-oldest-torch:
 	$(PYTHON) -m venv $(VENV)-oldest-torch
-	$(VENV)-oldest-torch/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(OLDEST_TORCH)" --editable ".[dev]"
+	grep -v "^torch==" constraints.txt > $(VENV)-oldest-torch/constraints.txt
+	$(VENV)-oldest-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)-oldest-torch/constraints.txt \
+		"torch==$(OLDEST_TORCH)" --editable ".[dev]"
 	$(VENV)-oldest-torch/bin/python -m pytest --numprocesses auto --dist loadfile
 
 # The lower bound of the extra `huggingface`, in a venv of its own, with whatever its own bounds then bring.
