@@ -18,8 +18,8 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def is_autocast_on(device: torch.device) -> bool:
     """Whether autocast is on for a device; False for devices without autocast."""
-    available = device.type in ("cpu", "cuda") or torch.amp.is_autocast_available(device.type)  # torch 2.11 cannot trace it
-    return available and torch.is_autocast_enabled(device.type)
+    known = device.type in ("cpu", "cuda")  # PyTorch 2.11 cannot trace the question about others
+    return (known or torch.amp.is_autocast_available(device.type)) and torch.is_autocast_enabled(device.type)
 
 
 @contextmanager
