@@ -407,7 +407,7 @@ def main(rank: int, folder: Path) -> None:
         for arm in ("untied", "pit-trainable", "pit-free"):
             run(f"{arm} from meta", group, from_meta, arm)
         run("scores", group, scores_of)
-        if torch.__version__ >= (2, 13):  # before, DTensor.to_local had no second derivative
+        if torch.__version__ >= "2.13":  # before, DTensor.to_local had no second derivative
             run("second derivatives", group, second_derivatives_of)
         run("not finite", group, not_finite)
     (folder / f"{rank}.json").write_text(json.dumps(results))

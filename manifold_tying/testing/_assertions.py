@@ -56,6 +56,9 @@ def assert_spd(T: Tensor) -> None:
 def assert_interface_consistent(E: Tensor, W_out: Tensor) -> None:
     """W_out E = I to rounding: ‖W_out E - I‖_F / √d at most :func:`rounding` (V) times ‖W_out‖ ‖E‖ (PIT, equation 6)."""
     wide = W_out.detach().double(), E.detach().double()
+    for name, table in zip(("W_out", "E"), wide, strict=True):
+        if not torch.isfinite(table).all():
+            raise AssertionError(f"{name} holds NaN or Inf; T or its inverse may have left the range of {E.dtype}")
     d = E.shape[-1]
     condition = float(torch.linalg.matrix_norm(wide[0], 2) * torch.linalg.matrix_norm(wide[1], 2))
     error = torch.linalg.matrix_norm(wide[0] @ wide[1] - torch.eye(d, dtype=torch.float64, device=E.device)) / d**0.5

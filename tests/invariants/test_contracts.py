@@ -230,6 +230,16 @@ def test_the_machine_sees_a_point_that_left(without_shrinking: None) -> None:
         run_state_machine_as_test(Spoiled, settings=settings.default)
 
 
+def test_the_machine_trains_for_long_within_float32() -> None:
+    """At ten times its rate T⁻¹ overflowed, and W_out E was NaN."""
+    machine = mtt.ConstraintMachine()
+    machine.model, machine.momentum = PIT(11, 4, memory="frozen", diagonal="softplus"), True
+    machine._new_optimizer()
+    for seed in range(3, 87, 7):
+        machine.train(seed=seed, steps=3, size=10.0)
+        machine.constraints_hold()
+
+
 # ---- strategies and assertions
 
 
