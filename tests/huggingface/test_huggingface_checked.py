@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_models import _BERT, _BODY, V, build, difference, ids, logits, make, round_trip
+from huggingface_models import _BERT, _BODY, ENCODER_DECODERS, V, build, difference, ids, logits, make, round_trip
 from torch import nn
 
 import manifold_tying as mt
@@ -65,7 +65,7 @@ def learns_positions() -> Any:
 
 def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
     model.train()
-    model.get_submodule("model" if hasattr(model, "model") else model.base_model_prefix).eval()
+    next(model.children()).eval()
     modules, modes = list(model.modules()), [module.training for module in model.modules()]
     config, names = model.config, dict(model.all_tied_weights_keys)
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -156,13 +156,25 @@ class HasNoTable(transformers.LlamaForCausalLM):
         raise NotImplementedError("there is none")
 
 
-@pytest.mark.parametrize(("kind", "message"), [(KeepsItsTables, "belong to the parts"), (HasNoTable, "has none")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (KeepsItsTables, "belong to the parts"),
+        (HasNoTable, "has none"),
+        (transformers.LlamaForSequenceClassification, "has no head"),
+    ],
+)
 def test_tables_that_a_model_does_not_give_away_are_refused(kind: Any, message: str) -> None:
-    model = kind(transformers.LlamaConfig(**_BODY)).eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        mt.convert(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    stays_as_it_was(kind(transformers.LlamaConfig(**_BODY)), message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("T5ForConditionalGeneration", True), ("BartForConditionalGeneration", False)]
+)
+def test_encoder_decoder_models_are_refused(kind: str, tied: bool) -> None:
+    config, settings = ENCODER_DECODERS[kind]
+    model = make(kind, config, {**settings, "tie_word_embeddings": tied})
+    stays_as_it_was(model, r"encoder\.embed_tokens.*encoder-decoder", source=None if tied else "input")
 
 
 def test_an_embedding_that_returns_a_pair_is_refused() -> None:

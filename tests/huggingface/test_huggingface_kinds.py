@@ -1,6 +1,5 @@
 """Models that are not plain decoders: masked LMs, images and text, speech to text, encoder-decoders; and shared configs."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import transformers
 from huggingface_models import (
     BIASED,
-    ENCODER_DECODERS,
     MULTIMODAL,
     SPEECH,
     V,
@@ -49,19 +47,6 @@ def test_kinds_are_converted_saved_loaded_and_exported(kind: str, tmp_path: Path
         with pytest.warns(UserWarning, match=f"{V} -> {V + 4}"):
             model.resize_token_embeddings(V + 4)
         round_trip(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "tied"), [("T5ForConditionalGeneration", True), ("BartForConditionalGeneration", False)]
-)
-def test_encoder_decoder_models_are_refused(kind: str, tied: bool) -> None:
-    config, settings = ENCODER_DECODERS[kind]
-    model = make(kind, config, {**settings, "tie_word_embeddings": tied})
-    modules, before = list(model.modules()), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"encoder\.embed_tokens.*encoder-decoder"):
-        mt.convert(model, source=None if tied else "input")
-    assert list(model.modules()) == modules
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_config_that_another_model_has_as_well_is_left_alone(tmp_path: Path) -> None:
