@@ -4,11 +4,13 @@ import copy
 import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import geoopt
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manifold_tying.testing._assertions import rounding
@@ -18,6 +20,7 @@ from manifold_tying.testing._strategies import SEEDS, ambient, random_point, uni
 
 Make = Callable[[list[geoopt.ManifoldParameter]], Optimizer]
 SIZES = (1.0, 0.0, 1e-3, 3.0)  # scales of gradients
+HUGE = 5e154
 STEPS = 100  # on the problem with a known optimum
 
 
@@ -58,6 +61,16 @@ def _drive(params: Sequence[Tensor], optimizer: Optimizer, gradients: Sequence[T
 def _points_stay_points(subject: Subject, draw: Draw) -> None:
     params, optimizer = subject.start(draw(SEEDS))
     for gradient in subject.gradients(draw)[0]:
+        _drive(params, optimizer, [gradient[None]])
+        assert_on_manifold(subject.manifold, _plain(params[0]))
+
+
+def _huge_gradients(subject: Subject, draw: Draw) -> None:
+    """Whose squares overflow, as second moments are."""
+    params, optimizer = subject.start(draw(SEEDS))
+    gradients = torch.stack([draw(ambient(subject.shape)) for _ in range(2)])
+    gradients[0] *= HUGE / gradients[0].abs().max().clamp_min(1e-3)
+    for gradient in gradients:
         _drive(params, optimizer, [gradient[None]])
         assert_on_manifold(subject.manifold, _plain(params[0]))
 
@@ -172,6 +185,34 @@ def _gradients_are_left(subject: Subject, draw: Draw) -> None:
             raise AssertionError("a step modifies p.grad")
 
 
+def _shards_are_one_point(subject: Subject, draw: Draw) -> None:
+    """In a process group of several ranks. Nothing is drawn, so that all ranks take the same steps. Refusing is allowed."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        raise NotApplicable
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def rows(x: Tensor) -> Tensor:
+        return distribute_tensor(x, mesh, [Shard(x.ndim - 2)], src_data_rank=None)
+
+    (whole,), optimizer = subject.start(0)
+    sharded: Any = nn.Parameter(rows(_plain(whole)))
+    sharded.manifold = subject.manifold
+    try:
+        of_shards = subject.make([sharded])
+    except ValueError as refused:
+        raise NotApplicable from refused
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        gradient = torch.randn(subject.shape, dtype=torch.float64, generator=generator)
+        whole.grad, sharded.grad = gradient, rows(gradient)
+        optimizer.step()
+        of_shards.step()
+        _require_near(sharded.full_tensor(), _plain(whole), "a point sharded by rows moves differently: the distance")
+
+
 def _plain(p: Tensor) -> Tensor:
     return p.detach().clone().as_subclass(Tensor)
 
@@ -192,6 +233,7 @@ def _require_near(actual: Tensor, expected: Tensor, what: str) -> None:
 
 OPTIMIZER_LAWS: tuple[Law[Subject], ...] = (
     Law("points stay on the manifold", _points_stay_points),
+    Law("huge gradients leave points on the manifold", _huge_gradients),
     Law("a step goes downhill", _steps_move),
     Law("it converges to a known optimum", _converges),
     Law("lr=0 does not move a point", _no_rate_no_move),
@@ -201,6 +243,7 @@ OPTIMIZER_LAWS: tuple[Law[Subject], ...] = (
     Law("p.grad is not modified", _gradients_are_left),
     Law("a saved state resumes bit for bit", _saved_state_continues),
     Law("deep copies resume bit for bit", _copies_continue),
+    Law("points sharded by rows move as whole ones", _shards_are_one_point),
 )
 
 
@@ -216,6 +259,8 @@ def check_optimizer(
     make: Make, manifold: geoopt.Manifold, shape: tuple[int, ...] | None = None, *, skip: Collection[str] = ()
 ) -> None:
     """Check every law of ``OPTIMIZER_LAWS`` for an optimizer of float64 points.
+
+    The law about points that are sharded by rows is checked where torch.distributed has several ranks, as under torchrun.
 
     Args:
         make: builds the optimizer from a list of ``geoopt.ManifoldParameter``. In 100 steps, with its learning rate falling

@@ -5,7 +5,7 @@ import io
 import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,18 @@ def _holds(subject: Subject, draw: Draw) -> None:
         raise AssertionError("training does not move the weight")
 
 
+def _holds_everywhere(subject: Subject, draw: Draw) -> None:
+    """For a constraint that maps any stored tensor; one that stores a point has a manifold."""
+    module = replace(subject, layer=copy.deepcopy(subject.layer).double()).build(draw)
+    stored = getattr(parametrized(module)[subject.name], "original", None)
+    if stored is None or hasattr(stored, "manifold"):
+        raise NotApplicable
+    size, generator = draw(st.sampled_from([1.0, 50.0])), torch.Generator().manual_seed(draw(SEEDS))
+    with torch.no_grad():
+        stored.copy_(size * torch.randn(stored.shape, generator=generator))
+    subject.check_weight(module)
+
+
 def _assigning_projects(subject: Subject, draw: Draw) -> None:
     module = subject.moved(draw)
     weight = subject.weight(module)
@@ -108,6 +120,23 @@ def _assigning_itself_changes_nothing(subject: Subject, draw: Draw) -> None:
     before = subject.weight(module)
     setattr(module, subject.name, before)
     assert_close(subject.weight(module), before, "module.weight = module.weight", CHAIN)
+
+
+def _tied_weight_is_kept(subject: Subject, draw: Draw) -> None:
+    module, other = copy.deepcopy(subject.layer), nn.Module()
+    other.register_parameter("weight", getattr(module, subject.name))
+    with torch.no_grad():
+        other.weight.copy_(draw(ambient(tuple(other.weight.shape))))
+    before = subject.weight(module)
+    try:
+        wanted = [before, subject.weight(subject.put_on(module))]
+    except ValueError:
+        wanted = [before]
+    after = other.weight.detach()
+    if not any(after.shape == one.shape and torch.allclose(after, one, rtol=1e-4, atol=1e-5) for one in wanted):
+        raise AssertionError(
+            "another module that has the same parameter is left with neither the old weight nor the new one"
+        )
 
 
 def _state_dict_keeps(subject: Subject, draw: Draw) -> None:
@@ -199,8 +228,10 @@ def _require_equal(subject: Subject, actual: nn.Module, expected: nn.Module, wha
 PARAMETRIZATION_LAWS: tuple[Law[Subject], ...] = (
     Law("shape and dtype are preserved", _keeps_shape_and_dtype),
     Law("the constraint holds, at once and after training", _holds),
+    Law("the constraint holds far from the start", _holds_everywhere),
     Law("assigning projects", _assigning_projects),
     Law("assigning the current weight changes nothing", _assigning_itself_changes_nothing),
+    Law("a tied weight is kept or refused", _tied_weight_is_kept),
     Law("gradients match finite differences", _gradients_are_difference_quotients),
     Law("state_dict preserves the weight", _state_dict_keeps),
     Law("deep copies are equal and independent", _copies_are_equal_and_independent),

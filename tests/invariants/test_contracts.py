@@ -101,6 +101,8 @@ CASES = [
 def test_optimizers(name: str, points: str) -> None:
     converging = ("Adam", "polar"), ("Adam", "Sphere"), ("SGD, momentum", "polar")  # the dearest law: not for each case
     skip = [] if (name, points) in converging else ["it converges to a known optimum"]
+    if points == "SPD" and "SGD" in name:
+        skip += ["huge gradients leave points on the manifold"]  # their exponential overflows
     mtt.check_optimizer(OPTIMIZERS[name], *POINTS[points], skip=skip)
 
 
@@ -156,11 +158,14 @@ def test_equivalence(scheme: Any) -> None:
 
 # Broken laws of torch 2.13. A deep copy shares the class from which remove_parametrizations deletes the weight. Householder
 # vectors store signs on the diagonal and truncate them to integers, so any change of the diagonal changes the weight.
-SHARED_CLASS = "deep copies are equal and independent"
+# What it stores in a tied weight's place is neither the old weight nor the new one. The rounding of an exponential grows with
+# the stored tensor, and not every tensor holds Householder vectors.
+SHARED_CLASS, TIED = "deep copies are equal and independent", "a tied weight is kept or refused"
+FAR = "the constraint holds far from the start"
 TORCH = {
-    "matrix_exp": [SHARED_CLASS],
-    "cayley": [SHARED_CLASS],
-    "householder": [SHARED_CLASS, "gradients match finite differences"],
+    "matrix_exp": [SHARED_CLASS, TIED, FAR],
+    "cayley": [SHARED_CLASS, TIED],
+    "householder": [SHARED_CLASS, TIED, FAR, "gradients match finite differences"],
 }
 
 
@@ -182,7 +187,7 @@ def test_what_torchs_own_breaks_is_still_so(kind: str, without_shrinking: None) 
             nn.Linear(3, 5),
             holds=mtt.assert_orthonormal,
         )
-    assert SHARED_CLASS in caught.value.broken and set(caught.value.broken) <= set(TORCH[kind])
+    assert {SHARED_CLASS, TIED} <= set(caught.value.broken) <= set(TORCH[kind])
 
 
 # ---- token interfaces
