@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -123,7 +123,7 @@ def _assigning_itself_changes_nothing(subject: Subject, draw: Draw) -> None:
 
 
 def _tied_weight_is_kept(subject: Subject, draw: Draw) -> None:
-    module, other = copy.deepcopy(subject.layer), nn.Module()
+    module, other = copy.deepcopy(subject.layer), cast(Any, nn.Module())
     other.register_parameter("weight", getattr(module, subject.name))
     with torch.no_grad():
         other.weight.copy_(draw(ambient(tuple(other.weight.shape))))

@@ -90,7 +90,6 @@ def test_the_sweep_fails_where_a_class_does(outcome: str, status: int, monkeypat
     monkeypatch.setattr(sweep_transformers, "sweep", lambda names, jobs: [(names[0], outcome, "why")])
     for name in ("set_verbosity_error", "disable_progress_bar"):
         monkeypatch.setattr(transformers.logging, name, lambda: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         sweep_transformers.main()
     assert ended.value.code == status

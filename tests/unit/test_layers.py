@@ -95,23 +95,10 @@ def test_a_package_imports_another_by_its_init() -> None:
                 assert not inside, f"{file} imports {'.'.join(parts)}"
 
 
-def imported_by_tests(file: Path) -> set[str]:
-    """What a file of tests and the helpers that it imports import, functions aside."""
-    found: set[str] = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for name in names:
-            helper = ROOT / "tests" / f"{name}.py"
-            found |= imported_by_tests(helper) if helper.exists() else {name.partition(".")[0]}
-    return found
-
-
 def test_what_runs_on_a_gpu_needs_the_extras_that_contributing_names() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"tests/\S+\.py", next(line for line in page.splitlines() if "pytest -m cuda" in line)))
-    marked = {
-        f for f in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.cuda\b", f.read_text(encoding="utf-8"))
-    }
-    assert named == {file.relative_to(ROOT).as_posix() for file in marked}
-    assert not set.union(*map(imported_by_tests, marked)) & {"transformers", "peft", "trl", "selenium", "sklearn"}
+    texts = {file.relative_to(ROOT).as_posix(): file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    assert named == {file for file, text in texts.items() if re.search(r"mark\.cuda\b", text)}
+    others = re.compile(r"^(from|import) (transformers|huggingface_models|peft|trl|selenium|sklearn)", re.MULTILINE)
+    assert not any(others.search(texts[file]) for file in named)

@@ -212,12 +212,9 @@ def test_an_adapted_run_has_the_seed_of_the_one_before_it(tmp_path: Path, monkey
         given.append((out.name.rpartition("-")[2], seed))
         return {"in_domain": 0.5, "out_of_domain": 0.5, "in_domain_before": 0.5}
 
-    for name, replacement in {
-        "train_arms": train_arms,
-        "adaptation": adapt,
-        "read_shape": lambda _: preset("nano"),
-    }.items():
-        monkeypatch.setattr(adaptation, name, replacement)
+    monkeypatch.setattr(adaptation, "train_arms", train_arms)
+    monkeypatch.setattr(adaptation, "adaptation", adapt)
+    monkeypatch.setattr(adaptation, "read_shape", lambda _: preset("nano"))
     adaptation.adapted(tmp_path, Settings(), 2, None)
     assert given == 3 * [("1", 1)]
 
