@@ -1,6 +1,6 @@
 """What of PIT's result is due to W_out E = I: the same model with the tie loosened, part by part.
 
-    python -m benchmarks.pit_parts --tokens 614400 1843200 --out benchmarks/results/pit-parts-cpu.json
+    python -m benchmarks.pit_parts --tokens 184320 --out benchmarks/results/pit-parts-cpu.json
 
 Every variant has PIT's recipe from scratch (docs/learning-rates.md), the same batches and seeds; none is tuned again.
 E = Z T⁻¹ and W_out = T Zᵀ in all of them, with Z or T of the two sides apart, Z off the manifold, or T a number. A run that is
