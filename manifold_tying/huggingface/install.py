@@ -98,8 +98,8 @@ def record(model: "PreTrainedModel") -> None:
     model.config.requires = REQUIRES
     # A device map must not split a half: the interface and its caller would be on two devices.
     model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
-    setattr(model, "resize_token_embeddings", MethodType(resize_token_embeddings, model))  # noqa: B010 - mypy: a method
-    setattr(model, "get_input_embeddings", MethodType(get_input_embeddings, model))  # noqa: B010
+    own = {"resize_token_embeddings": resize_token_embeddings, "get_input_embeddings": get_input_embeddings}
+    vars(model).update({name: MethodType(method, model) for name, method in own.items()})
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:

@@ -157,10 +157,31 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
             raise ValueError(f"checkpoint {path} does not fit the probes: it lacks {', '.join(missing[:5])}")
     if optimizer is not None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_state(path, shapes, optimizer)
         for name in [name for name in shapes if name.startswith("optimizer.")]:
             tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
     read_tensors(path, tensors)
     return tensors
+
+
+def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:
+    """ValueError unless each state has the shape and dtype that torch's kernels expect; they would write past its end."""
+    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    expected = {
+        f"optimizer.{i}.{key}": (shape, torch.float32 if key == "step" else p.dtype)
+        for i, (group, p) in enumerate(parameters)
+        for key, shape in optimizer.state_shapes(group, p).items()
+    }
+    found = {name: of for name, of in shapes.items() if name.startswith("optimizer.")}
+    trained = {name.rpartition(".")[0] for name in found}  # a parameter without gradients has no state
+    expected = {name: of for name, of in expected.items() if name.rpartition(".")[0] in trained}
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        listed = ", ".join(f"{name} is {_kind(found.get(name))}, not {_kind(expected.get(name))}" for name in wrong[:3])
+        raise ValueError(f"checkpoint {path} does not fit the optimizer: {listed}. Resume from another checkpoint")
+
+
+def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "missing" if of is None else f"{tuple(of[0])} in {str(of[1]).removeprefix('torch.')}"
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:

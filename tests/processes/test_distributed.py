@@ -26,6 +26,7 @@ from distributed_models import (
     steps_of,
     train,
 )
+from machine import lacking
 
 import manifold_tying as mt
 
@@ -129,7 +130,7 @@ def test_from_the_meta_device_come_the_weights_of_one_process(size: int, found: 
 @pytest.mark.parametrize(("what", "bound"), [("scores", 1e-5), ("second derivatives", 1e-12)])
 def test_a_split_vocabulary(what: str, bound: float, size: int, found: list[dict[str, Any]]) -> None:
     if what == "second derivatives" and torch.__version__ < "2.13":
-        pytest.skip("this torch's DTensor.to_local has no second derivative")
+        lacking("this torch's DTensor.to_local has no second derivative")
     for rank in range(size):
         assert max(found[rank][f"{what} {size}"].values()) < bound
 

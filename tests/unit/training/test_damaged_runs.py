@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hostile import run, tree
+from safetensors.torch import load_file, save_file
 from training_runs import TINY, config, text
 
 from manifold_tying.training import checkpoints, load_model, train
+from manifold_tying.training.checkpoint import digest_of_state
+from manifold_tying.training.files import digest
 
 Damage = Callable[[Path], object]
 CHECKPOINT = "checkpoints/step-00000004"
@@ -251,4 +255,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(
 def test_a_file_that_was_not_saved_is_not_read(finished: Path, here: Path) -> None:
     (here / "run" / CHECKPOINT / "planted.safetensors").write_bytes(b"anything")
     with pytest.raises(ValueError, match=r"files that it was not saved with: planted\.safetensors"):
+        resumed(here, finished)
+
+
+def test_optimizer_state_of_another_shape_is_refused(finished: Path, here: Path) -> None:
+    """As of a version that numbers parameters in another order: torch's fused kernel would write past its end."""
+    checkpoint = here / "run" / CHECKPOINT
+    file, state = checkpoint / "optimizer.safetensors", json.loads((checkpoint / "state.json").read_text())
+    save_file({**load_file(file), "optimizer.0.exp_avg": torch.zeros(1)}, file)
+    del state["digest"]
+    state["files"][file.name] = digest(file)
+    (checkpoint / "state.json").write_text(json.dumps({**state, "digest": digest_of_state(state)}, indent=1))
+    with pytest.raises(
+        ValueError, match=r"does not fit the optimizer: optimizer\.0\.exp_avg is \(1,\) in float32, not"
+    ):
         resumed(here, finished)
