@@ -107,24 +107,15 @@ class _WeightCentric(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, W0, skew_params, spec, perms), _ = autograd.saved(ctx)
         needs_x, _, needs_skew, *_ = ctx.needs_input_grad
-        R, P, pull_back = _blocks_with_gradient(spec, skew_params)
-        grad_x = grad_skew = None
-        with precision.full_precision(W0.device):
-            W0 = W0.to(skew_params.dtype)
-            M = block_matmul(W0, P)
-            W = arrange_back(block_matmul_rows(M, R), perms).to(grad.dtype) if needs_x else None
-        if W is not None:
-            grad_x = grad @ W
-            del W
+        with torch.enable_grad():
+            leaf = skew_params.detach().requires_grad_(needs_skew)
+            W = _plain_weight(W0, leaf, spec, perms)
+        grad_x = grad @ W.detach().to(grad.dtype) if needs_x else None
+        grad_skew = None
         if needs_skew:
-            of_R, of_P = _zeros(R), _zeros(P)
             grad_W = grad.reshape(-1, grad.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
-            grad_W = arrange(grad_W.to(M.dtype), perms)
             with precision.full_precision(W0.device):
-                add_block_outer_(of_R, grad_W.mT, M.mT)
-                del M
-                add_block_outer_(of_P, W0, block_matmul_rows(grad_W, transposed(R)))
-            grad_skew = pull_back(of_R, of_P)
+                (grad_skew,) = torch.autograd.grad(W, leaf, grad_W.to(W.dtype))
         return grad_x, None, grad_skew, None, None
 
 
