@@ -1,10 +1,11 @@
 """What of PIT's result is due to W_out E = I: the same model with the tie loosened, part by part.
 
-    python -m benchmarks.pit_parts --tokens 184320 --out benchmarks/results/pit-parts-cpu.json
+    python -m benchmarks.pit_parts --variants memory --tokens 184320 --out benchmarks/results/pit-parts-cpu.json
+    python -m benchmarks.pit_parts --variants table --out benchmarks/results/pit-parts-cpu.json
 
-Every variant has PIT's recipe from scratch (docs/learning-rates.md), the same batches and seeds; none is tuned again.
-E = Z T⁻¹ and W_out = T Zᵀ in all of them, with Z or T of the two sides apart, Z off the manifold, or T a number. A run that is
-in the file already is not made again.
+Every variant has PIT's recipe from scratch (docs/learning-rates.md), the same batches and seeds; none is tuned again. Those of
+``memory`` have E = Z T⁻¹ and W_out = T Zᵀ with Z or T of the two sides apart, Z off the manifold, or T a number. Those of
+``table`` have W_out = Wᵀ and E = W M. A run that is in the file already is not made again.
 """
 
 import copy
@@ -23,13 +24,14 @@ import manifold_tying as mt
 from benchmarks._command import commit
 from manifold_tying.models import Llama
 from manifold_tying.optim import param_groups
-from manifold_tying.recipe import rate_factor
+from manifold_tying.recipe import ENTRY_STEP, SLOWS_AFTER, rate_factor
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import transform_rates
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.machine import machine
 from manifold_tying.training.processes import Processes
+from manifold_tying.training.recipes import TABLE_STD
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 
@@ -78,6 +80,29 @@ class ScalarTransform(Halves):
         return super().loss(hidden * self.log_scale.exp(), targets, ignore_index=ignore_index)
 
 
+class TableTimes(mt.TransposeTying):
+    """W_out = Wᵀ and E = W M: M = (WᵀW)^-power, or a free matrix that starts as the identity."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, power: float | None) -> None:
+        super().__init__(vocab_size, hidden_size, std=TABLE_STD)
+        self.power = power
+        self.matrix = nn.Parameter(torch.eye(hidden_size), requires_grad=power is None)
+
+    def _times(self, rows: Tensor) -> Tensor:
+        if self.power is None:
+            return rows @ self.matrix
+        if self.power == 0:
+            return rows
+        squares, axes = torch.linalg.eigh(self.weight.mT @ self.weight)
+        return (rows @ axes * squares**-self.power) @ axes.mT
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._times(super().embed(ids))
+
+    def materialize(self) -> tuple[Tensor, Tensor]:
+        return self._times(self.weight).detach(), self.weight.detach().mT
+
+
 def _pit(vocab_size: int, hidden_size: int) -> mt.PIT:
     return mt.PIT(vocab_size, hidden_size, memory="trainable", diagonal="exp")
 
@@ -104,7 +129,7 @@ def _free(pit: mt.PIT) -> mt.PIT:
     return pit
 
 
-VARIANTS: dict[str, tuple[str, Callable[[int, int], mt.TokenInterface]]] = {
+OF_A_MEMORY: dict[str, tuple[str, Callable[[int, int], mt.TokenInterface]]] = {
     "pit": ("PIT: W_out E = I", _pit),
     "two-transforms": ("a free T' on the head's side", _halves(["memory"])),
     "two-memories": ("a free Z' on the head's side", _halves(["cholesky_factor"])),
@@ -113,6 +138,13 @@ VARIANTS: dict[str, tuple[str, Callable[[int, int], mt.TokenInterface]]] = {
     "scalar": ("T a number", lambda V, d: ScalarTransform(_pit(V, d))),
     "free-scalar": ("Z off the manifold, T a number", lambda V, d: ScalarTransform(_free(_pit(V, d)))),
 }
+OF_A_TABLE: dict[str, tuple[str, Callable[[int, int], mt.TokenInterface]]] = {
+    "table": ("M = (WᵀW)⁻¹, PIT as a free table", mt.PIT),
+    "table-half": ("M = (WᵀW)^(-1/2)", lambda V, d: TableTimes(V, d, 0.5)),
+    "table-transpose": ("M = I, transpose tying", lambda V, d: TableTimes(V, d, 0.0)),
+    "table-matrix": ("M a free matrix", lambda V, d: TableTimes(V, d, None)),
+}
+VARIANTS = OF_A_MEMORY | OF_A_TABLE
 
 
 @dataclass(frozen=True)
@@ -123,7 +155,8 @@ class Options:
     data: str = "stdlib"
     tokens: tuple[int, ...] = (614_400, 1_843_200)
     """Training tokens per run."""
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = ("memory", "table")
+    """Names of variants; ``memory`` and ``table`` stand for all of theirs."""
     seeds: int = 3
     out: Path | None = None
     """JSON file that results are added to."""
@@ -142,6 +175,7 @@ def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, An
     memory = {"lr": settings.memory_lr, "slows_after": settings.memory_slows_after}
     rates: dict[str, dict[str, Any]] = {f"*{MEMORY}": memory, "*interface*.memory": memory}
     rates[f"*{FACTOR}"] = transform_rates(shape.hidden_size, settings, {})
+    rates["*interface.table"] = rates["*interface.weight"] = {"lr": ENTRY_STEP * TABLE_STD, "slows_after": SLOWS_AFTER}
     rates["*log_scale"] = {"lr": settings.transform_lr}
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     used = {k: v for k, v in rates.items() if any(n.endswith(k.rpartition("*")[2]) for n in names)}
@@ -175,10 +209,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "commit": commit(),
         "machine": machine(torch.device("cpu")),
     }
+    groups = {"memory": OF_A_MEMORY, "table": OF_A_TABLE}
+    names = [name for given in options.variants for name in groups.get(given, [given])]
     there = {(row["variant"], row["tokens"], row["seed"]) for row in kept["rows"]}
     for tokens in options.tokens:
         for seed in range(options.seeds):
-            for name in options.variants:
+            for name in names:
                 if (name, tokens, seed) not in there:
                     row = trained(options, name, tokens, seed)
                     print(row, flush=True)

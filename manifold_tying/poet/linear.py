@@ -17,7 +17,6 @@ from manifold_tying.poet.rotation import (
     Blocks,
     add_block_outer_,
     block_matmul,
-    block_matmul_into,
     block_matmul_rows,
     both_blocks,
     orthogonal_blocks,
@@ -151,22 +150,15 @@ class _InputCentric(Function):
     ) -> Tensor:
         R, P = (transposed(side) for side in both_blocks(spec, skew_params, _matmul_dtype(x)))
         W, rotated = W0.to(x.dtype), spec.R.num_rotated
-        m, n = W.shape
-        y, kept = x.new_empty(len(x), m), x.new_empty(len(x), rotated)
-        for t, scratch in _chunks(x, W):
-            u = x[t]
-            if len(perms.columns):
-                permute_into(scratch(0, n), u, perms.columns)
-                block_matmul_into(scratch(1, n), scratch(0, n), P)
-                u = scratch(1, n)
-            if not len(perms.rows):
-                torch.mm(u, W.mT, out=y[t])
-                continue
-            v = torch.mm(u, W.mT, out=kept[t] if rotated == m else scratch(0, m))
-            block_matmul_into(scratch(1, m), v, R)
-            permute_into(y[t], scratch(1, m), perms.rows_inverse)
-            if rotated < m:
+        y, kept = x.new_empty(len(x), len(W)), x.new_empty(len(x), rotated)
+        for t in _chunks(x, W):
+            u = block_matmul(permute(x[t], perms.columns, perms.columns_inverse), P)
+            if rotated == len(W):
+                v = torch.mm(u, W.mT, out=kept[t])
+            else:
+                v = u @ W.mT
                 kept[t] = v[:, :rotated]  # all that the gradient of R needs
+            permute_into(y[t], block_matmul(v, R), perms.rows_inverse)
         autograd.save(ctx, (x, W0, skew_params, spec, perms), kept)
         return y
 
@@ -175,40 +167,19 @@ class _InputCentric(Function):
         (x, W0, skew_params, spec, perms), (v,) = autograd.saved(ctx)
         R, P, pull_back = _blocks_with_gradient(spec, skew_params, _matmul_dtype(x))
         W, of_R, of_P, grad_x = W0.to(grad.dtype), _zeros(R), _zeros(P), torch.empty_like(x)
-        m, n = W.shape
-        for t, scratch in _chunks(x, W):
-            g = grad[t]
-            if len(perms.rows):
-                permute_into(scratch(0, m), g, perms.rows)
-                add_block_outer_(of_R, scratch(0, m), v[t])
-                block_matmul_into(scratch(1, m), scratch(0, m), R)
-                g = scratch(1, m)
-            if not len(perms.columns):
-                torch.mm(g, W, out=grad_x[t])
-                continue
-            g = torch.mm(g, W, out=scratch(0, n))
-            permute_into(scratch(1, n), x[t], perms.columns)
-            add_block_outer_(of_P, g, scratch(1, n))
-            block_matmul_into(scratch(1, n), g, P)
-            permute_into(grad_x[t], scratch(1, n), perms.columns_inverse)
+        for t in _chunks(x, W):
+            g = permute(grad[t], perms.rows, perms.rows_inverse)
+            add_block_outer_(of_R, g, v[t])
+            g = block_matmul(g, R) @ W
+            add_block_outer_(of_P, g, permute(x[t], perms.columns, perms.columns_inverse))
+            permute_into(grad_x[t], block_matmul(g, P), perms.columns_inverse)
         return grad_x, None, pull_back(of_R, of_P) if ctx.needs_input_grad[2] else None, None, None
 
 
-def _chunks(x: Tensor, W: Tensor) -> Iterator[tuple[slice, Callable[[int, int], Tensor]]]:
-    """Chunks of tokens on a CPU, one chunk elsewhere; each with scratch(which, width), two buffers with a row per token.
-
-    All chunks share the scratch memory: on a CPU fresh memory costs more than writing to it.
-    """
-    tokens, widest = len(x), max(W.shape)
-    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ENTRIES // widest) if x.device.type == "cpu" else tokens
-    memory = x.new_empty(2, min(size, tokens) * widest)
-    for start in range(0, tokens, max(1, size)):
-        rows = min(size, tokens - start)
-
-        def scratch(which: int, width: int, rows: int = rows) -> Tensor:
-            return memory[which, : rows * width].view(rows, width)
-
-        yield slice(start, start + rows), scratch
+def _chunks(x: Tensor, W: Tensor) -> Iterator[slice]:
+    """Chunks of tokens on a CPU, one chunk elsewhere."""
+    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ENTRIES // max(W.shape)) if x.device.type == "cpu" else max(1, len(x))
+    return (slice(start, start + size) for start in range(0, len(x), size))
 
 
 def _blocks_with_gradient(

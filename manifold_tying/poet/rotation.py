@@ -159,6 +159,9 @@ def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
 
 def permute_into(y: Tensor, x: Tensor, order: Tensor) -> None:
     """Permute the last dimension of x (T, n) into y, without a gradient."""
+    if not len(order):
+        y.copy_(x)
+        return
     if x.dtype.itemsize == 2 and x.device.type == "cpu":  # 16-bit floats would be gathered through float32
         x, y = x.view(torch.int16), y.view(torch.int16)
     torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=y)

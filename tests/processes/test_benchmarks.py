@@ -316,7 +316,7 @@ def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytes
     module.main(arguments)  # adds what is missing
     rows = json.loads(out.read_text())["rows"]
     assert rows[:2] == first and [row["variant"] for row in rows] == list(module.VARIANTS)
-    assert {row["variant"] for row in rows if row["delta_ti"] < 1e-4} == {"pit", "scalar"}
+    assert {row["variant"] for row in rows if row["delta_ti"] < 1e-4} == {"pit", "scalar", "table"}
     assert len({row["val_loss"] for row in rows}) == len(rows)
 
 
