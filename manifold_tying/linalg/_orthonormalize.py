@@ -23,47 +23,43 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     check_tall(Y)
     if method not in get_args(Orthonormalization):
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(get_args(Orthonormalization))}")
-    W = Y.to(compute_dtype(Y.dtype))
-    opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
-    return (_opaque if opaque else _orthonormalize)(W, method).to(Y.dtype)
-
-
-def _orthonormalize(Y: Tensor, method: str) -> Tensor:
     if method == "polar":
         return polar(Y)[0]
+    W = Y.to(compute_dtype(Y.dtype))
+    opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
+    return (_opaque if opaque else _by_qr)(W, method == "cholesky-qr").to(Y.dtype)
+
+
+def _by_qr(Y: Tensor, by_cholesky: bool) -> Tensor:
     with full_precision(Y.device):
-        return _qr(Y, method == "cholesky-qr")
+        return _qr(Y, by_cholesky)
 
 
 # The algorithm branches on the data, which a compiled graph cannot: there it is one opaque custom op.
 @torch.library.custom_op("manifold_tying::orthonormalize", mutates_args=())
-def _opaque(Y: Tensor, method: str) -> Tensor:
-    return _orthonormalize(Y, method)
+def _opaque(Y: Tensor, by_cholesky: bool) -> Tensor:
+    return _by_qr(Y, by_cholesky)
 
 
 @torch.library.custom_op("manifold_tying::orthonormalize_backward", mutates_args=())
-def _opaque_backward(Y: Tensor, grad: Tensor, method: str) -> Tensor:
+def _opaque_backward(Y: Tensor, grad: Tensor, by_cholesky: bool) -> Tensor:
     with torch.enable_grad():
         Y = Y.detach().requires_grad_()
-        X = _orthonormalize(Y, method)
+        X = _by_qr(Y, by_cholesky)
     return torch.autograd.grad(X, Y, grad)[0].contiguous()
 
 
 def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
-    ctx.method = inputs[1]
+    ctx.by_cholesky = inputs[1]
 
 
-_opaque.register_fake(lambda Y, method: Y.new_empty(Y.shape))
-_opaque_backward.register_fake(lambda Y, grad, method: Y.new_empty(Y.shape))
-register_flop_formula(torch.ops.manifold_tying.orthonormalize)(
-    lambda Y, method, **_: flop_count(Y, *((8, 4) if method == "polar" else (4, 0)))
-)
-register_flop_formula(torch.ops.manifold_tying.orthonormalize_backward)(
-    lambda Y, grad, method, **_: flop_count(Y, *((6, 12) if method == "polar" else (4, 0)))
-)
+_opaque.register_fake(lambda Y, by_cholesky: Y.new_empty(Y.shape))
+_opaque_backward.register_fake(lambda Y, grad, by_cholesky: Y.new_empty(Y.shape))
+register_flop_formula(torch.ops.manifold_tying.orthonormalize)(lambda Y, *_, **__: flop_count(Y, 4, 0))
+register_flop_formula(torch.ops.manifold_tying.orthonormalize_backward)(lambda Y, *_, **__: flop_count(Y, 4, 0))
 _opaque.register_autograd(
-    lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.method), None),
+    lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.by_cholesky), None),
     setup_context=_save_for_opaque_backward,
 )
 
