@@ -2,7 +2,7 @@
 
     python -m benchmarks.lengths --figure docs/figures/lengths.svg
 
-Reads the results of `ablate` and `reproduce pit-length` that the page names. Bars are one standard deviation over three seeds.
+Reads the results of `ablate` and `reproduce pit-length` that the page names. Bars are one standard deviation over the seeds.
 """
 
 import json
@@ -16,7 +16,7 @@ from benchmarks._command import ROOT
 from benchmarks._figure import pyplot, save
 from manifold_tying.training.report.figures import COLOURS
 
-LONGEST = 1_843_200
+PIT_LENGTH = 1_843_200
 # Arm of the ablation, its line in the table of 1,843,200 tokens, and how far a dot is moved so that bars do not overlap.
 ARMS = {
     "transpose": ("transpose tying", 0.94),
@@ -37,7 +37,8 @@ class Options:
 
 def losses(results: Path) -> dict[str, dict[int, tuple[float, float]]]:
     """Mean and standard deviation of the validation loss by label and tokens."""
-    rows = json.loads((results / "table-rates-nano-cpu.json").read_text(encoding="utf-8"))["summary"]
+    files = [results / f"table-rates-{name}.json" for name in ("nano-cpu", "nano-long-cpu")]
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["summary"]]
     longest = json.loads((results / "papers-pit-length-nano-cpu.json").read_text(encoding="utf-8"))["tables"][0]["body"]
     printed = {label: [float(number) for number in loss.split(" ± ")] for label, loss, *_ in longest}
     found: dict[str, dict[int, tuple[float, float]]] = {}
@@ -45,8 +46,8 @@ def losses(results: Path) -> dict[str, dict[int, tuple[float, float]]]:
         own = [row for row in rows if row["arm"].partition("+lr=")[0] == arm]
         for tokens in sorted({row["tokens"] for row in own}):
             values = [row["val_loss"] for row in own if row["tokens"] == tokens]
-            found.setdefault(label, {})[tokens] = mean(values), stdev(values)
-        found[label][LONGEST] = printed[label][0], printed[label][1]
+            found.setdefault(label, {})[tokens] = mean(values), stdev(values) if len(values) > 1 else 0.0
+        found[label][PIT_LENGTH] = printed[label][0], printed[label][1]
     return found
 
 
@@ -63,7 +64,7 @@ def main() -> None:
             x, above, [found[label][count][1] for count in tokens], fmt="o-", color=colour, label=label, capsize=3
         )
     axes.set_xscale("log")
-    axes.set_xticks([184_320, 614_400, LONGEST], ["0.18 M", "0.6 M", "1.8 M"])
+    axes.set_xticks([184_320, 614_400, PIT_LENGTH, 6_000_640], ["0.18 M", "0.6 M", "1.8 M", "6 M"])
     axes.minorticks_off()
     axes.set_xlabel("training tokens")
     axes.set_ylabel("nats above normalized transpose tying")

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.comparison import (
     Arm,
@@ -17,12 +18,14 @@ from experiments.comparison import (
     train_arms,
 )
 from experiments.pit import TRANSPOSE
+from manifold_tying._json import read_object
 from manifold_tying.models import preset
-from manifold_tying.training.arms import parse_arm
+from manifold_tying.training.arms import parse_arm, run_folder
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
+from manifold_tying.training.rundir import RESULT
 from manifold_tying.training.sections import Interface
 
 Factors = Mapping[str, float]
@@ -113,6 +116,26 @@ def budgets(
         trained[count], of_budget = _tuned(out / f"tokens-{count}", own, chosen, seeds, started)
         tables += of_budget
     return [_lead(trained, {candidate.label for candidate in chosen.values() if candidate.plain}), *tables]
+
+
+def plan(out: Path, settings: Settings, tokens: Sequence[int], arms: Sequence[str] | None, seeds: int) -> Table:
+    """How many runs of :func:`budgets` are done and missing, and the hours that the missing ones take at the others' speed."""
+    known = candidates(preset(settings.preset).hidden_size)
+    chosen = [known[key] for key in arms or known]
+    specs = [spec for candidate in chosen for spec in trial_specs(candidate, settings)]
+    wanted = sum(len(candidate.trials) + seeds - 1 for candidate in chosen)
+    done: dict[int, list[dict[str, Any]]] = {}
+    for count in tokens:
+        files = [run_folder(out / f"tokens-{count}", spec, seed) / RESULT for spec in specs for seed in range(seeds)]
+        done[count] = [read_object(file, "remove its folder to run it again") for file in files if file.is_file()]
+    speeds = [result["seconds"] / result["tokens"] for results in done.values() for result in results]
+    body = []
+    for count, results in done.items():
+        missing = max(0, wanted - len(results))
+        hours = fixed(missing * count * mean(speeds) / 3600, 1) if speeds else DASH
+        body.append([f"{count:,}", str(len(results)), str(missing), hours])
+    notes = ["Hours of one process at the mean speed of the runs done."]
+    return Table(title="Runs", head=["tokens", "done", "missing", "hours"], body=body, notes=notes)
 
 
 def _tuned(

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 
 from experiments import adaptation, pit, poet
-from experiments.budgets import budgets, candidates
+from experiments.budgets import budgets, candidates, plan
 from experiments.comparison import Table
 from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
@@ -84,6 +84,8 @@ class ReproduceConfig:
     """Training tokens per run; several for pit-budgets, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
     arms: str | None = None
     """pit-budgets: only these arms, separated by commas."""
+    dry_run: bool = False
+    """pit-budgets: train nothing; print how many runs are missing and how long they take."""
     seeds: int = 3
     """Number of seeds; they are 0, 1, ..."""
     data: str | None = None
@@ -110,8 +112,10 @@ class ReproduceConfig:
         if self.seeds > MOST_SEEDS:
             raise ValueError(f"expected seeds <= {MOST_SEEDS}, got {self.seeds}")
         hidden_size = preset(self.preset).hidden_size
-        if self.name != BUDGETS and (self.arms is not None or isinstance(self.tokens, str)):
-            raise ValueError(f"arms and several numbers of tokens belong to {BUDGETS}; leave them out of {self.name}")
+        if self.name != BUDGETS and (self.arms is not None or isinstance(self.tokens, str) or self.dry_run):
+            raise ValueError(
+                f"arms, dry_run and several numbers of tokens belong to {BUDGETS}; leave them out of {self.name}"
+            )
         if unknown := [arm for arm in self.chosen or () if arm not in candidates(hidden_size)]:
             raise ValueError(f"unknown arms {', '.join(unknown)}; choose from {', '.join(candidates(hidden_size))}")
         if self.name not in CONTINUED and (given := [k for k, v in OF_CONTINUED.items() if getattr(self, k) != v]):
@@ -171,6 +175,9 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
 
 
 def run_reproduce(config: ReproduceConfig, console: Console) -> None:
+    if config.dry_run:
+        console.print(plan(config.out, config.settings(), config.budgets, config.chosen, config.seeds).terminal())
+        return
     with progress_bars(console, config.settings().steps) as started:
         tables = reproduce(config, started=started)
     for table in tables:

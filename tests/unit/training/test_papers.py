@@ -14,7 +14,7 @@ from training_runs import SHAPE, TINY
 
 import manifold_tying as mt
 from experiments import RECIPES, ReproduceConfig, adaptation, poet, reproduce
-from experiments.budgets import candidates, trial_specs
+from experiments.budgets import candidates, plan, trial_specs
 from experiments.comparison import Arm, Table, Trained, agreement, loss_table
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS, preset
@@ -125,6 +125,9 @@ def test_every_arm_is_tuned_by_as_many_trials_at_every_budget(tmp_path: Path, co
         plain = min((label for label in found if "PIT" not in label), key=lambda label: np.mean(found[label]))
         difference = np.subtract(found[plain], found["PIT, Z trained"])
         best_plain.append(f"{difference.mean():+.3f} ± {difference.std(ddof=1):.3f} ({plain})".replace("-0", "−0"))
+    planned = plan(tmp_path, config("pit-budgets", tmp_path, corpus).settings(), [96, 240], arms.split(","), seeds=3)
+    counts = [(done, missing) for _, done, missing, hours in planned.body if float(hours) < 1]
+    assert counts == [("15", "3"), ("0", "18")]  # of 12 trials and 2 more seeds of 3 arms
     assert list(lead.body[-1][1:]) == best_plain
     assert len(lead.body) == 4
 
