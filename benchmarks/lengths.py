@@ -46,7 +46,7 @@ def losses(results: Path) -> dict[str, dict[int, tuple[float, float]]]:
         own = [row for row in rows if row["arm"].partition("+lr=")[0] == arm]
         for tokens in sorted({row["tokens"] for row in own}):
             values = [row["val_loss"] for row in own if row["tokens"] == tokens]
-            found.setdefault(label, {})[tokens] = mean(values), stdev(values) if len(values) > 1 else 0.0
+            found.setdefault(label, {})[tokens] = mean(values), stdev(values)
         found[label][PIT_LENGTH] = printed[label][0], printed[label][1]
     return found
 

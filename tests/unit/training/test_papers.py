@@ -3,19 +3,23 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from training_runs import SHAPE, TINY
 
 import manifold_tying as mt
 from experiments import RECIPES, ReproduceConfig, adaptation, poet, reproduce
-from experiments.budgets import candidates, plan, trial_specs
+from experiments.budgets import candidates, trial_specs
 from experiments.comparison import Arm, Table, Trained, agreement, loss_table
+from experiments.recipes import run_reproduce
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS, preset
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
@@ -125,9 +129,11 @@ def test_every_arm_is_tuned_by_as_many_trials_at_every_budget(tmp_path: Path, co
         plain = min((label for label in found if "PIT" not in label), key=lambda label: np.mean(found[label]))
         difference = np.subtract(found[plain], found["PIT, Z trained"])
         best_plain.append(f"{difference.mean():+.3f} ± {difference.std(ddof=1):.3f} ({plain})".replace("-0", "−0"))
-    planned = plan(tmp_path, config("pit-budgets", tmp_path, corpus).settings(), [96, 240], arms.split(","), seeds=3)
-    counts = [(done, missing) for _, done, missing, hours in planned.body if float(hours) < 1]
-    assert counts == [("15", "3"), ("0", "18")]  # of 12 trials and 2 more seeds of 3 arms
+    printed = StringIO()
+    further = {"tokens": "96,240", "arms": arms, "seeds": 3, "dry_run": True}
+    run_reproduce(config("pit-budgets", tmp_path, corpus, **further), Console(file=printed))
+    left = re.findall(r"(\d+) +(\d+) +(\d+) +0\.\d", printed.getvalue())
+    assert left == [("96", "15", "3"), ("240", "0", "18")]  # of 12 trials and 2 more seeds of 3 arms
     assert list(lead.body[-1][1:]) == best_plain
     assert len(lead.body) == 4
 
@@ -265,6 +271,7 @@ def test_command(
         ({"name": "pit-budgets", "arms": "transpose,tied"}, "unknown arms tied; choose from transpose, "),
         ({"name": "pit-budgets", "tokens": "128,128"}, "different numbers of tokens"),
         ({"arms": "transpose"}, "belong to pit-budgets"),
+        ({"dry_run": True}, "belong to pit-budgets"),
         ({"name": "pit-table-9"}, "unknown comparison 'pit-table-9'; choose one of pit-from-scratch"),
         ({"tokens": 0}, "expected tokens >= 1"),
         ({"preset": "giant"}, "giant"),
