@@ -64,6 +64,9 @@ def continued(out: Path, settings: Settings, seeds: int, started: Started | None
         Arm(label="PIT, Z frozen, by rotation", spec="pit-frozen+init_transform=rotation"),
         Arm(label="PIT, Z trained, T = H", spec="pit-trainable"),
         Arm(label="PIT, Z trained, by rotation", spec="pit-trainable+init_transform=rotation"),
+        Arm(label="PIT, free table, T = I", spec="pit-free+init_transform=identity"),
+        Arm(label="PIT, free table, T = H", spec="pit-free"),
+        Arm(label="PIT, free table, by rotation", spec="pit-free+init_transform=rotation"),
         Arm(label="untied", spec="untied"),
     ]
     trained = train_arms(out, arms, settings, seeds, started)

@@ -32,7 +32,7 @@ usage: manifold-tying COMMAND [-h] ...
   inspect    Show a saved model's token interface.
 
 manifold-tying COMMAND --help lists a command's options.
-Models (--preset): nano and mini for a CPU; pit-0.3b, pit-0.6b, pit-1.2b; poet-60m, poet-130m, poet-350m, poet-1.3b;
+Models (--preset): bytes, nano and mini for a CPU; pit-0.3b, pit-0.6b, pit-1.2b; poet-60m, poet-130m, poet-350m, poet-1.3b;
 galore-60m, galore-130m, galore-350m, galore-1.3b.
 """
 

@@ -115,6 +115,7 @@ def _small(vocab: int, d: int, layers: int, heads: int, kv_heads: int, intermedi
 
 
 PRESETS: dict[str, LlamaConfig] = {
+    "bytes": _small(257, 64, 4, 4, 1, 192),  # every byte and the separator: hardly more tokens than channels
     "nano": _small(4096, 128, 4, 4, 1, 384),
     "mini": _small(8192, 256, 6, 8, 2, 704),
     "pit-0.3b": _pit(1024, 24, 16, 4, 2816),

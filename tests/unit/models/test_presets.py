@@ -74,11 +74,11 @@ def test_presets_survive_json() -> None:
 
 
 def test_the_help_of_the_command_lists_the_names() -> None:
-    assert set(re.findall(r"[a-z]+-[\d.]+[bm]|nano|mini", HELP)) == set(PRESETS) - {TINY}
+    assert set(re.findall(r"[a-z]+-[\d.]+[bm]|bytes|nano|mini", HELP)) == set(PRESETS) - {TINY}
 
 
 def test_unknown_preset_lists_the_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown preset 'pit-7b'; choose one of nano, .*pit-0\.3b, .*galore-1\.3b"):
+    with pytest.raises(ValueError, match=r"unknown preset 'pit-7b'; choose one of bytes, nano, .*pit-0\.3b, .*galore-1\.3b"):
         preset("pit-7b")
 
 

@@ -175,7 +175,7 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
     losses, consistency, early = reproduce(config("pit-continued", tmp_path, corpus, **own))
     trained = {row["arm"]: row for row in rows(tmp_path)}
-    assert len(trained) == 7 and not [row for row in trained.values() if "failed" in row]
+    assert len(trained) == 10 and not [row for row in trained.values() if "failed" in row]
     first = json.loads((tmp_path / "transpose-0/metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert early.body[0][1] == f"{first:.3f}"
     # a source at the usual rate, settled in a quarter of the steps at a tenth of it; the arms start from that
@@ -184,7 +184,7 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     begun = [str(Path(run["init_from"]).relative_to(tmp_path)) for run in (source, settled, arm)]
     assert begun == ["source/start", "source/run/model", "source/settled/model"]
     assert settled["lr"] == 0.1 * source["lr"] and settled["steps"] * 3 == source["steps"]
-    assert len(consistency.body) == 7 and len(losses.body) == 7
+    assert len(consistency.body) == 10 and len(losses.body) == 10
     # the same command again trains nothing
     results = [tmp_path / "source/run" / RESULT, tmp_path / "transpose-0" / RESULT]
     before = [path.stat().st_mtime_ns for path in results]
