@@ -324,3 +324,10 @@ def test_figure_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.argv", ["lengths", "--figure", str(tmp_path / "lengths.svg")])
     import_module("benchmarks.lengths").main()
     assert "normalized transpose tying" in (tmp_path / "lengths.svg").read_text()
+
+
+def test_call_paths() -> None:
+    found = import_module("benchmarks.call_paths").measure()
+    assert min(min(counts) for counts in found.values()) > 0 and len(found) == 9
+    assert found["PIT, frozen, backward"].functions <= found["PIT, trainable, forward"].functions
+    assert found["RiemannianAdam step"].functions <= 50 and found["RiemannianAdam step"].depth <= 10
