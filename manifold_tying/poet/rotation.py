@@ -62,7 +62,8 @@ def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
     parts = [
         (x_j @ G.to(x.dtype)).transpose(-3, -2).flatten(-2) for G, x_j in zip(blocks, _columns(x, blocks), strict=True)
     ]
-    return _concat([*parts, x[..., num_rotated(blocks) :]], -1)
+    parts = [part for part in (*parts, x[..., num_rotated(blocks) :]) if part.shape[-1]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
@@ -80,15 +81,7 @@ def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
 
 def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
     """G_j x_j block by block, x (..., n, T); remaining rows are unchanged."""
-    if not blocks:
-        return x
-    parts, start = [], 0
-    for G in blocks:
-        k, b = G.shape[-3], G.shape[-1]
-        x_j = x[..., start : start + k * b, :].unflatten(-2, (k, b))
-        parts.append((G.to(x.dtype) @ x_j).flatten(-3, -2))
-        start += k * b
-    return _concat([*parts, x[..., start:, :]], -2)
+    return block_matmul(x.mT, transposed(blocks)).mT
 
 
 def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
@@ -123,11 +116,6 @@ def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
         k, b = G.shape[-3], G.shape[-1]
         yield x[..., start : start + k * b].unflatten(-1, (k, b)).transpose(-3, -2)
         start += k * b
-
-
-def _concat(parts: list[Tensor], dim: int) -> Tensor:
-    parts = [part for part in parts if part.shape[dim]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _Permute(Function):
