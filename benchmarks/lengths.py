@@ -1,14 +1,19 @@
-"""The figure of docs/from-scratch.md: each arm's validation loss above the best tied table's, against training tokens.
+"""Losses from scratch against training tokens, every table at its tuned rate: a table and the figure of docs/from-scratch.md.
 
-    python -m benchmarks.lengths --figure docs/figures/lengths.svg
+    python -m benchmarks.lengths runs/rates runs/mini   # adds the runs of `ablate --tokens` in these folders
+    python -m benchmarks.lengths                        # prints the table and draws the figure
 
-Reads the results of `ablate` and `reproduce pit-length` that the page names. Bars are one standard deviation over the seeds.
+The losses are in benchmarks/results/lengths-cpu.json, one row per run; those of `reproduce pit-length` in its own file. An arm
+with several settings is shown at the one that is best for seed 0. Bars are one standard deviation over the seeds.
 """
 
 import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -17,60 +22,123 @@ from benchmarks._figure import pyplot, save
 from manifold_tying.training.report.figures import COLOURS
 
 PIT_LENGTH = 1_843_200
-# Arm of the ablation, its line in the table of 1,843,200 tokens, and how far a dot is moved so that bars do not overlap.
-ARMS = {
-    "transpose": ("transpose tying", 0.94),
-    "transpose+embedding_norm=true": ("transpose tying, embeddings normalized", 1.0),
-    "untied+embedding_norm=true": ("untied, embeddings normalized", 1.03),
-    "pit-free": ("PIT, free table", 1.06),
-}
 REFERENCE = "transpose tying, embeddings normalized"
+# Label: start of the arm's name, and how far a dot is moved so that bars do not overlap.
+ARMS = {
+    "transpose tying": ("transpose+lr=", 0.94),
+    REFERENCE: ("transpose+embedding_norm=true", 1.0),
+    "untied, embeddings normalized": ("untied+embedding_norm=true", 1.03),
+    "PIT, Z trained": ("pit-trainable", 1.03),
+    "PIT, free table": ("pit-free", 1.06),
+}
+KEPT = ("tokens", "arm", "seed", "val_loss", "delta_ti", "cond_transform", "trainable_parameters")
+
+
+class Loss(NamedTuple):
+    """Mean and standard deviation over the seeds; 0 for a single run."""
+
+    mean: float
+    deviation: float
+    seeds: int
+
+
+Losses = dict[tuple[str, str], dict[str, dict[int, Loss]]]
+"""Preset and corpus: label: training tokens: loss."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to read and to write."""
+    """What to add, to read and to draw."""
 
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Folders of ablate whose runs are added to the results."""
     results: Path = ROOT / "benchmarks/results"
     figure: Path = ROOT / "docs/figures/lengths.svg"
 
 
-def losses(results: Path) -> dict[str, dict[int, tuple[float, float]]]:
-    """Mean and standard deviation of the validation loss by label and tokens."""
-    files = [results / f"table-rates-{name}.json" for name in ("nano-cpu", "nano-long-cpu")]
-    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["summary"]]
-    longest = json.loads((results / "papers-pit-length-nano-cpu.json").read_text(encoding="utf-8"))["tables"][0]["body"]
-    printed = {label: [float(number) for number in loss.split(" ± ")] for label, loss, *_ in longest}
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for arm, (label, _) in ARMS.items():
-        own = [row for row in rows if row["arm"].partition("+lr=")[0] == arm]
-        for tokens in sorted({row["tokens"] for row in own}):
-            values = [row["val_loss"] for row in own if row["tokens"] == tokens]
-            found.setdefault(label, {})[tokens] = mean(values), stdev(values)
-        found[label][PIT_LENGTH] = printed[label][0], printed[label][1]
+def runs_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of every budget in a folder of ablate."""
+    rows = []
+    for path in sorted(folder.glob("tokens-*/summary.json")):
+        given = json.loads((path.parent / "experiment.json").read_text(encoding="utf-8"))["settings"]
+        corpus = "prose" if given["data"].startswith("text:") else given["data"]
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            rows.append({"preset": given["preset"], "data": corpus, **{key: row[key] for key in KEPT}})
+    return rows
+
+
+def losses(results: Path) -> Losses:
+    """The loss of each arm at the best of its settings."""
+    rows = json.loads((results / "lengths-cpu.json").read_text(encoding="utf-8"))["rows"]
+    by_setting: Mapping[tuple[str, str, str, int], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        label = next(label for label, (start, _) in ARMS.items() if row["arm"].startswith(start))
+        by_setting[row["preset"], row["data"], label, row["tokens"]][row["arm"]][row["seed"]] = row["val_loss"]
+    found: Losses = defaultdict(lambda: defaultdict(dict))
+    for (preset, data, label, tokens), settings in by_setting.items():
+        values = list(min(settings.values(), key=lambda seeds: seeds[0]).values())
+        found[preset, data][label][tokens] = Loss(mean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+    printed = json.loads((results / "papers-pit-length-nano-cpu.json").read_text(encoding="utf-8"))["tables"][0]["body"]
+    for label, loss, *_ in printed:
+        middle, deviation = map(float, loss.split(" ± "))
+        found["nano", "stdlib"][label][PIT_LENGTH] = Loss(middle, deviation, 3)
     return found
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    found = losses(options.results)
+def table(found: Losses) -> str:
+    """The losses as Markdown."""
+    lines = []
+    for (preset, data), arms in found.items():
+        counts = sorted({tokens for of_arm in arms.values() for tokens in of_arm})
+        lines += ["", f"| {preset}, {data} | " + " | ".join(f"{tokens:,} tokens" for tokens in counts) + " |"]
+        lines.append("|---|" + "---:|" * len(counts))
+        for label in ARMS:
+            cells = [_cell(arms[label][tokens]) if tokens in arms[label] else "" for tokens in counts]
+            lines += [f"| {label} | " + " | ".join(cells) + " |"] if any(cells) else []
+    return "\n".join(lines)
+
+
+def _cell(loss: Loss) -> str:
+    return f"{loss.mean:.3f}" + (f" ± {loss.deviation:.3f}" if loss.seeds > 1 else "")
+
+
+def draw(found: Losses, path: Path) -> None:
+    """One panel per model and corpus: the loss of each arm above that of normalized transpose tying."""
     plt = pyplot("lengths")
-    figure, axes = plt.subplots(figsize=(8, 4))
-    for (label, shift), colour in zip(ARMS.values(), COLOURS, strict=False):
-        tokens = sorted(found[label])
-        above = [found[label][count][0] - found[REFERENCE][count][0] for count in tokens]
-        x = [count * shift for count in tokens]
-        axes.errorbar(
-            x, above, [found[label][count][1] for count in tokens], fmt="o-", color=colour, label=label, capsize=3
+    figure, grid = plt.subplots(1, len(found), figsize=(4.2 * len(found), 4), sharey=True, squeeze=False)
+    for axes, ((preset, data), arms) in zip(grid[0], found.items(), strict=True):
+        for (label, (_, shift)), colour in zip(ARMS.items(), COLOURS, strict=False):
+            counts = sorted(set(arms[label]) & set(arms[REFERENCE]))
+            above = [arms[label][count].mean - arms[REFERENCE][count].mean for count in counts]
+            bars = [arms[label][count].deviation for count in counts]
+            x = [count * shift for count in counts]
+            axes.errorbar(x, above, bars, fmt="o-", color=colour, label=label, capsize=3)
+        ticks = sorted(arms[REFERENCE])
+        axes.set_xscale("log")
+        axes.set_xticks(
+            ticks, [f"{tokens / 1e6:.1f} M" if tokens >= 5e5 else f"{tokens / 1e6:.2f} M" for tokens in ticks]
         )
-    axes.set_xscale("log")
-    axes.set_xticks([184_320, 614_400, PIT_LENGTH, 6_000_640], ["0.18 M", "0.6 M", "1.8 M", "6 M"])
-    axes.minorticks_off()
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel("nats above normalized transpose tying")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    save(plt, figure, options.figure)
+        axes.set_xlim(0.14e6, 8e6)
+        axes.minorticks_off()
+        axes.set_title(f"{preset}, {'Python source' if data == 'stdlib' else data}", fontsize="medium")
+        axes.set_xlabel("training tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].set_ylabel("nats above normalized transpose tying")
+    grid[0][0].legend(frameon=False, fontsize="small")
+    save(plt, figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, description=__doc__, args=arguments)
+    path = options.results / "lengths-cpu.json"
+    if added := [row for folder in options.folders for row in runs_of(folder)]:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        names = ("preset", "data", "tokens", "arm", "seed")
+        rows = {tuple(row[name] for name in names): row for row in [*kept["rows"], *added]}
+        path.write_text(json.dumps({**kept, "rows": list(rows.values())}, indent=1) + "\n", encoding="utf-8")
+    found = losses(options.results)
+    print(table(found))
+    draw(found, options.figure)
 
 
 if __name__ == "__main__":

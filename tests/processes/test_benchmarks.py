@@ -320,9 +320,22 @@ def test_parts_of_pit_are_loosened_one_by_one(tmp_path: Path, monkeypatch: pytes
     assert len({row["val_loss"] for row in rows}) == len(rows)
 
 
-def test_figure_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["lengths", "--figure", str(tmp_path / "lengths.svg")])
-    import_module("benchmarks.lengths").main()
+def test_lengths_collect_runs_and_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, runs = tmp_path / "results", tmp_path / "runs/tokens-2048"
+    shutil.copytree(ROOT / "benchmarks/results", results)
+    runs.mkdir(parents=True)
+    settings = {"preset": "mini", "data": "text:prose.txt"}
+    (runs / "experiment.json").write_text(json.dumps({"settings": settings}))
+    module = import_module("benchmarks.lengths")
+    rows = [
+        dict.fromkeys(module.KEPT) | {"arm": arm, "seed": seed, "tokens": 2048, "val_loss": loss}
+        for arm, seed, loss in (("pit-free", 0, 5.0), ("pit-free", 1, 5.1), ("pit-free+lr=0.001", 0, 5.2))
+    ]
+    rows += [{**rows[0], "arm": "transpose+embedding_norm=true+lr=0.002", "val_loss": 6.0}]
+    (runs / "summary.json").write_text(json.dumps(rows))
+    module.main([str(runs.parent), "--results", str(results), "--figure", str(tmp_path / "lengths.svg")])
+    shown = capsys.readouterr().out
+    assert "| PIT, free table | 5.050 ± 0.071 |" in shown and "| mini, prose | 2,048 tokens |" in shown
     assert "normalized transpose tying" in (tmp_path / "lengths.svg").read_text()
 
 
