@@ -1,4 +1,4 @@
-"""Model, optimizer and schedules of a run, and the model of a finished one."""
+"""Build a run's model, optimizer and schedules; load the model of a finished run."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -20,14 +20,13 @@ from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
 
 BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
-# In the reference model, and in a transformers model, whose embedding holds the interface.
+# Parameter names, in the reference model and in transformers models, whose embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
 TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
 
 
 def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings: Settings) -> TokenInterface:
-    """The token interface of that name."""
     if name == "untied" or name == "transpose":
         assert settings.table_std is not None, "the settings are resolved"
         options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
@@ -67,10 +66,10 @@ def _equivalence_options(settings: Settings) -> dict[str, Any]:
 
 
 def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
-    """One optimizer: AdamW for the body, Riemannian Adam for a trainable memory, and each part at its own rate.
+    """One optimizer with a rate for each part: AdamW for the body, Riemannian Adam for a trainable memory.
 
     Skew vectors have no weight decay: it would pull R and P to the identity, but only between merges. POET's paper reports
-    0.01 without saying for which parameters.
+    0.01 without naming the parameters.
     """
     rates = _rotation_scales(model)
     if isinstance(model.interface, ManifoldPIT):
@@ -85,12 +84,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
             rates[table] = {**rates.get(table, {}), **own}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
-    groups = param_groups(
-        model,
-        manifold_lr=settings.memory_lr,
-        weight_decay=settings.weight_decay,
-        overrides=rates,
-    )
+    groups = param_groups(model, manifold_lr=settings.memory_lr, weight_decay=settings.weight_decay, overrides=rates)
     assert settings.lr is not None and settings.betas is not None, "the settings are resolved"
     return RiemannianAdam(
         groups,
@@ -113,13 +107,9 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
 
 def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
     """Overrides for a model with a rotated residual stream: per-column scales of its tables."""
-    if (
-        not isinstance(model.interface, PIT)
-        or not isinstance(model, HuggingFaceModel)
-        or not halves(model.model)[0].rotated
-    ):
-        return {}
-    return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
+    if isinstance(model, HuggingFaceModel) and isinstance(model.interface, PIT) and halves(model.model)[0].rotated:
+        return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
+    return {}
 
 
 def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
@@ -131,7 +121,7 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
 
 
 def clipped_parameters(model: Model) -> list[Tensor]:
-    """All parameters but the memory, whose steps Adam and the retraction already bound."""
+    """All parameters except the memory, whose steps Adam and the retraction already bound."""
     return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]
 
 
@@ -147,8 +137,8 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
             print(path.name, spectral_summary(load_model(path).blocks[0].mlp.up.weight))
 
     Args:
-        path: a run's folder, for its newest checkpoint, or a checkpoint's; sharded or not.
-        device: the model's device; need not be the one it was trained on.
+        path: a run's folder, to load its newest checkpoint, or a checkpoint's folder; sharded or not.
+        device: the model's device; may differ from the training device.
 
     Returns:
         The reference model, or the transformers model of a run with ``init_from``, whose folder must still exist.
@@ -160,7 +150,7 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
     if not (folder / STATE).exists():
         saved = checkpoints(folder)
         if not saved:
-            raise ValueError(f"expected the folder of a run with checkpoints or of one of them, got {folder}")
+            raise ValueError(f"expected the folder of a run with checkpoints, or of a checkpoint, got {folder}")
         folder = saved[-1]
     config = read_state(folder)["config"]
     values: dict[str, Any] = {k: v for k, v in current_names(config).items() if k not in ("interface", "seed", CORPUS)}

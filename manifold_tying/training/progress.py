@@ -18,7 +18,7 @@ class Started(Protocol):
 
 @contextmanager
 def progress_bars(console: Console, usual: int) -> Iterator[Started]:
-    """Yields a function from (run, its number, number of runs, steps or None for ``usual``) to the run's observer."""
+    """Yields a function that adds a run's bar and returns its observer; ``usual`` is the default number of steps."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=8),

@@ -10,13 +10,13 @@ AGAIN = "run the command that wrote the folder again"
 
 
 def lines_of(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
-    """The objects of a .jsonl file: numbers under the required keys; a number, null or nothing under the optional ones."""
+    """The objects of a .jsonl file. Required keys hold numbers; optional keys hold a number or null, or are missing."""
     for count, text in enumerate(_content(path).splitlines(), start=1):
         where = f"{path}, line {count}"
         try:
             line = object_of(parsed(text), where)
         except NotJSON as error:
-            raise ValueError(f"{where}: not JSON ({error.reason}); a run that was cut short? {AGAIN}") from None
+            raise ValueError(f"{where}: not JSON ({error.reason}); was the run interrupted? {AGAIN}") from None
         for key in (*required, *(key for key in optional if line.get(key) is not None)):
             number(line.get(key), key, where)
         yield line
@@ -34,8 +34,7 @@ def _content(path: Path) -> str:
     try:
         return read_bytes(path).decode("utf-8")
     except FileNotFoundError:
-        advice = f"not the folder of a finished run or ablation? give its --out, or {AGAIN}"
-        raise ValueError(f"{path} is missing: {advice}") from None
+        raise ValueError(f"{path} is missing; give the --out of a finished run or ablation, or {AGAIN}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {AGAIN}") from None
 

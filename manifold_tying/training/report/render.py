@@ -13,7 +13,7 @@ from urllib.parse import quote
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from manifold_tying.training.files import write_whole
+from manifold_tying.training.files import write_atomic
 from manifold_tying.training.numbers import DASH
 from manifold_tying.training.report import figures as plots
 from manifold_tying.training.report.comparison import APART, comparable, differences
@@ -40,7 +40,7 @@ def write_report(experiment: Experiment, out: str | Path) -> Path:
     if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_whole(path, written)
+    return write_atomic(path, written)
 
 
 def page(experiment: Experiment) -> str:

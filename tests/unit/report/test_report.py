@@ -478,7 +478,7 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (changed_row(arm="other"), r"an arm 'other' that experiment\.json does not describe"),
         (
             replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),
-            r"line 2: not JSON.*cut short",
+            r"line 2: not JSON.*interrupted",
         ),
         (replaced("untied-0/timing.jsonl", '{"step": 1}'), r"timing\.jsonl, line 1: expected a number under 'seconds'"),
     ],
