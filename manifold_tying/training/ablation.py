@@ -189,13 +189,13 @@ def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> N
     """Raises ValueError if the folder holds a run with another configuration or another text than ``corpus``."""
     path = run.out / CONFIG
     if path.exists():
-        there = read_object(path, "restore it, or choose another --out")
-        here = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
-        names = differing(there, here)
+        saved = read_object(path, "restore it, or choose another --out")
+        current = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
+        names = differing(saved, current)
         if names == [CORPUS]:
-            raise ValueError(other_text(str(run.out), there, here))
+            raise ValueError(other_text(str(run.out), saved, current))
         if names:
-            listed = ", ".join(f"{name} ({there.get(name)} there, {here.get(name)} here)" for name in names)
+            listed = ", ".join(f"{name} (saved {saved.get(name)}, now {current.get(name)})" for name in names)
             raise ValueError(f"{run.out} holds a run with another {listed}; choose another --out")
 
 
@@ -217,8 +217,8 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
 
 def _describe(config: AblateConfig) -> dict[str, Any]:
     """The experiment's command, machine and settings, for the report."""
-    runs = {arm: run for arm, run in reversed(config.runs())}
-    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in reversed(runs.items())}
+    runs = {arm: run for arm, run in config.runs() if run.seed == 0}
+    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in runs.items()}
     per_arm: dict[str, dict[str, Any]] = {
         arm: {name: None if name in names else getattr(runs[arm].settings, name) for name in RATES}
         for arm, names in unused.items()

@@ -43,14 +43,12 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
     first, *changes = name.split("+")
     fields = DEFAULTS.keys() - NOT_PER_ARM
     values: dict[str, Any] = {}
-    known = next((arm for arm in ARMS if arm == first), None)
-    if known is None:
-        known = "untied"
-        values["body"] = next((body for body in BODIES if body == first), None)
-        fields -= {"body"}
-        if values["body"] is None:
-            choices = ", ".join(ARMS + BODIES)
-            raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
+    interface: Interface = next((arm for arm in ARMS if arm == first), "untied")
+    if first in BODIES:
+        values["body"], fields = first, fields - {"body"}
+    elif first not in ARMS:
+        choices = ", ".join(ARMS + BODIES)
+        raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or key not in fields:
@@ -59,9 +57,9 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
             )
         values[key] = _value(text, key)
     settings = dataclasses.replace(shared, **values)
-    if unused := sorted(unused_settings(known, settings) & values.keys()):
+    if unused := sorted(unused_settings(interface, settings) & values.keys()):
         raise ValueError(f"{first} does not use {', '.join(unused)}; leave it out of the arm {name!r}")
-    return known, settings
+    return interface, settings
 
 
 def _value(text: str, key: str) -> Any:

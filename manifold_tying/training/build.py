@@ -14,10 +14,10 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training.config import CORPUS, Settings, TrainConfig, current_names
-from manifold_tying.training.hf_model import HuggingFaceModel, Model, build_hugging_face_model
+from manifold_tying.training.config import CORPUS, MEMORY_INTERFACES, Settings, TrainConfig, current_names
+from manifold_tying.training.hf_model import MEMORIES, HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTying, Untied
 
 BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
 # Parameter names, in the reference model and in transformers models, whose embedding holds the interface.
@@ -27,20 +27,20 @@ FACTOR = "*interface.parametrizations.cholesky_factor.*"
 
 
 def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings: Settings) -> TokenInterface:
-    if name == "untied" or name == "transpose":
-        assert settings.table_std is not None, "the settings are resolved"
-        options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
-        if name == "untied":
-            return Untied(vocab_size, hidden_size, **options)
-        if settings.input_gradient_scale is not None:
-            options["input_gradient_scale"] = settings.input_gradient_scale
-        return TransposeTying(vocab_size, hidden_size, **options)
+    if name in MEMORY_INTERFACES:
+        assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
+        return PIT(
+            vocab_size, hidden_size, memory=MEMORIES[name], retraction=settings.retraction, diagonal=settings.diagonal
+        )
+    assert settings.table_std is not None, "the settings are resolved"
     if name == "pit-free":
-        assert settings.table_std is not None, "the settings are resolved"
         return PIT(vocab_size, hidden_size, memory="free", std=settings.table_std)
-    memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
-    assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
-    return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
+    options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
+    if name == "untied":
+        return Untied(vocab_size, hidden_size, **options)
+    if settings.input_gradient_scale is not None:
+        options["input_gradient_scale"] = settings.input_gradient_scale
+    return TransposeTying(vocab_size, hidden_size, **options)
 
 
 def build_model(config: TrainConfig) -> Model:

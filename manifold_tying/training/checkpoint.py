@@ -38,10 +38,10 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 def find_checkpoint(run: Path, name: str) -> Path:
     """The checkpoint with this name; a ValueError lists the existing ones."""
-    there = {path.name: path for path in checkpoints(run)}
-    if name not in there:
-        raise ValueError(f"{run} has no checkpoint {name!r}; available: {', '.join(there) or 'none'}")
-    return there[name]
+    existing = {path.name: path for path in checkpoints(run)}
+    if name not in existing:
+        raise ValueError(f"{run} has no checkpoint {name!r}; available: {', '.join(existing) or 'none'}")
+    return existing[name]
 
 
 def set_newer_aside(path: Path) -> None:
@@ -118,11 +118,11 @@ def digest_of_state(state: Mapping[str, Any]) -> str:
 
 def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
     """Raise Damaged unless every file has its recorded digest; the ranks divide the files among them."""
-    there = {file.name for file in path.glob("*.safetensors")}
-    if extra := there - set(state["files"]):
+    existing = {file.name for file in path.glob("*.safetensors")}
+    if extra := existing - set(state["files"]):
         raise ValueError(f"checkpoint {path} has files that it was not saved with: {', '.join(sorted(extra))}")
     for name in sorted(state["files"])[processes.rank :: processes.size]:
-        if name not in there:
+        if name not in existing:
             raise _damaged(path, f"{name} is missing")
         if digest(path / name) != state["files"][name]:
             raise _damaged(path, f"{name} ({(path / name).stat().st_size} bytes) is not what was written")
@@ -134,7 +134,7 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
     if different == [CORPUS]:
         raise ValueError(other_text(f"checkpoint {path}", state["config"], config))
     if different:
-        details = ", ".join(f"{k}={state['config'].get(k)!r} there, {config.get(k)!r} here" for k in different)
+        details = ", ".join(f"{k} (saved {state['config'].get(k)!r}, now {config.get(k)!r})" for k in different)
         raise ValueError(f"checkpoint {path} has another configuration: {details}. Use its settings, or another folder")
     check_files(path, state, processes)
     return state

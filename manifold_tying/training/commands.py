@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -27,9 +27,6 @@ from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.saving import export_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
 
@@ -132,7 +129,11 @@ class ExportConfig:
 
 
 def run_convert(config: ConvertConfig, console: Console) -> None:
-    model = _read(config.model)
+    if any((config.model / name).is_file() for name in (METRICS, STATE)):
+        raise ValueError(
+            f"{config.model} is a run of train or ablate; convert takes transformers checkpoints, use export for runs"
+        )
+    model = load_stock(config.model)
     _check_out(config.model, config.out)
     convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
     save(model, config.out)
@@ -142,9 +143,9 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
 
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
-    if there := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
+    if found := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
         raise ValueError(
-            f"{config.out} already holds a model ({', '.join(there)}); choose another folder, or delete it"
+            f"{config.out} already holds a model ({', '.join(found)}); choose another folder, or delete it"
         )
     if saved := [config.model] if (config.model / STATE).exists() else checkpoints(config.model):
         export_model(saved[-1], config.out)
@@ -152,14 +153,6 @@ def run_export(config: ExportConfig, console: Console) -> None:
         export(load(config.model), config.out)
         _copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
-
-
-def _read(path: Path) -> "PreTrainedModel":
-    if any((path / name).is_file() for name in (METRICS, STATE)):
-        raise ValueError(
-            f"{path} is a run of train or ablate; convert takes transformers checkpoints, use export for runs"
-        )
-    return load_stock(path)
 
 
 def _check_out(model: Path, out: Path) -> None:

@@ -196,23 +196,23 @@ def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in config.items()}
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The names of the settings that differ. A setting that an earlier version lacked had its default value.
 
     CORPUS is listed only if nothing else differs, since another ``data`` implies another text. The first versions did not
     record the text; it then counts as equal.
     """
-    there = {k: v for k, v in DEFAULTS.items() if k in here} | current_names(there)
-    names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
-    texts = there.get(CORPUS), here.get(CORPUS)
+    saved = {k: v for k, v in DEFAULTS.items() if k in current} | current_names(saved)
+    names = sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k))
+    texts = saved.get(CORPUS), current.get(CORPUS)
     return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
 
 
-def other_text(where: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def other_text(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """The error message for a run whose text has changed."""
-    before, now = there[CORPUS], here[CORPUS]
+    before, now = saved[CORPUS], current[CORPUS]
     names = ", ".join(k for k in now if before.get(k) != now[k])
     return (
-        f"{where} was trained on another text than {here['data']} is now: {names} differ, so losses are not comparable. "
+        f"{where} was trained on another text than {current['data']} is now: {names} differ, so losses are not comparable. "
         "Restore the text, or choose another --out"
     )

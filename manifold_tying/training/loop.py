@@ -311,7 +311,7 @@ def load_data(
             progress=progress,
         )
     )
-    there, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
-    if progress and there < wanted:
-        progress(f"{settings.data} is small: evaluating on {there:,} held-out tokens, not on {wanted:,}")
+    available, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
+    if progress and available < wanted:
+        progress(f"{settings.data} is small: evaluating on {available:,} held-out tokens, not on {wanted:,}")
     return tokens

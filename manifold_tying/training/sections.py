@@ -9,6 +9,7 @@ import tyro
 
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
+from manifold_tying.optim.adam import SecondMoment
 from manifold_tying.parametrizations import Diagonal
 from manifold_tying.poet import Init
 
@@ -16,7 +17,6 @@ Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-f
 Body = Literal["adamw", "poet-block", "poet-full"]
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
 OnNan = Literal["stop", "skip"]
-SecondMoment = Literal["element", "row", "matrix"]
 
 
 class Bounds(NamedTuple):

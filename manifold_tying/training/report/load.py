@@ -15,12 +15,12 @@ from manifold_tying.training.config import ARM, CORPUS, POET_SETTINGS
 from manifold_tying.training.records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
 from manifold_tying.training.sections import Body, Interface
 
-Row = Mapping[str, Any]  # an object of summary.json: the result of one arm with one seed
+Row = Mapping[str, Any]  # an entry of summary.json: the result of one arm with one seed
 BASELINES = ("transpose", "adamw")  # the first of these that exists is the baseline
 TRAINED = (*get_args(Interface), *get_args(Body))
-# null: nothing to measure, such as a memory, a transform or rotations
+# null if the model has no memory, transform or rotations to measure
 NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
-LOSSES = ("val_loss", "train_loss")  # here null is a loss that is not finite
+LOSSES = ("val_loss", "train_loss")  # null if not finite
 QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters")
 COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
@@ -33,9 +33,9 @@ class Run:
     arm: str
     seed: int
     metrics: pd.DataFrame
-    """A line per step: ``step``, ``tokens``, ``seconds`` (evaluation excluded) and the quantities of ``COURSE``."""
+    """A line per step: ``step``, ``tokens``, ``seconds`` (without evaluation) and the quantities of ``COURSE``."""
     probes: pd.DataFrame
-    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its numbers: svd_entropy, R.vector, updates.min, ..."""
+    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its probes: svd_entropy, R.vector, updates.min, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """Everything in the report: arms and seeds."""
+    """The content of a report."""
 
     rows: Sequence[Row]
     runs: Sequence[Run]
@@ -58,13 +58,13 @@ class Experiment:
     settings: Mapping[str, Any]
     """Settings shared by all arms."""
     arms: Mapping[str, Mapping[str, Any]]
-    """The settings of each arm, its learning rates among them."""
+    """The settings of each arm, including its learning rates."""
     failures: Sequence[str] = ()
     """A sentence for each run that stopped early."""
 
 
 def arm_names(rows: Iterable[Row]) -> list[str]:
-    """The arms in the order in which they first appear."""
+    """The arms in order of first appearance."""
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
@@ -75,10 +75,8 @@ def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
 
 def interface_of(arm: str) -> str:
     """The interface or body of an arm: pit-frozen for ``pit-frozen+lr=0.002``, untied for ``mine/untied``."""
-    named = re.findall(
-        rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm
-    )  # the last one: a folder may have the name of an arm
-    return named[-1] if named else arm.partition("+")[0]
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)
+    return named[-1] if named else arm.partition("+")[0]  # the last one: a folder may be named like an arm
 
 
 def baseline_of(arms: Sequence[str]) -> str | None:
@@ -90,7 +88,7 @@ def baseline_of(arms: Sequence[str]) -> str | None:
 
 
 def load_experiment(folder: str | Path) -> Experiment:
-    """Load a folder that ``ablate --out`` or ``train --out`` wrote; ValueError if it is incomplete."""
+    """Load a folder that ``ablate --out`` or ``train --out`` wrote; raises ValueError if it is incomplete."""
     folder = Path(folder)
     if any((folder / name).exists() for name in ABLATION):
         return _with_evaluated_tokens(_ablation(folder))
@@ -111,8 +109,8 @@ def _ablation(out: Path) -> Experiment:
     machine, settings, arms = (object_of(described.get(key), f"{where}, {key!r}") for key in keys)
     if strangers := [arm for arm in arm_names(rows) if arm not in arms]:
         raise ValueError(
-            f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json does not describe, so the two come from "
-            f"different experiments; {AGAIN}"
+            f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json lacks, so they are from different "
+            f"experiments; {AGAIN}"
         )
     return Experiment(
         rows=rows,
@@ -145,7 +143,7 @@ def _single_run(out: Path) -> Experiment:
 
 
 def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
-    """Replace ``val_tokens`` by the number of evaluated tokens, which is lower for a small corpus."""
+    """Replace ``val_tokens`` by the number of evaluated tokens, which is smaller for a small corpus."""
     evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
     if not evaluated:  # the first versions did not record it
         return experiment
@@ -162,7 +160,7 @@ def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
 
 
 def checked_rows(rows: object, *, where: str) -> list[Row]:
-    """The checked objects of summary.json without those of :func:`failures`."""
+    """Check the entries of summary.json, and return those of finished runs."""
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
         raise ValueError(f"{where}: expected a list with one object per arm and seed, got {kind_of(rows)}; {AGAIN}")
     checked = [_row(row, f"{where}, entry {place}") for place, row in enumerate(rows) if not _failed(row)]
@@ -185,7 +183,7 @@ def _failed(row: object) -> bool:
 
 
 def _row(value: object, where: str) -> Row:
-    row = {"orthogonality_error": None, **object_of(value, where)}  # the first versions knew no rotations
+    row = {"orthogonality_error": None, **object_of(value, where)}  # the first versions had no rotations
     if missing := [key for key in ("arm", "seed", *QUANTITIES) if key not in row]:
         raise ValueError(f"{where}: missing {', '.join(missing)}; {AGAIN}")
     if not isinstance(row["arm"], str) or not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
@@ -215,7 +213,7 @@ def _run(folder: Path, row: Row) -> Run:
 
 
 def _frame(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """One row per step, the last of duplicates. Values that are not finite become inf; NaN means missing."""
+    """One row per step, the last of duplicates. NaN means missing; values that are not finite become inf."""
     table = [[None if line.get(key) is None else _or_inf(line[key]) for key in columns] for line in lines]
     return pd.DataFrame(table, columns=list(columns), dtype=float).drop_duplicates("step", keep="last")
 

@@ -75,7 +75,7 @@ def test_the_same_command_again_does_only_what_is_missing(tmp_path: Path, corpus
     more = dataclasses.replace(small, seeds=2)
     assert [row for row in ablate(more, started=started) if row["seed"] == 0] == first
     assert trained == ["untied-1", "pit-frozen-1"]
-    with pytest.raises(ValueError, match=r"holds a run with another lr \(.* there, .* here\); choose another --out"):
+    with pytest.raises(ValueError, match=r"holds a run with another lr \(saved .*, now .*\); choose another --out"):
         ablate(dataclasses.replace(more, settings=settings(corpus, lr=0.5)))
 
 

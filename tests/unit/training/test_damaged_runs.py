@@ -245,7 +245,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(
     before = (here / "run/metrics.jsonl").read_bytes()
     for path in checkpoints(here / "run"):
         (path / "optimizer.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"another configuration: lr=.*0\.5 here"):  # and nothing is set aside for that
+    with pytest.raises(ValueError, match=r"another configuration: lr \(saved .*, now 0\.5\)"):  # nothing is renamed
         resumed(here, finished, lr=0.5)
     resumed(here, finished)
     assert (here / "run/metrics.jsonl").read_bytes() == before
