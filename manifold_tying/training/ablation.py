@@ -70,13 +70,9 @@ class AblateConfig:
             raise ValueError(
                 f"expected steps or tokens, got both: {self.settings.steps} and {self.tokens}; leave one out"
             )
+        settings = {count: dataclasses.replace(self.settings, steps=round(count / size)) for count in counts}
         return [
-            dataclasses.replace(
-                self,
-                out=self.out / f"tokens-{count}",
-                tokens=None,
-                settings=dataclasses.replace(self.settings, steps=round(count / size)),
-            )
+            dataclasses.replace(self, out=self.out / f"tokens-{count}", tokens=None, settings=settings[count])
             for count in counts
         ]
 
@@ -86,16 +82,12 @@ class AblateConfig:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected a list of different arms from {', '.join(ARMS + BODIES)}, got {self.arms!r}")
         arms = {name: parse_arm(name, self.settings) for name in names}
-        runs = [
-            (
-                name,
-                resolve(
-                    TrainConfig(out=run_folder(self.out, name, seed), interface=interface, seed=seed, settings=own)
-                ),
-            )
-            for seed in range(self.seeds)
-            for name, (interface, own) in arms.items()
-        ]
+
+        def run_of(name: str, seed: int) -> TrainConfig:
+            (interface, own), out = arms[name], run_folder(self.out, name, seed)
+            return resolve(TrainConfig(out=out, interface=interface, seed=seed, settings=own))
+
+        runs = [(name, run_of(name, seed)) for seed in range(self.seeds) for name in arms]
         _check_different(dict(runs[: len(arms)]))
         return runs
 

@@ -64,8 +64,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
 def run_ablate(config: AblateConfig, console: Console) -> None:
     budgets = config.budgets()
     if config.dry_run:
-        for command in (command for budget in budgets for command in commands(budget)):
-            print(command)  # rich would wrap it
+        print(*(command for budget in budgets for command in commands(budget)), sep="\n")  # rich would wrap the lines
         return
     from manifold_tying.training.report import load_experiments, shown
 

@@ -39,7 +39,7 @@ class Log:
     rest: bytes
 
     def cut(self) -> None:
-        """Move the rest to aside-NAME, after earlier ones."""
+        """Move the rest to the end of aside-NAME."""
         if self.rest:
             newline = b"" if self.rest.endswith(b"\n") else b"\n"
             with self.path.with_name(f"aside-{self.path.name}").open("ab") as aside:

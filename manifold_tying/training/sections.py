@@ -9,7 +9,6 @@ import tyro
 
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
-from manifold_tying.optim.adam import SecondMoment
 from manifold_tying.parametrizations import Diagonal
 from manifold_tying.poet import Init
 
@@ -17,6 +16,7 @@ Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-f
 Body = Literal["adamw", "poet-block", "poet-full"]
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
 OnNan = Literal["stop", "skip"]
+SecondMoment = Literal["element", "row", "matrix"]
 
 
 class Bounds(NamedTuple):
@@ -41,7 +41,7 @@ class Model:
     preset: str = "nano"
     """Model shape; see manifold_tying.models.PRESETS. Not used with init_from."""
     body: Body = "adamw"
-    """How the blocks' matrices train: adamw as they are, poet-block or poet-full as POET's R W0 P."""
+    """How the blocks' matrices train: adamw directly, poet-block or poet-full as POET's R W0 P."""
     embedding_norm: bool | None = None
     """RMS-normalize the embeddings after the lookup."""
     embedding_scale: Positive | None = None
@@ -118,7 +118,7 @@ class Tables:
     table_lr: Rate | None = None
     """Peak learning rate of the tables; None is lr, and 0.3 table_std for pit-free."""
     table_slows_after: Annotated[int, Bounds(0)] | None = None
-    """Multiply their rate by √(n / step) after this number n of steps; 0 never does."""
+    """After this number n of steps, multiply their rate by √(n / step); 0 means never."""
     table_std: NonNegative | None = None
     """Initial standard deviation; None is 0.06."""
     logit_scale: bool | None = None
@@ -134,7 +134,7 @@ class Memory:
     memory_lr: Rate | None = None
     """Peak learning rate of Z."""
     memory_slows_after: Annotated[int, Bounds(0)] | None = None
-    """Multiply its rate by √(n / step) after this number n of steps; 0 never does."""
+    """After this number n of steps, multiply its rate by √(n / step); 0 means never."""
     retraction: Retraction | None = None
     """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
     project_every: Annotated[Count, tyro.conf.arg(aliases=("--retract-every",))] = 1

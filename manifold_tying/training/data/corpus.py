@@ -156,13 +156,8 @@ def _hub(spec: str, rest: str) -> Corpus:
 
 
 _OPENERS = {
-    "stdlib": _stdlib,
-    "docstrings": _docstrings,
-    "text": _text,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "hf": _hub,
-}
+    "stdlib": _stdlib, "docstrings": _docstrings, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hub
+}  # fmt: skip
 
 
 def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:

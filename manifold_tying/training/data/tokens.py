@@ -1,4 +1,4 @@
-"""Token directories: their content, and reading them.
+"""The content of token directories, and how to open them.
 
 ``meta.json`` describes the directory, ``tokenizer.json`` is the tokenizer, ``train.bin`` and ``val.bin`` hold token ids,
 little-endian, one after another, with the tokenizer's separator after every document. Nothing in a directory is executed.
