@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from manifold_tying.training import sections as of
+from manifold_tying.training import sections
 from manifold_tying.training.config import Settings
 
 
@@ -37,17 +37,17 @@ def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
 
 def _merged(
     *,
-    model: of.Model,
-    checkpoint: of.Checkpoint,
-    data: of.Data,
-    length: of.Length,
-    adam: of.Adam,
-    tables: of.Tables,
-    memory: of.Memory,
-    transform: of.Transform,
-    penalty: of.Penalty,
-    poet: of.Poet,
-    execution: of.Execution,
+    model: sections.Model,
+    checkpoint: sections.Checkpoint,
+    data: sections.Data,
+    length: sections.Length,
+    adam: sections.Adam,
+    tables: sections.Tables,
+    memory: sections.Memory,
+    transform: sections.Transform,
+    penalty: sections.Penalty,
+    poet: sections.Poet,
+    execution: sections.Execution,
 ) -> dict[str, Any]:
     """The values of all sections; tyro shows each section as a group of options."""
     parts = (model, checkpoint, data, length, adam, tables, memory, transform, penalty, poet, execution)

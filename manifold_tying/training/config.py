@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from manifold_tying.huggingface.folder import read_transformers_config, recorded_options, weight_map
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import check_options
-from manifold_tying.training import sections as of
+from manifold_tying.training import sections
 from manifold_tying.training.machine import check_device
 from manifold_tying.training.sections import Interface, check_value
 
@@ -23,17 +23,17 @@ MEMORY_INTERFACES: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # Z 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(  # a dataclass lists the fields of its last base first
-    of.Execution,
-    of.Poet,
-    of.Penalty,
-    of.Transform,
-    of.Memory,
-    of.Tables,
-    of.Adam,
-    of.Length,
-    of.Data,
-    of.Checkpoint,
-    of.Model,
+    sections.Execution,
+    sections.Poet,
+    sections.Penalty,
+    sections.Transform,
+    sections.Memory,
+    sections.Tables,
+    sections.Adam,
+    sections.Length,
+    sections.Data,
+    sections.Checkpoint,
+    sections.Model,
 ):
     """The settings of a run; None means the recipe's value (docs/learning-rates.md)."""
 
@@ -51,12 +51,12 @@ class Settings(  # a dataclass lists the fields of its last base first
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
         check_device(self.device)
         if self.init_from is None:
-            if given := self.changed(names_of(of.Checkpoint)):
+            if given := self.changed(names_of(sections.Checkpoint)):
                 raise ValueError(f"{given} needs init_from, the folder of the checkpoint to continue from")
         else:
             if self.bridge and self.changed(("init_transform",)):
                 raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
-            if given := self.changed((*names_of(of.Model), "table_std", "input_gradient_scale", "logit_scale")):
+            if given := self.changed((*names_of(sections.Model), "table_std", "input_gradient_scale", "logit_scale")):
                 raise ValueError(
                     f"{given} cannot be set with init_from: the checkpoint defines shape, tables and body. Leave it out"
                 )
@@ -98,7 +98,7 @@ def names_of(section: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-POET_SETTINGS = names_of(of.Poet)
+POET_SETTINGS = names_of(sections.Poet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +134,10 @@ class TrainConfig:
 
     def as_json(self) -> dict[str, Any]:
         """The settings that identify the run: without its folder, resume options and parallelism."""
-        unused = names_of(of.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
-        values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
-        values = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-        betas = self.settings.betas
-        betas_json = None if betas is None else list(betas)
-        return {"interface": self.interface, "seed": self.seed, **values, "betas": betas_json}
+        unused = names_of(sections.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
+        used = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
+        values = {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in used.items()}
+        return {"interface": self.interface, "seed": self.seed, **values}
 
     def command(self) -> str:
         """The ``train`` command of this run, quoted for a shell, without the defaults."""
@@ -157,8 +155,8 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     """The settings that the interface and the body ignore."""
     pit, has_memory = interface.startswith("pit"), interface in MEMORY_INTERFACES
     unused = {
-        of.Tables: has_memory, of.Transform: not has_memory, of.Memory: interface != "pit-trainable",
-        of.Penalty: not pit, of.Poet: not settings.poet,
+        sections.Tables: has_memory, sections.Transform: not has_memory, sections.Memory: interface != "pit-trainable",
+        sections.Penalty: not pit, sections.Poet: not settings.poet,
     }  # fmt: skip
     names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
     return names if pit else names | {"init_transform", "bridge"}

@@ -31,9 +31,9 @@ ROTATED_MEMORY_FACTOR, ROTATED_TRANSFORM_FACTOR = 1.0, 4.0
 def resolve(config: TrainConfig) -> TrainConfig:
     """Replace every None by the recipe's value; raises ValueError if the checkpoint does not allow the settings."""
     settings = config.settings
-    usual = _from_scratch(config) if settings.init_from is None else _continued(config)
-    usual |= {"warmup_steps": min(1000, -(-settings.steps // 10)), "eval_every": -(-settings.steps // 5)}
-    filled = {name: value for name, value in usual.items() if getattr(settings, name) is None}
+    defaults = _from_scratch(config) if settings.init_from is None else _continued(config)
+    defaults |= {"warmup_steps": min(1000, -(-settings.steps // 10)), "eval_every": -(-settings.steps // 5)}
+    filled = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     return dataclasses.replace(config, settings=dataclasses.replace(settings, **filled))
 
 
@@ -41,17 +41,17 @@ def _from_scratch(config: TrainConfig) -> dict[str, Any]:
     settings, interface = config.settings, config.interface
     shape = preset(settings.preset)
     lr = BODY_LR[interface] * WIDTH / shape.hidden_size if settings.lr is None else settings.lr
-    usual: dict[str, Any] = {"lr": lr, "betas": BETAS, "embedding_norm": interface.startswith("pit")}
+    defaults: dict[str, Any] = {"lr": lr, "betas": BETAS, "embedding_norm": interface.startswith("pit")}
     if interface in MEMORY_INTERFACES:
-        usual |= {**MAPS, "transform_lr": TRANSFORM_FACTOR * lr, "off_diagonal_scale": OFF_DIAGONAL_SCALE}
+        defaults |= {**MAPS, "transform_lr": TRANSFORM_FACTOR * lr, "off_diagonal_scale": OFF_DIAGONAL_SCALE}
     else:
-        usual["table_std"] = TABLE_STD
+        defaults["table_std"] = TABLE_STD
     if interface == "pit-trainable":
-        usual |= {"memory_lr": ENTRY_STEP / shape.vocab_size**0.5, "memory_slows_after": SLOWS_AFTER}
+        defaults |= {"memory_lr": ENTRY_STEP / shape.vocab_size**0.5, "memory_slows_after": SLOWS_AFTER}
     if interface == "pit-free":
         std = TABLE_STD if settings.table_std is None else settings.table_std
-        usual |= {"table_lr": ENTRY_STEP * std, "table_slows_after": SLOWS_AFTER}
-    return usual | (_poet(settings, shape.hidden_size) if settings.poet else {})
+        defaults |= {"table_lr": ENTRY_STEP * std, "table_slows_after": SLOWS_AFTER}
+    return defaults | (_poet(settings, shape.hidden_size) if settings.poet else {})
 
 
 def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:
@@ -62,12 +62,12 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:
     would never merge, and scheme full would never train the dimensions that it left out at first. Merging after each third
     of the steps avoids this; merging more often costs loss (docs/learning-rates.md, and the paper's table 6).
     """
-    usual: dict[str, Any] = {"merge_every": min(MERGE_EVERY, -(-settings.steps // MERGES))}
+    defaults: dict[str, Any] = {"merge_every": min(MERGE_EVERY, -(-settings.steps // MERGES))}
     if settings.body == "poet-full":
-        return usual | {"equivalence_lr": EQUIVALENCE_LR * EQUIVALENCE_FRACTION / settings.fraction}
+        return defaults | {"equivalence_lr": EQUIVALENCE_LR * EQUIVALENCE_FRACTION / settings.fraction}
     block_size = settings.block_size or max(2, min(EQUIVALENCE_BLOCK, hidden_size // 2))
     rate = EQUIVALENCE_LR * EQUIVALENCE_BLOCK / min(block_size, hidden_size)  # blocks are at most as wide as the model
-    return usual | {"block_size": block_size, "equivalence_lr": rate}
+    return defaults | {"block_size": block_size, "equivalence_lr": rate}
 
 
 def _continued(config: TrainConfig) -> dict[str, Any]:
@@ -85,13 +85,13 @@ def _continued(config: TrainConfig) -> dict[str, Any]:
     narrowing = WIDTH / shape.hidden_size
     lr = narrowing * (CONTINUED_LR if settings.lora_rank is None else LORA_LR) if settings.lr is None else settings.lr
     rotated = settings.init_transform == "rotation" or bool(recorded and recorded.get("rotated"))
-    usual: dict[str, Any] = {"lr": lr, "betas": CONTINUED_BETAS}
+    defaults: dict[str, Any] = {"lr": lr, "betas": CONTINUED_BETAS}
     if interface in MEMORY_INTERFACES:
-        usual |= {name: (recorded or MAPS)[name] for name in MAPS}
-        usual["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else 1.0) * lr
+        defaults |= {name: (recorded or MAPS)[name] for name in MAPS}
+        defaults["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else 1.0) * lr
     if interface == "pit-trainable":
         step = narrowing * CONTINUED_MEMORY_STEP / shape.vocab_size**0.5
-        usual["memory_lr"] = ROTATED_MEMORY_FACTOR * lr if rotated else step
+        defaults["memory_lr"] = ROTATED_MEMORY_FACTOR * lr if rotated else step
     if settings.tokenizer is None and not settings.data.startswith("tokens:"):
         tokenizer = settings.init_from / "tokenizer.json"
         if not tokenizer.is_file():
@@ -99,8 +99,8 @@ def _continued(config: TrainConfig) -> dict[str, Any]:
                 f"expected a tokenizer beside the weights, but {tokenizer} does not exist; set tokenizer to the model's "
                 "tokenizer.json, or data to tokens:DIR with tokens that it made"
             )
-        usual["tokenizer"] = tokenizer
-    return usual
+        defaults["tokenizer"] = tokenizer
+    return defaults
 
 
 def _check_converted(settings: Settings, interface: Interface, recorded: Mapping[str, Any]) -> None:
