@@ -105,7 +105,7 @@ class ConvertConfig:
     """Folder to write to; tokenizer files are copied."""
     transform: Literal["identity", "head", "embedding", "rotation"] = "head"
     """Initial T: the identity, or T such that head or embedding is unchanged. rotation (Llama-like models) rotates the
-    residual stream first; it changes the function only if the final norm's gain is uneven."""
+    residual stream first; it changes the function only by the unevenness of the final norm's gain."""
     bridge: bool = False
     """Preserve the function exactly, with a d x d matrix on both sides. W_out E = I then no longer holds."""
     memory: Literal["free", "frozen", "trainable"] = "free"
