@@ -14,7 +14,7 @@ from manifold_tying._json import read_object
 from manifold_tying._transformers import import_transformers
 from manifold_tying.training.ablation import check_folder
 from manifold_tying.training.config import Settings, TrainConfig, read_shape
-from manifold_tying.training.files import write_whole
+from manifold_tying.training.files import write_atomic
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import train
 from manifold_tying.training.progress import Started
@@ -94,7 +94,7 @@ def adaptation(
         "val_loss": trained["val_loss"],
         "trainable_parameters": trained["trainable_parameters"],
     }
-    write_whole(result, json.dumps(finite(row), indent=1).encode())
+    write_atomic(result, json.dumps(finite(row), indent=1).encode())
     return row
 
 

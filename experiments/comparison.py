@@ -16,7 +16,7 @@ from manifold_tying.training.arms import run_folder
 from manifold_tying.training.config import Settings
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences, significant, summarize
 from manifold_tying.training.progress import Started
-from manifold_tying.training.records import lines_of
+from manifold_tying.training.records import read_lines
 from manifold_tying.training.rundir import METRICS
 
 
@@ -192,6 +192,6 @@ def interface_table(title: str, trained: Trained) -> Table:
 
 def _measured(trained: Trained, arm: Arm, quantity: str) -> Iterator[float]:
     for run in trained.runs(arm).values():
-        for line in lines_of(run / METRICS, required=("step",), optional=(quantity,)):
+        for line in read_lines(run / METRICS, required=("step",), optional=(quantity,)):
             if line.get(quantity) is not None:
                 yield line[quantity]

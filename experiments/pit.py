@@ -21,7 +21,7 @@ from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.numbers import mean
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import resolve
-from manifold_tying.training.records import lines_of
+from manifold_tying.training.records import read_lines
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.sections import Interface
 
@@ -133,7 +133,7 @@ def _early(trained: Trained) -> Table:
 
 
 def _losses(run: Path) -> Sequence[float]:
-    return [line["loss"] for line in lines_of(run / METRICS, required=("step", "loss"))]
+    return [line["loss"] for line in read_lines(run / METRICS, required=("step", "loss"))]
 
 
 PIT: Interface = "pit-trainable"

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from manifold_tying.training.data.tokenize import separator_id
-from manifold_tying.training.files import write_whole
+from manifold_tying.training.files import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +73,7 @@ def problems(count: int, seed: int, kind: Kind) -> list[Problem]:
 def write_problems(path: Path, count: int, seed: int, kind: Kind = "training") -> Path:
     """:func:`problems` as JSON lines, {"text": question + answer}: a corpus for ``--data jsonl:PATH``."""
     lines = [json.dumps({"text": question + answer}) for question, answer in problems(count, seed, kind)]
-    return write_whole(path, ("\n".join(lines) + "\n").encode())
+    return write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
 def _all(kind: Kind) -> list[Problem]:

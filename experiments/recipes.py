@@ -20,7 +20,7 @@ from manifold_tying._transformers import import_transformers
 from manifold_tying.models import preset
 from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
 from manifold_tying.training.config import Settings, TrainConfig
-from manifold_tying.training.files import write_whole
+from manifold_tying.training.files import write_atomic
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import load_data, train
 from manifold_tying.training.machine import called_as, machine
@@ -169,8 +169,8 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
         "tables": [dataclasses.asdict(table) for table in tables],
     }
     text = f"`{described['command']}`\n\n" + "\n".join(table.markdown() for table in tables)
-    write_whole(config.out / "tables.json", (json.dumps(described, indent=1) + "\n").encode())
-    write_whole(config.out / "tables.md", text.encode())
+    write_atomic(config.out / "tables.json", (json.dumps(described, indent=1) + "\n").encode())
+    write_atomic(config.out / "tables.md", text.encode())
     return tables
 
 

@@ -1,4 +1,4 @@
-"""Several arms and seeds on the same data and budget, and what came out."""
+"""Train several arms and seeds on the same data and budget, and summarize the results."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ from manifold_tying.training.config import (
     other_text,
     unused_settings,
 )
-from manifold_tying.training.files import locked, write_whole, writing_to
+from manifold_tying.training.files import locked, write_atomic, writing_to
 from manifold_tying.training.loop import Diverged, Observer, load_data, run_data, train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
-RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # of each arm
+RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # per arm
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
 
@@ -36,18 +36,18 @@ MOST_SEEDS = 1000  # every run is listed before the first one starts
 class AblateConfig:
     """Train several arms on the same data, seed by seed, and write summary.json, curves and report.html to DIR.
 
-    Finished runs in DIR are kept and unfinished ones resumed, so the same command again only does what is missing.
+    The same command again keeps the finished runs in DIR, resumes the unfinished ones and starts the missing ones.
     """
 
     out: Path
     """Folder to write to."""
     arms: str = ",".join(ARMS)
-    """Interfaces to compare, separated by commas, and bodies (adamw, poet-block, poet-full), which stand between untied
-    tables; each may change settings: pit-trainable+memory_lr=0.003+body=poet-block."""
+    """Comma-separated arms: interfaces, or bodies (adamw, poet-block, poet-full) with untied tables. Each may change
+    settings: pit-trainable+memory_lr=0.003+body=poet-block."""
     seeds: int = 3
-    """Number of seeds; they are 0, 1, ..."""
+    """Number of seeds: 0, 1, ..."""
     tokens: str | None = None
-    """Training tokens of several budgets in place of steps, separated by commas; each has its own folder tokens-N in DIR."""
+    """Comma-separated budgets of training tokens, instead of steps; each gets a folder tokens-N in DIR."""
     dry_run: bool = False
     """Train nothing and print one command per run, for a scheduler; ablate afterwards only collects their results."""
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -61,7 +61,7 @@ class AblateConfig:
             self.budgets()  # each checks its own runs
 
     def budgets(self) -> "list[AblateConfig]":
-        """The same experiment at each budget of ``tokens``; this one alone where there is none."""
+        """One experiment per budget of ``tokens``; only this one if ``tokens`` is None."""
         if self.tokens is None:
             return [self]
         size = self.settings.tokens_per_step
@@ -70,49 +70,41 @@ class AblateConfig:
             raise ValueError(
                 f"expected steps or tokens, got both: {self.settings.steps} and {self.tokens}; leave one out"
             )
+        settings = {count: dataclasses.replace(self.settings, steps=round(count / size)) for count in counts}
         return [
-            dataclasses.replace(
-                self,
-                out=self.out / f"tokens-{count}",
-                tokens=None,
-                settings=dataclasses.replace(self.settings, steps=round(count / size)),
-            )
+            dataclasses.replace(self, out=self.out / f"tokens-{count}", tokens=None, settings=settings[count])
             for count in counts
         ]
 
     def runs(self) -> list[tuple[str, TrainConfig]]:
-        """(arm, resolved run) in the order in which they are trained: all arms of one seed, then the next."""
+        """(arm, resolved run) in training order: all arms of one seed, then of the next."""
         names = [name.strip() for name in self.arms.split(",") if name.strip()]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected a list of different arms from {', '.join(ARMS + BODIES)}, got {self.arms!r}")
         arms = {name: parse_arm(name, self.settings) for name in names}
-        runs = [
-            (
-                name,
-                resolve(
-                    TrainConfig(out=run_folder(self.out, name, seed), interface=interface, seed=seed, settings=own)
-                ),
-            )
-            for seed in range(self.seeds)
-            for name, (interface, own) in arms.items()
-        ]
+
+        def run_of(name: str, seed: int) -> TrainConfig:
+            (interface, own), out = arms[name], run_folder(self.out, name, seed)
+            return resolve(TrainConfig(out=out, interface=interface, seed=seed, settings=own))
+
+        runs = [(name, run_of(name, seed)) for seed in range(self.seeds) for name in arms]
         _check_different(dict(runs[: len(arms)]))
         return runs
 
 
 def budgets_of(tokens: str, least: int) -> list[int]:
-    """Numbers of tokens separated by commas; ValueError where they are not different numbers of at least ``least``."""
+    """Parse comma-separated numbers of tokens; raises ValueError unless they differ and are at least ``least``."""
     words = [word.strip() for word in tokens.split(",")]
     counts = [int(word) for word in words if word.isdecimal() and int(word) >= least]
     if len(set(counts)) < len(words):
         raise ValueError(
-            f"expected different numbers of tokens, each at least the {least} of a step, separated by commas; got {tokens!r}"
+            f"expected comma-separated, different numbers of tokens, each at least {least} (one step), got {tokens!r}"
         )
     return counts
 
 
 def _check_different(arms: Mapping[str, TrainConfig]) -> None:
-    """ValueError where two arms would train the same model twice."""
+    """Raises ValueError if two arms would train the same model."""
     first: dict[str, str] = {}
     for name, run in arms.items():
         unused = unused_settings(run.interface, run.settings)
@@ -126,13 +118,13 @@ def _check_different(arms: Mapping[str, TrainConfig]) -> None:
 
 
 def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer] | None = None) -> list[dict[str, Any]]:
-    """Run what is missing and return the summary rows, which are also written to ``OUT/summary.json``.
+    """Train the missing runs and return the summary rows, also written to ``OUT/summary.json``.
 
-    With ``tokens``, the rows of all budgets, one after the other; each budget's own are in its folder.
+    With ``tokens``, returns the rows of all budgets; each budget's folder has its own summary.
 
     Args:
         config: the experiment.
-        started: called as (name of the run, its number, number of runs) before each; returns that run's observer.
+        started: called before each run as (its name, its index, number of runs); returns the run's observer.
     """
     if config.tokens is not None:
         return [row for budget in config.budgets() for row in ablate(budget, started=started)]
@@ -146,7 +138,7 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
 
     def describe() -> None:
         with writing_to(config.out):
-            write_whole(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
+            write_atomic(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
 
     rows: list[dict[str, Any]] = []
     processes.on_main(check_folders)
@@ -159,52 +151,50 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
                 observer = started(run.out.name, i, len(runs)) if started else None
                 row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
             rows.append({**row, "arm": arm})
-            processes.on_main(lambda: write_whole(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
+            processes.on_main(lambda: write_atomic(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
     return rows
 
 
 def _finished(run: TrainConfig) -> dict[str, Any] | None:
-    result = run.out / RESULT
-    return (
-        read_object(result, f"delete it, or the folder {run.out}, to train the run again") if result.exists() else None
-    )
+    path = run.out / RESULT
+    return read_object(path, f"delete it, or the folder {run.out}, to train the run again") if path.exists() else None
 
 
 def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: Processes) -> dict[str, Any]:
-    """The run's row; where it stops, a row that says why under "failed", and the other arms go on."""
+    """Train a run and return its row. If it fails, the row has the reason under "failed" and the other arms continue."""
     try:
         return finite(train(run, arm=arm, observer=observer))
     except (ValueError, OSError, RuntimeError) as error:
         if processes.size > 1 and not isinstance(error, Diverged):
-            raise  # the others may not have met it, and are then no longer at the same place
+            raise  # other ranks may not have this error and would be out of step
         if isinstance(error, Diverged) and (row := processes.from_main(lambda: _finished(run))) is not None:
-            return row  # it came to its end, without a finite loss there
+            return row  # finished, but the final loss is not finite
         return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
 
 
 def commands(config: AblateConfig) -> list[str]:
-    """One command per arm and seed, quoted for a shell, that does what :func:`ablate` does for it."""
+    """One shell command per arm and seed, which trains the same run as :func:`ablate`."""
     return [run.command() for _, run in config.runs()]
 
 
 def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> None:
-    """ValueError where the run's folder holds a run of another configuration, or of another text than ``corpus``."""
+    """Raises ValueError if the folder holds a run with another configuration or another text than ``corpus``."""
     path = run.out / CONFIG
     if path.exists():
-        there = read_object(path, "restore it, or choose another --out")
-        here = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
-        names = differing(there, here)
+        saved = read_object(path, "restore it, or choose another --out")
+        current = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
+        names = differing(saved, current)
         if names == [CORPUS]:
-            raise ValueError(other_text(str(run.out), there, here))
+            raise ValueError(other_text(str(run.out), saved, current))
         if names:
-            listed = ", ".join(f"{name} ({there.get(name)} there, {here.get(name)} here)" for name in names)
+            listed = ", ".join(f"{name} (saved {saved.get(name)}, now {current.get(name)})" for name in names)
             raise ValueError(f"{run.out} holds a run with another {listed}; choose another --out")
 
 
 def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """Bring every arm's tokens into the cache, so that no run's time contains it; returns what identifies those of each run.
+    """Tokenize all data into the cache, so that run times exclude it; returns the fingerprint of each run's text.
 
-    ValueError where there are too few of them for a run.
+    Raises ValueError if a run has too few tokens.
     """
     known: dict[tuple[object, ...], dict[str, Any]] = {}
     found, processes = [], Processes.from_settings(config.settings)
@@ -218,9 +208,9 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
 
 
 def _describe(config: AblateConfig) -> dict[str, Any]:
-    """What the report says of the experiment beside its results."""
-    runs = {arm: run for arm, run in reversed(config.runs())}
-    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in reversed(runs.items())}
+    """The experiment's command, machine and settings, for the report."""
+    runs = {arm: run for arm, run in config.runs() if run.seed == 0}
+    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in runs.items()}
     per_arm: dict[str, dict[str, Any]] = {
         arm: {name: None if name in names else getattr(runs[arm].settings, name) for name in RATES}
         for arm, names in unused.items()

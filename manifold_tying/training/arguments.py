@@ -1,4 +1,4 @@
-"""The command line's arguments as configurations."""
+"""Parse command-line arguments into configurations."""
 
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
@@ -6,18 +6,19 @@ from typing import Annotated, Any
 
 import tyro
 
-from manifold_tying.training import sections as of
+from manifold_tying.training import sections
 from manifold_tying.training.config import Settings
 
 
 def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
-    """The configuration of a command; SystemExit after help and where a word does not fit its option.
+    """Parse the configuration of a command.
 
     Raises:
-        ValueError: the configuration refuses its values.
+        SystemExit: after --help, or if an argument has the wrong type.
+        ValueError: a value is invalid.
     """
     names = [field.name for field in fields(kind)]
-    # tyro would show a ValueError in a box, under a name that the user never wrote. So nothing is checked inside it.
+    # tyro would print a ValueError in a box, under a name that the user never wrote, so we validate after it.
     unchecked = make_dataclass(
         kind.__name__,
         [("settings", _Settings)] if "settings" in names else [],
@@ -26,8 +27,8 @@ def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
         frozen=True,
         kw_only=True,
     )
-    program = f"manifold-tying {command}"
-    found: Any = tyro.cli(unchecked, prog=program, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    prog, config = f"manifold-tying {command}", (tyro.conf.OmitArgPrefixes,)
+    found: Any = tyro.cli(unchecked, prog=prog, args=arguments, config=config)
     values = {name: getattr(found, name) for name in names}
     if "settings" in values:
         values["settings"] = Settings(**values["settings"])
@@ -36,19 +37,19 @@ def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
 
 def _merged(
     *,
-    model: of.Model,
-    checkpoint: of.Checkpoint,
-    data: of.Data,
-    length: of.Length,
-    adam: of.Adam,
-    tables: of.Tables,
-    memory: of.Memory,
-    transform: of.Transform,
-    penalty: of.Penalty,
-    poet: of.Poet,
-    execution: of.Execution,
+    model: sections.Model,
+    checkpoint: sections.Checkpoint,
+    data: sections.Data,
+    length: sections.Length,
+    adam: sections.Adam,
+    tables: sections.Tables,
+    memory: sections.Memory,
+    transform: sections.Transform,
+    penalty: sections.Penalty,
+    poet: sections.Poet,
+    execution: sections.Execution,
 ) -> dict[str, Any]:
-    """The values of all sections; tyro makes a group of options of each."""
+    """The values of all sections; tyro shows each section as a group of options."""
     parts = (model, checkpoint, data, length, adam, tables, memory, transform, penalty, poet, execution)
     return {name: value for part in parts for name, value in vars(part).items()}
 

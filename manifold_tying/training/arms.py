@@ -1,4 +1,4 @@
-"""Arms as the command line names them: an interface or a body, and the settings that it changes."""
+"""Parse arms from the command line: an interface or a body, and the settings that it changes."""
 
 import dataclasses
 import hashlib
@@ -13,47 +13,42 @@ from manifold_tying.training.sections import Body, Interface
 
 ARMS: tuple[Interface, ...] = get_args(Interface)
 BODIES: tuple[Body, ...] = get_args(Body)
-# All arms start from one checkpoint; two numbers would need a comma, which separates arms.
-NOT_OF_AN_ARM = {"init_from", "betas"}
-
-
-SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,119}")  # folder names on every system, of a bearable length
+# All arms start from the same checkpoint; betas would need a comma, which separates arms.
+NOT_PER_ARM = {"init_from", "betas"}
+SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,119}")  # valid as a folder name on every system, and not too long
 
 
 def run_folder(out: Path, arm: str, seed: int) -> Path:
     """The folder of an arm's run, always directly below ``out``.
 
-    An arm may name a path (``untied+data=text:../x.txt``); its folder is then called after a hash of the arm. A folder that an
-    earlier version made below ``out`` under the name itself is still used.
+    An arm may contain a path (``untied+data=text:../x.txt``); its folder name then has a hash of the arm. If an earlier
+    version made a folder below ``out`` with the arm's full name, that one is used.
     """
-    if SAFE.fullmatch(arm):
-        return out / f"{arm}-{seed}"
-    earlier = out / f"{arm}-{seed}"
-    if ".." not in earlier.parts[len(out.parts) :] and earlier.is_relative_to(out) and earlier.is_dir():
-        return earlier
+    plain = out / f"{arm}-{seed}"
+    is_below = ".." not in plain.parts[len(out.parts) :] and plain.is_relative_to(out)
+    if SAFE.fullmatch(arm) or (is_below and plain.is_dir()):
+        return plain
     slug = re.sub(r"[^A-Za-z0-9._+=-]+", "-", arm)[:60].strip("-.")
     return out / f"{slug}-{hashlib.sha256(arm.encode()).hexdigest()[:8]}-{seed}"
 
 
 def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
-    """``interface[+name=value]...`` to its interface and its settings; ValueError that lists the choices otherwise.
+    """Parse ``interface[+name=value]...`` into the interface and its settings; a ValueError lists the choices.
 
-    A body in place of the interface is that body between untied tables, as in POET's experiments.
+    A body instead of the interface means this body with untied tables, as in POET's experiments.
     """
     if number := re.search(r"[\d.]+e\+\d+", name, re.IGNORECASE):
         plain = number[0].replace("+", "")
-        raise ValueError(f"a plus begins the next change of an arm; write {plain} for {number[0]} in {name!r}")
+        raise ValueError(f"in an arm + starts the next change; write {plain} for {number[0]} in {name!r}")
     first, *changes = name.split("+")
-    fields = DEFAULTS.keys() - NOT_OF_AN_ARM
+    fields = DEFAULTS.keys() - NOT_PER_ARM
     values: dict[str, Any] = {}
-    known = next((arm for arm in ARMS if arm == first), None)
-    if known is None:
-        known = "untied"
-        values["body"] = next((body for body in BODIES if body == first), None)
-        fields -= {"body"}
-        if values["body"] is None:
-            choices = ", ".join(ARMS + BODIES)
-            raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
+    interface: Interface = next((arm for arm in ARMS if arm == first), "untied")
+    if first in BODIES:
+        values["body"], fields = first, fields - {"body"}
+    elif first not in ARMS:
+        choices = ", ".join(ARMS + BODIES)
+        raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or key not in fields:
@@ -62,13 +57,13 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
             )
         values[key] = _value(text, key)
     settings = dataclasses.replace(shared, **values)
-    if unused := sorted(unused_settings(known, settings) & values.keys()):
+    if unused := sorted(unused_settings(interface, settings) & values.keys()):
         raise ValueError(f"{first} does not use {', '.join(unused)}; leave it out of the arm {name!r}")
-    return known, settings
+    return interface, settings
 
 
 def _value(text: str, key: str) -> Any:
-    """The text as JSON where it is JSON (numbers, true, null), else as it stands."""
+    """Parse the text as JSON (numbers, true, null); other text stays a string."""
     try:
         value = parsed(text)
     except NotJSON:

@@ -1,4 +1,4 @@
-"""Model, optimizer and schedules of a run, and the model of a finished one."""
+"""Build a run's model, optimizer and schedules; load the model of a finished run."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -14,34 +14,33 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training.config import CORPUS, Settings, TrainConfig, current_names
-from manifold_tying.training.hf_model import HuggingFaceModel, Model, build_hugging_face_model
+from manifold_tying.training.config import CORPUS, MEMORY_INTERFACES, Settings, TrainConfig, current_names
+from manifold_tying.training.hf_model import MEMORIES, HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import PIT, ManifoldPIT, Memory, TokenInterface, TransposeTying, Untied
+from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTying, Untied
 
 BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
-# In the reference model, and in a transformers model, whose embedding holds the interface.
+# Parameter names, in the reference model and in transformers models, whose embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
 TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
 
 
 def build_interface(name: Interface, vocab_size: int, hidden_size: int, settings: Settings) -> TokenInterface:
-    """The token interface of that name."""
-    if name == "untied" or name == "transpose":
-        assert settings.table_std is not None, "the settings are resolved"
-        options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
-        if name == "untied":
-            return Untied(vocab_size, hidden_size, **options)
-        if settings.input_gradient_scale is not None:
-            options["input_gradient_scale"] = settings.input_gradient_scale
-        return TransposeTying(vocab_size, hidden_size, **options)
+    if name in MEMORY_INTERFACES:
+        assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
+        return PIT(
+            vocab_size, hidden_size, memory=MEMORIES[name], retraction=settings.retraction, diagonal=settings.diagonal
+        )
+    assert settings.table_std is not None, "the settings are resolved"
     if name == "pit-free":
-        assert settings.table_std is not None, "the settings are resolved"
         return PIT(vocab_size, hidden_size, memory="free", std=settings.table_std)
-    memory: Memory = "frozen" if name == "pit-frozen" else "trainable"
-    assert settings.retraction is not None and settings.diagonal is not None, "the settings are resolved"
-    return PIT(vocab_size, hidden_size, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
+    options: dict[str, Any] = {"std": settings.table_std, "logit_scale": bool(settings.logit_scale)}
+    if name == "untied":
+        return Untied(vocab_size, hidden_size, **options)
+    if settings.input_gradient_scale is not None:
+        options["input_gradient_scale"] = settings.input_gradient_scale
+    return TransposeTying(vocab_size, hidden_size, **options)
 
 
 def build_model(config: TrainConfig) -> Model:
@@ -67,10 +66,10 @@ def _equivalence_options(settings: Settings) -> dict[str, Any]:
 
 
 def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
-    """One optimizer: AdamW for the body, Riemannian Adam for a trainable memory, and each part at its own rate.
+    """One optimizer with a rate for each part: AdamW for the body, Riemannian Adam for a trainable memory.
 
     Skew vectors have no weight decay: it would pull R and P to the identity, but only between merges. POET's paper reports
-    0.01 without saying for which parameters.
+    0.01 without naming the parameters.
     """
     rates = _rotation_scales(model)
     if isinstance(model.interface, ManifoldPIT):
@@ -85,12 +84,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
             rates[table] = {**rates.get(table, {}), **own}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
-    groups = param_groups(
-        model,
-        manifold_lr=settings.memory_lr,
-        weight_decay=settings.weight_decay,
-        overrides=rates,
-    )
+    groups = param_groups(model, manifold_lr=settings.memory_lr, weight_decay=settings.weight_decay, overrides=rates)
     assert settings.lr is not None and settings.betas is not None, "the settings are resolved"
     return RiemannianAdam(
         groups,
@@ -113,13 +107,9 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
 
 def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
     """Overrides for a model with a rotated residual stream: per-column scales of its tables."""
-    if (
-        not isinstance(model.interface, PIT)
-        or not isinstance(model, HuggingFaceModel)
-        or not halves(model.model)[0].rotated
-    ):
-        return {}
-    return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
+    if isinstance(model, HuggingFaceModel) and isinstance(model.interface, PIT) and halves(model.model)[0].rotated:
+        return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
+    return {}
 
 
 def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:
@@ -131,7 +121,7 @@ def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) ->
 
 
 def clipped_parameters(model: Model) -> list[Tensor]:
-    """All parameters but the memory, whose steps Adam and the retraction already bound."""
+    """All parameters except the memory, whose steps Adam and the retraction already bound."""
     return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]
 
 
@@ -147,8 +137,8 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
             print(path.name, spectral_summary(load_model(path).blocks[0].mlp.up.weight))
 
     Args:
-        path: a run's folder, for its newest checkpoint, or a checkpoint's; sharded or not.
-        device: the model's device; need not be the one it was trained on.
+        path: a run's folder, to load its newest checkpoint, or a checkpoint's folder; sharded or not.
+        device: the model's device; may differ from the training device.
 
     Returns:
         The reference model, or the transformers model of a run with ``init_from``, whose folder must still exist.
@@ -160,7 +150,7 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
     if not (folder / STATE).exists():
         saved = checkpoints(folder)
         if not saved:
-            raise ValueError(f"expected the folder of a run with checkpoints or of one of them, got {folder}")
+            raise ValueError(f"expected the folder of a run with checkpoints, or of a checkpoint, got {folder}")
         folder = saved[-1]
     config = read_state(folder)["config"]
     values: dict[str, Any] = {k: v for k, v in current_names(config).items() if k not in ("interface", "seed", CORPUS)}

@@ -1,7 +1,7 @@
-"""Reading checkpoints: folders of safetensors and JSON, no pickle. ``saving`` writes them.
+"""Read checkpoints: folders of safetensors and JSON, no pickle. ``saving`` writes them.
 
 A single process, or DDP, writes model.safetensors, optimizer.safetensors and probes.safetensors. A sharded run writes one
-file per rank by torch.distributed.checkpoint in its safetensors format. Any number of ranks can read either.
+safetensors file per rank with torch.distributed.checkpoint. Any number of ranks can read either.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 
 def find_checkpoint(run: Path, name: str) -> Path:
-    """The checkpoint of that name; a ValueError lists the existing ones."""
-    there = {path.name: path for path in checkpoints(run)}
-    if name not in there:
-        raise ValueError(f"{run} has no checkpoint {name!r}; there are: {', '.join(there) or 'none'}")
-    return there[name]
+    """The checkpoint with this name; a ValueError lists the existing ones."""
+    existing = {path.name: path for path in checkpoints(run)}
+    if name not in existing:
+        raise ValueError(f"{run} has no checkpoint {name!r}; available: {', '.join(existing) or 'none'}")
+    return existing[name]
 
 
 def set_newer_aside(path: Path) -> None:
-    """Rename the checkpoints after this one to ``aside-*``."""
+    """Rename the checkpoints newer than this one to ``aside-*``."""
     for other in checkpoints(path.parent.parent):
         if other.name > path.name:
             set_aside(other)
@@ -69,12 +69,12 @@ def load_checkpoint(
     probes: Probes | None = None,
     processes: Processes = _ALONE,
 ) -> int:
-    """Load a checkpoint into the model and whatever else is given, and return its step.
+    """Load a checkpoint into the model and the other objects given, and return its step.
 
-    The number of ranks may differ from the one that saved it. Everything is checked before anything is changed.
+    The number of ranks may differ from when it was saved. Everything is checked before anything is changed.
 
     Raises:
-        Damaged: a file is missing, truncated or differs by a single bit.
+        Damaged: a file is missing, truncated or changed by even one bit.
         ValueError: the checkpoint has another configuration or was trained on another text.
     """
     state = processes.raise_together(lambda: _checked_state(path, config, processes))
@@ -105,7 +105,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}; use the version that wrote it"
         )
-    unchanged = json.dumps(state, indent=1) == text  # also in spelling: a digest of the values misses that
+    unchanged = json.dumps(state, indent=1) == text  # the digest of the values would miss changed formatting
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise _damaged(path, f"{STATE} was changed")
     return state
@@ -118,11 +118,11 @@ def digest_of_state(state: Mapping[str, Any]) -> str:
 
 def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
     """Raise Damaged unless every file has its recorded digest; the ranks divide the files among them."""
-    there = {file.name for file in path.glob("*.safetensors")}
-    if extra := there - set(state["files"]):
+    existing = {file.name for file in path.glob("*.safetensors")}
+    if extra := existing - set(state["files"]):
         raise ValueError(f"checkpoint {path} has files that it was not saved with: {', '.join(sorted(extra))}")
     for name in sorted(state["files"])[processes.rank :: processes.size]:
-        if name not in there:
+        if name not in existing:
             raise _damaged(path, f"{name} is missing")
         if digest(path / name) != state["files"][name]:
             raise _damaged(path, f"{name} ({(path / name).stat().st_size} bytes) is not what was written")
@@ -134,14 +134,14 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
     if different == [CORPUS]:
         raise ValueError(other_text(f"checkpoint {path}", state["config"], config))
     if different:
-        details = ", ".join(f"{k}={state['config'].get(k)!r} there, {config.get(k)!r} here" for k in different)
-        raise ValueError(f"checkpoint {path} is of another configuration: {details}. Use the same, or another folder")
+        details = ", ".join(f"{k} (saved {state['config'].get(k)!r}, now {config.get(k)!r})" for k in different)
+        raise ValueError(f"checkpoint {path} has another configuration: {details}. Use its settings, or another folder")
     check_files(path, state, processes)
     return state
 
 
 def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes: Probes | None) -> dict[str, Tensor]:
-    """This rank's part of every wanted tensor."""
+    """This rank's part of every tensor to load."""
     shapes = read_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
     expected = {k: v.shape for k, v in tensors.items()}
@@ -149,7 +149,7 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
     if expected != found:
         names = sorted(k for k in {*expected, *found} if expected.get(k) != found.get(k))
         raise ValueError(
-            f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or presence"
+            f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or are in only one of them"
         )
     if probes is not None:
         tensors |= {f"probes.{k}": torch.empty_like(v) for k, v in probes.state_dict().items()}
@@ -165,7 +165,7 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
 
 
 def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:
-    """ValueError unless each state has the shape and dtype that torch's kernels expect; they would write past its end."""
+    """Raises ValueError unless each state has the expected shape and dtype; torch's kernels would write past its end."""
     parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     expected = {
         f"optimizer.{i}.{key}": (shape, torch.float32 if key == "step" else p.dtype)
@@ -185,7 +185,7 @@ def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, p: Tensor) -> Tensor:
-    """An empty state of the parameter p, sharded like p if it has p's rows."""
+    """An empty state tensor of the parameter p, sharded like p if it has p's rows."""
     if distributed.is_dtensor(p) and shape[:-1] == p.shape[:-1] and len(shape) == p.ndim:
         like = p.detach()
         return torch.empty_like(like if shape == p.shape else like[..., : shape[-1]], dtype=dtype)
@@ -197,11 +197,11 @@ def _damaged(path: Path, what: str) -> Damaged:
 
 
 def advice(path: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """How to recover from a damaged checkpoint."""
     older = [other.name for other in checkpoints(path.parent.parent) if other.name < path.name]
     if older:
-        return f"Go on from the one before it with --resume-from {older[-1]}"
-    return "There is no older one: start in another folder, or delete it to start anew"
+        return f"Resume from the one before it with --resume-from {older[-1]}"
+    return "There is no older one: start in another folder, or delete it to start over"
 
 
 def read_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -28,22 +28,19 @@ from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.saving import export_model
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-DIVERGED = "the validation loss at its end is not finite; lower the learning rate, and choose another --out"
+DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Draw the curves and write report.html of an ablation or a run; of several, one page that compares them."""
+    """Write report.html with the curves of an ablation or a run, or one page that compares several."""
 
     folders: Annotated[
         tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR [DIR...]", help_behavior_hint="(required)")
     ]
     """Folders that ablate or train wrote to."""
     out: Path | None = None
-    """Folder for report.html; None is DIR itself where there is one, and ./report for several."""
+    """Folder for report.html; None is DIR, or ./report for several."""
 
 
 def run_report(config: ReportConfig, console: Console) -> None:
@@ -67,8 +64,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
 def run_ablate(config: AblateConfig, console: Console) -> None:
     budgets = config.budgets()
     if config.dry_run:
-        for command in (command for budget in budgets for command in commands(budget)):
-            print(command)  # rich would break the lines
+        print(*(command for budget in budgets for command in commands(budget)), sep="\n")  # rich would wrap the lines
         return
     from manifold_tying.training.report import load_experiments, shown
 
@@ -108,21 +104,21 @@ class ConvertConfig:
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder to write to; tokenizer files are copied."""
     transform: Literal["identity", "head", "embedding", "rotation"] = "head"
-    """Initial T: the identity, or such that head or embedding are unchanged. rotation (Llama-like models) rotates the
-    residual stream first and changes the function only as far as the final norm's gain is uneven."""
+    """Initial T: the identity, or T such that head or embedding is unchanged. rotation (Llama-like models) rotates the
+    residual stream first; it changes the function only by the unevenness of the final norm's gain."""
     bridge: bool = False
-    """Preserve the function exactly by a d x d matrix on both sides. The model then no longer has W_out E = I."""
+    """Preserve the function exactly, with a d x d matrix on both sides. W_out E = I then no longer holds."""
     memory: Literal["free", "frozen", "trainable"] = "free"
     """One free table for any optimizer, or separate Z and T with Z frozen or trained on its manifold."""
     source: Literal["input", "output"] | None = None
-    """Which one of two untied tables to keep."""
+    """Which of two untied tables to keep."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
     """Write a converted checkpoint as a stock, untied one that any program reads, or a run's weights as one file.
 
-    A run is written as model.safetensors with the weights of its newest checkpoint.
+    For a run, model.safetensors has the weights of its newest checkpoint.
     """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -132,7 +128,11 @@ class ExportConfig:
 
 
 def run_convert(config: ConvertConfig, console: Console) -> None:
-    model = _read(config.model)
+    if any((config.model / name).is_file() for name in (METRICS, STATE)):
+        raise ValueError(
+            f"{config.model} is a run of train or ablate; convert takes transformers checkpoints, use export for runs"
+        )
+    model = load_stock(config.model)
     _check_out(config.model, config.out)
     convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
     save(model, config.out)
@@ -142,37 +142,27 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
 
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
-    if there := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
+    if found := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
         raise ValueError(
-            f"{config.out} holds a model already ({', '.join(there)}); choose another folder, or delete it"
+            f"{config.out} already holds a model ({', '.join(found)}); choose another folder, or delete it"
         )
-    saved = [*checkpoints(config.model), *(config.model,) * (config.model / STATE).exists()]
-    if saved:
+    if saved := [config.model] if (config.model / STATE).exists() else checkpoints(config.model):
         export_model(saved[-1], config.out)
-        console.print(interface_summary(config.out))
-        return
-    export(load(config.model), config.out)
-    _copy_rest(config.model, config.out)
+    else:
+        export(load(config.model), config.out)
+        _copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
-
-
-def _read(path: Path) -> "PreTrainedModel":
-    if any((path / name).is_file() for name in (METRICS, STATE)):
-        raise ValueError(
-            f"{path} is a run of train or ablate; convert is for transformers checkpoints, and export for runs"
-        )
-    return load_stock(path)
 
 
 def _check_out(model: Path, out: Path) -> None:
     if out.resolve() == model.resolve():
-        raise ValueError(f"expected another folder to write to than the model's own, got {out} twice")
+        raise ValueError(f"expected OUT to be another folder than MODEL, got {out} for both")
 
 
 def _copy_rest(model: Path, out: Path) -> None:
     """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
 
-    A README in OUT is kept, and so is the note on a converted checkpoint, under its second name.
+    A README of the user in OUT is kept. If the model's README replaces our note there, the note gets its second name.
     """
     noted = is_note(out / README)
     for file in model.iterdir():
@@ -191,7 +181,7 @@ WARNING = "warning"
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Show size, tying, conditioning and consistency of a saved model's token interface, from its safetensors alone."""
+    """Show size, tying, conditioning and consistency of a saved model's token interface, from its safetensors only."""
 
     path: Annotated[Path, tyro.conf.Positional]
     """A run, one of its checkpoints, or a transformers model, converted or not."""
@@ -213,7 +203,7 @@ def interface_summary(path: Path) -> Table:
 
 
 def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
-    """(label, value, what it is of) of a saved model's token interface."""
+    """(label, value, explanation) for each row of the summary of a saved model's token interface."""
     (E, W_out, description), pit = saved_interface(path)
     V, d = E.shape
     numbers = [
@@ -234,7 +224,7 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
 
 
 def _condition(table: Tensor) -> float:
-    """Of a tall table, through its Gram matrix in float64, a block of rows at a time: up to 1e8."""
+    """Condition number of a tall table, up to 1e8, from its float64 Gram matrix, a block of rows at a time."""
     d = table.shape[1]
     gram = torch.zeros(d, d, dtype=torch.float64)
     for rows in table_blocks(table):

@@ -1,4 +1,4 @@
-"""A run's configuration: its settings, and what identifies it."""
+"""A run's configuration, and which of its settings identify it."""
 
 import dataclasses
 import shlex
@@ -10,31 +10,30 @@ from typing import Any, get_type_hints
 from manifold_tying.huggingface.folder import read_transformers_config, recorded_options, weight_map
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import check_options
-from manifold_tying.training import sections as of
+from manifold_tying.training import sections
 from manifold_tying.training.machine import check_device
 from manifold_tying.training.sections import Interface, check_value
 
-ARM = "arm"  # in config.json alone: the same run may be called otherwise
-CORPUS = "corpus"  # beside the settings, in config.json and in checkpoints
+ARM = "arm"  # key in config.json only: the same run may have another name
+CORPUS = "corpus"  # key of the text's fingerprint in config.json and checkpoints
 RENAMED = {"retract_every": "project_every"}
-# A resumed run may differ in these.
-NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")
-OF_A_MEMORY: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # with Z and T apart
+NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")  # a resumed run may change these
+MEMORY_INTERFACES: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # Z and T are separate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(  # a dataclass lists the fields of its last base first
-    of.Execution,
-    of.Poet,
-    of.Penalty,
-    of.Transform,
-    of.Memory,
-    of.Tables,
-    of.Adam,
-    of.Length,
-    of.Data,
-    of.Checkpoint,
-    of.Model,
+    sections.Execution,
+    sections.Poet,
+    sections.Penalty,
+    sections.Transform,
+    sections.Memory,
+    sections.Tables,
+    sections.Adam,
+    sections.Length,
+    sections.Data,
+    sections.Checkpoint,
+    sections.Model,
 ):
     """The settings of a run; None means the recipe's value (docs/learning-rates.md)."""
 
@@ -52,14 +51,14 @@ class Settings(  # a dataclass lists the fields of its last base first
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")
         check_device(self.device)
         if self.init_from is None:
-            if given := self.changed(names_of(of.Checkpoint)):
-                raise ValueError(f"{given} needs init_from, the folder of the checkpoint to go on from")
+            if given := self.changed(names_of(sections.Checkpoint)):
+                raise ValueError(f"{given} needs init_from, the folder of the checkpoint to continue from")
         else:
             if self.bridge and self.changed(("init_transform",)):
                 raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
-            if given := self.changed((*names_of(of.Model), "table_std", "input_gradient_scale", "logit_scale")):
+            if given := self.changed((*names_of(sections.Model), "table_std", "input_gradient_scale", "logit_scale")):
                 raise ValueError(
-                    f"{given} cannot be chosen with init_from: shape, tables and body are the checkpoint's. Leave it out"
+                    f"{given} cannot be set with init_from: the checkpoint defines shape, tables and body. Leave it out"
                 )
 
     def changed(self, names: tuple[str, ...]) -> str:
@@ -82,7 +81,7 @@ class Settings(  # a dataclass lists the fields of its last base first
 
     @property
     def poet(self) -> bool:
-        """Whether the body is POET's."""
+        """Whether the body trains with POET."""
         return self.body != "adamw"
 
     @property
@@ -99,7 +98,7 @@ def names_of(section: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(section))
 
 
-POET_SETTINGS = names_of(of.Poet)
+POET_SETTINGS = names_of(sections.Poet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +133,11 @@ class TrainConfig:
             raise ValueError(f"expected out to be a path, got {str(self.out)!r}")
 
     def as_json(self) -> dict[str, Any]:
-        """The settings that identify the run: all but its folder, resuming and parallelism."""
-        unused = names_of(of.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
-        values = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
-        values = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-        betas = self.settings.betas
-        return {
-            "interface": self.interface,
-            "seed": self.seed,
-            **values,
-            "betas": None if betas is None else list(betas),
-        }
+        """The settings that identify the run: without its folder, resume options and parallelism."""
+        unused = names_of(sections.Checkpoint) if self.settings.init_from is None else ("preset", *POET_SETTINGS)
+        used = {k: v for k, v in dataclasses.asdict(self.settings).items() if k not in (*NOT_RECORDED, *unused)}
+        values = {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in used.items()}
+        return {"interface": self.interface, "seed": self.seed, **values}
 
     def command(self) -> str:
         """The ``train`` command of this run, quoted for a shell, without the defaults."""
@@ -160,10 +153,10 @@ class TrainConfig:
 
 def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     """The settings that the interface and the body ignore."""
-    pit, apart = interface.startswith("pit"), interface in OF_A_MEMORY
+    pit, has_memory = interface.startswith("pit"), interface in MEMORY_INTERFACES
     unused = {
-        of.Tables: apart, of.Transform: not apart, of.Memory: interface != "pit-trainable", of.Penalty: not pit,
-        of.Poet: not settings.poet,
+        sections.Tables: has_memory, sections.Transform: not has_memory, sections.Memory: interface != "pit-trainable",
+        sections.Penalty: not pit, sections.Poet: not settings.poet,
     }  # fmt: skip
     names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
     return names if pit else names | {"init_transform", "bridge"}
@@ -187,7 +180,7 @@ class Shape:
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read config.json; ValueError unless the folder is a transformers checkpoint with safetensors."""
+    """Read config.json; raises ValueError unless the folder is a transformers checkpoint with safetensors."""
     interface = recorded_options(folder)
     weight_map(folder)
     config = read_transformers_config(folder).get_text_config()
@@ -197,27 +190,27 @@ def read_shape(folder: Path) -> Shape:
 
 
 def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration with the names of this version."""
+    """A saved configuration under the current names of its settings."""
     return {RENAMED.get(name, name): value for name, value in config.items()}
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The names by which two configurations differ. One that an earlier version did not have yet stood for its default.
+def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The names of the settings that differ. A setting that an earlier version lacked had its default value.
 
-    The text is among them where nothing else is: another ``data`` has another text, too. The first versions did not record
-    it, and what is not known is no difference.
+    CORPUS is listed only if nothing else differs, since another ``data`` implies another text. The first versions did not
+    record the text; it then counts as equal.
     """
-    there = {k: v for k, v in DEFAULTS.items() if k in here} | current_names(there)
-    names = sorted(k for k in {*there, *here} - {ARM, CORPUS} if there.get(k) != here.get(k))
-    texts = there.get(CORPUS), here.get(CORPUS)
+    saved = {k: v for k, v in DEFAULTS.items() if k in current} | current_names(saved)
+    names = sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k))
+    texts = saved.get(CORPUS), current.get(CORPUS)
     return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
 
 
-def other_text(where: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The error of a run whose text was changed since."""
-    before, now = there[CORPUS], here[CORPUS]
+def other_text(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """The error message for a run whose text has changed."""
+    before, now = saved[CORPUS], current[CORPUS]
     names = ", ".join(k for k in now if before.get(k) != now[k])
     return (
-        f"{where} was trained on another text than {here['data']} is now: {names} differ. Losses could not be compared. "
-        "Put the text back as it was, or choose another --out"
+        f"{where} was trained on another text than {current['data']} is now: {names} differ, so losses are not comparable. "
+        "Restore the text, or choose another --out"
     )

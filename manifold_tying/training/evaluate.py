@@ -28,7 +28,7 @@ class Diverged(ValueError):
 def evaluate(
     model: Model, batches: list[Batch], device: torch.device, processes: Processes, interrupted: Callable[[], bool]
 ) -> dict[str, Any] | None:
-    """Validation loss and interface metrics; None if ``interrupted()`` is true on a rank."""
+    """Validation loss and interface metrics; None if ``interrupted()`` is true on any rank."""
     loss = validation_loss(model.loss, batches, device, processes, interrupted)
     return None if loss is None else {"val_loss": loss, **interface_metrics(model)}
 
@@ -41,7 +41,7 @@ def validation_loss(
     processes: Processes,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean cross-entropy in nats per token; None if ``interrupted()`` is true on a rank before a batch."""
+    """Mean cross-entropy in nats per token; None if ``interrupted()`` is true on any rank before a batch."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(batches), processes.size):
         if processes.any(interrupted()):
@@ -56,14 +56,14 @@ def validation_loss(
 
 @torch.no_grad()
 def interface_metrics(model: Model) -> dict[str, float | None]:
-    """Defect of the memory, ΔTI of the tables and cond(T); None for what the interface lacks."""
+    """Defect of the memory, ΔTI of the tables and cond(T); None if the interface lacks the measured part."""
     interface = model.interface
     with gathered(interface):
         delta_ti = diagnostics.delta_ti(*interface.materialize())
         if not isinstance(interface, PIT):
             return {"defect": None, "delta_ti": delta_ti, "cond_transform": None}
         defect, factor = diagnostics.defect(interface.memory).item(), interface.cholesky_factor
-        # A diverged model still gets a line in the log.
+        # NaN, not an error, so that a diverged model still gets a line in the log.
         condition = diagnostics.condition_from_factor(factor) if factor.isfinite().all() else math.nan
         return {"defect": defect, "delta_ti": delta_ti, "cond_transform": condition}
 
@@ -74,7 +74,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict[str, str]:
-    """Warnings by metric, none for plain tables and a healthy PIT interface. A bridge gives up W_out E = I by design."""
+    """Warnings by metric; none for plain tables or a healthy PIT interface. A bridge gives up W_out E = I by design."""
     condition, delta_ti = metrics.get("cond_transform"), metrics.get("delta_ti")
     if condition is None:
         return {}
@@ -109,7 +109,7 @@ class InterfaceCheck:
                 what, flag, rate = "T", "transform-lr", settings.transform_lr
             raise Diverged(
                 f"{where}: the token interface is lost. ΔTI = ‖W_out E - I‖ is {metrics['delta_ti']:.2g} and cond(T) is "
-                f"{metrics['cond_transform']:.2g}; from ΔTI = 1 on W_out need not undo E at all. Lower the learning rate "
+                f"{metrics['cond_transform']:.2g}; from ΔTI = 1 on, W_out may not invert E at all. Lower the learning rate "
                 f"of {what} (--{flag}, here {rate:g}) and choose another --out"
                 + (f"; {kept[-1]} is kept" if kept else "")
             )

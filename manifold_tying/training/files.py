@@ -12,12 +12,12 @@ from manifold_tying._json import check_regular
 
 
 class Damaged(ValueError):
-    """A file differs from what was written."""
+    """A file has changed since it was written."""
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Create the folder. An OSError inside becomes a ValueError with advice."""
+    """Create the folder; an OSError inside becomes a ValueError with advice."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -25,7 +25,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
 
 
-def write_whole(path: Path, data: bytes) -> Path:
+def write_atomic(path: Path, data: bytes) -> Path:
     """Write to a draft named by the process id, then rename it over the path."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
@@ -57,9 +57,9 @@ LOCK = ".lock"
 
 @contextmanager
 def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
-    """Hold a lock file while inside. filelock.Timeout if another process holds it for ``timeout`` seconds; -1 waits.
+    """Hold a lock file while inside; raises filelock.Timeout after ``timeout`` seconds (-1 waits forever).
 
-    The system releases the lock when the process ends; the file remains. Without filesystem locks this does nothing.
+    The system releases the lock when the process ends; the file remains. On a filesystem without locks this does nothing.
     """
     lock = FileLock(path, timeout=timeout)
     try:
@@ -76,7 +76,7 @@ def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it while inside; a ValueError names the process that holds it."""
+    """Create the folder and lock it while inside; raises a ValueError with the process that holds it."""
     path = folder / LOCK
     with writing_to(folder):
         path.touch()
@@ -87,5 +87,5 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text().strip() or "unknown"
         raise ValueError(
-            f"{folder} is in use: the process {holder} writes to it. Wait for it or end it, or choose another --out"
+            f"{folder} is in use: the process {holder} writes to it. Wait for it, stop it, or choose another --out"
         ) from None

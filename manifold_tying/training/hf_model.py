@@ -1,4 +1,4 @@
-"""A transformers checkpoint as a run's model, with the interface of Llama that the training loop uses."""
+"""A transformers checkpoint as a run's model, with the methods of Llama that the training loop uses."""
 
 import shutil
 import warnings
@@ -31,8 +31,8 @@ MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainab
 def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
     """Load the checkpoint in float32 with the arm's token interface.
 
-    "transpose" leaves it unchanged and "untied" copies its table to both sides. The PIT arms convert it, or keep the Z and T
-    of a converted one.
+    "transpose" keeps its table, and "untied" copies it to both sides. The PIT arms convert it, or keep a converted one's Z
+    and T.
     """
     assert settings.init_from is not None
     memory = MEMORIES.get(interface)
@@ -40,7 +40,7 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
         converted = load(settings.init_from, dtype=torch.float32)
         return converted if memory == "free" else _with_memory(converted, memory == "trainable", settings.retraction)
     model = load_stock(settings.init_from, dtype=torch.float32)
-    read_tables(model)  # refuses untied tables, for every arm
+    read_tables(model)  # raises for untied tables, in every arm
     if interface == "untied":
         _untie(model)
     elif memory is not None:
@@ -56,7 +56,7 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
 
 
 def _with_memory(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
-    """Freeze or unfreeze the memory of a converted model, and record that."""
+    """Freeze or unfreeze the memory of a converted model, and record it in its config."""
     stored = parametrized(halves(model)[0].interface)["memory"]
     point = stored[0]
     assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
@@ -76,7 +76,7 @@ def _untie(model: "PreTrainedModel") -> None:
 
 
 def write_model(model: "PreTrainedModel", folder: Path) -> None:
-    """Write a trained arm: a converted checkpoint (manifold_tying.load) for PIT, a stock one for the others."""
+    """Write a trained arm: a converted checkpoint (manifold_tying.load) for PIT, otherwise a stock one."""
     try:
         halves(model)
     except ValueError:
@@ -85,9 +85,9 @@ def write_model(model: "PreTrainedModel", folder: Path) -> None:
         save(model, folder)
 
 
-OUT = "model"  # the trained checkpoint's folder below the run's
+OUT = "model"  # folder of the trained checkpoint in the run's folder
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
-LORA_ALPHA = 2  # times the rank: the update is 2 B A x
+LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
 
 
 class Tables(nn.Module):
@@ -110,8 +110,8 @@ class HuggingFaceModel(nn.Module):
 
     Args:
         model: from :func:`start_model`.
-        lora_rank: train low-rank updates (PEFT) of the blocks' linear layers instead of their weights. Plain tables are then
-            frozen; PIT's T, and Z if trainable, still train.
+        lora_rank: train low-rank updates (PEFT) of the blocks' linear layers instead of their weights. This freezes plain
+            tables; PIT's T, and Z if trainable, still train.
     """
 
     _adapters: Any
@@ -206,9 +206,9 @@ TOLERANCE = 1e-5  # of the largest logit; rounding in a causal model is about 1e
 
 @torch.no_grad()
 def check_causal(model: nn.Module, vocab_size: int, source: object) -> None:
-    """ValueError if the logits (B, N, V) of ``model(input_ids=...)`` depend on later tokens.
+    """Raises ValueError if the logits (B, N, V) of ``model(input_ids=...)`` depend on later tokens.
 
-    BERT-like models do unless config.json sets is_decoder. Their loss falls because they copy their targets.
+    In BERT-like models they do, unless config.json sets is_decoder. Their loss falls because they copy their targets.
     """
     device = next(model.parameters()).device
     ids = torch.randint(vocab_size, (2, POSITIONS), generator=torch.Generator().manual_seed(0)).to(device)
@@ -218,6 +218,6 @@ def check_causal(model: nn.Module, vocab_size: int, source: object) -> None:
     if moved > TOLERANCE:
         raise ValueError(
             f"expected a model that predicts each token from those before it, but {source} looks at later tokens: changing "
-            f"them moves earlier logits by {moved:.1g} of the largest one. It would train on targets that it sees. Choose a "
+            f"them moves earlier logits by {moved:.1g} of the largest one. In training it would see its targets. Choose a "
             "causal language model; set is_decoder in config.json only for weights that were trained that way"
         )

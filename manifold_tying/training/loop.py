@@ -1,4 +1,4 @@
-"""A training run: setup or resume, the steps, early ends, and the data."""
+"""A training run: data, setup or resume, steps and early exits."""
 
 import math
 import time
@@ -39,7 +39,7 @@ _ALONE = Processes()
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds."""
+    """The state that a checkpoint saves."""
 
     model: Model
     optimizer: RiemannianAdam
@@ -54,7 +54,7 @@ class TrainState:
         self.clipped = clipped_parameters(self.model)
 
     def save(self, writer: CheckpointWriter, processes: Processes) -> None:
-        """Copy the state for the writer's thread. Raises the previous checkpoint's error."""
+        """Copy the state for the writer's thread; raises the previous checkpoint's error."""
         saved = self.step, self.model, self.optimizer, self.identity
         writer.write(lambda: stage_checkpoint(*saved, schedule=self.merges, probes=self.probes, processes=processes))
 
@@ -65,22 +65,22 @@ class TrainState:
 
 
 def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | None = None) -> dict[str, Any]:
-    """Train to the end and return the summary row, which is also written to ``OUT/result.json``.
+    """Train to the end and return the summary row, also written to ``OUT/result.json``.
 
-    With torch.distributed initialized, every rank of the default group calls this; they share the work as
-    ``settings.parallel`` says, and rank 0 writes.
+    With torch.distributed initialized, every rank of the default group calls this. ``settings.parallel`` sets how they
+    share the work; rank 0 writes the files.
 
     Args:
         config: the run.
-        arm: its name in the row; None is the interface's, with the body unless it is AdamW's.
+        arm: the run's name in the row; None is the interface's name, plus the body's with POET.
         observer: called on rank 0 after every step with its metrics and "tokens_per_second".
 
     Raises:
         ValueError: the folder holds another run or is in use; the corpus is too small or has changed; or a gradient or the
             final validation loss is NaN or Inf.
         OSError: a file cannot be written. Everything written before is intact.
-        SystemExit: SIGTERM (status 143) or Ctrl-C (130), after the current step was finished and saved. The resumed run
-            repeats an evaluation that was cut short. A second Ctrl-C raises KeyboardInterrupt at once.
+        SystemExit: SIGTERM (status 143) or Ctrl-C (130), once the current step is finished and saved. The resumed run
+            repeats an interrupted evaluation. A second Ctrl-C raises KeyboardInterrupt at once.
     """
     config = resolve(config)
     settings, device = config.settings, check_device(config.settings.device)
@@ -104,7 +104,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         if record:
             stack.callback(record.close)
         state.skipped = processes.from_main(lambda: record.skipped if record else 0)
-        # Saved in the group, whose "lr" is that of the current step.
+        # Checkpoints save the groups, so this survives a resume; "lr" changes at every step.
         for group in optimizer.param_groups:
             group.setdefault("peak_lr", group["lr"])
         stop = stack.enter_context(termination(announced=processes.is_main))
@@ -116,7 +116,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             if record:
                 record.write_probes(0, 0, probed["weights"])
         elif _evaluates(state.step, settings) and processes.from_main(lambda: record and "val_loss" not in record.last):
-            measured = measure()  # a signal had cut it short
+            measured = measure()  # a signal interrupted it
             if measured is None:
                 _exit_early(stop, state.step, config, processes, evaluated=False)
             if record:
@@ -201,10 +201,10 @@ def train_step(
         processes.all_reduce(total)
 
     norm = _grad_norm(state.clipped)
-    # The memory is not clipped, but its gradient must be finite too.
+    # The memory is not clipped, but its gradient must also be finite.
     interface = [p for p in state.model.interface.parameters() if p.grad is not None]
     others = [_grad_norm(interface)] if interface else []
-    # The only host sync of a step. All ranks read the same values, so they take the same branch.
+    # A step's only host sync. All ranks read the same values, so they take the same branch.
     values = torch.stack([*total, norm, *others]).tolist()
     mean_loss, stopping, grad_norm, *_ = values
     taken = all(map(math.isfinite, values))
@@ -237,14 +237,13 @@ def _penalty(settings: Settings, model: Model) -> Tensor | float:
 
 
 def _evaluates(step: int, settings: Settings) -> bool:
-    """Whether to evaluate after this step."""
     return step % (settings.eval_every or settings.steps) == 0 or step == settings.steps
 
 
 def _nan_message(
     state: TrainState, loss: float, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
 ) -> str:
-    """The error for gradients that are not finite."""
+    """The error message for NaN or Inf gradients."""
     kept = writer.kept()
     grads = {name: distributed.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
@@ -255,16 +254,16 @@ def _nan_message(
     if state.skipped > 1:
         text += f", for the {state.skipped}th step in a row"
     if kept:
-        text += f"; {kept[-1]} is kept, and --resume goes on from it"
+        text += f"; --resume continues from {kept[-1]}"
     return f"{text}. Lower the learning rate, or skip single steps with --on-nan skip"
 
 
 def _exit_early(
     stop: Termination, step: int, config: TrainConfig, processes: Processes, *, evaluated: bool
 ) -> NoReturn:
-    """Exit after a signal, with the run saved."""
+    """Exit with the signal's status; the run is saved."""
     if processes.is_main:
-        missing = "" if evaluated else ", whose evaluation the resumed run makes up for,"
+        missing = "" if evaluated else ", whose evaluation the resumed run repeats,"
         print(
             f"{stop.name}: saved step {step} of {config.settings.steps}{missing} in {config.out}. "
             "The same command resumes it; train needs --resume"
@@ -274,7 +273,7 @@ def _exit_early(
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's batches, and a fingerprint of its text."""
+    """A run's batches and its text's fingerprint."""
 
     batches: Batches
     held_out: list[Batch]
@@ -282,7 +281,7 @@ class RunData:
 
 
 def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
-    """A run's batches; ValueError if there are too few tokens."""
+    """Cut a run's batches from its tokens; raises ValueError if there are too few."""
     batches = Batches(tokens.train, batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=seed)
     held_out = validation_batches(
         tokens.val,
@@ -312,7 +311,7 @@ def load_data(
             progress=progress,
         )
     )
-    there, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
-    if progress and there < wanted:
-        progress(f"{settings.data} is small: evaluating on {there:,} held-out tokens, not on {wanted:,}")
+    available, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
+    if progress and available < wanted:
+        progress(f"{settings.data} is small: evaluating on {available:,} held-out tokens, not on {wanted:,}")
     return tokens

@@ -16,16 +16,16 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def check_device(device: str) -> torch.device:
-    """The device; ValueError if it is unknown or missing."""
+    """Parse the device; raises ValueError if it is unknown or missing."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"unknown device {device!r}; use cpu, cuda or cuda:N")
     try:
         found = torch.device(device)
-    except RuntimeError as error:  # more digits than a device number has
+    except RuntimeError as error:  # the device number overflows
         raise ValueError(f"unknown device {device!r}: {error}") from error
     if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
         raise ValueError(
-            f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+            f"device {device!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
         )
     return found
 
@@ -45,7 +45,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def reset_peak_memory(device: torch.device) -> None:
     """Reset :func:`peak_memory`, where the system allows it."""
     if device.type == "cuda":
-        torch.cuda.init()  # only then the device has a number
+        torch.cuda.init()  # before this, the device has no index
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
         try:

@@ -1,4 +1,4 @@
-"""Statistics over seeds, and numbers as text: true minus signs, ten to a superscript power."""
+"""Statistics over seeds, and numbers as text with true minus signs and superscript powers of ten."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 DASH = "—"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-FEWEST = 3  # seeds that say something about the spread between them
+FEWEST = 3  # seeds needed to judge their spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def summarize(values: Sequence[float]) -> Summary | None:
 
 
 def paired_differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """values - baseline for every seed that both have, in the order of the seeds.
+    """values - baseline for every seed that both have, in seed order.
 
     Two arms with the same seed share data order and initial body; both cancel in the difference.
     """
@@ -51,8 +51,8 @@ def fixed(value: float, decimals: int = 0, *, signed: bool = False) -> str:
 
 
 def significant(value: float, digits: int = 3, *, like: float | None = None) -> str:
-    """Significant digits: 1.23, 45.6, and 2.1×10⁻⁷ below 0.01 and from 100,000 on. With ``like``, rounded at the place of
-    that number, so that a spread can stand below its mean."""
+    """Significant digits: 1.23, 45.6, and 2.1×10⁻⁷ below 0.01 and from 100,000 on. With ``like``, rounded at the last digit
+    of that number, so that a spread aligns with its mean."""
     of = value if like is None or abs(value) > abs(like) else like
     if not (math.isfinite(value) and math.isfinite(of)):
         return fixed(value)
@@ -63,7 +63,7 @@ def significant(value: float, digits: int = 3, *, like: float | None = None) -> 
 
 
 def decimals_of(spread: float | None, *, least: int = 2, most: int = 4) -> int:
-    """Decimals of a mean with this spread: one digit of the spread, two where the first is a 1; the most without a spread."""
+    """Decimals of a mean with this spread: one digit of the spread, two if the first is a 1; ``most`` without a spread."""
     if not spread or not math.isfinite(spread):
         return most
     lead, power = f"{spread:.1e}".split("e")
@@ -71,12 +71,12 @@ def decimals_of(spread: float | None, *, least: int = 2, most: int = 4) -> int:
 
 
 def interval(summary: Summary, *, signed: bool = False) -> tuple[str, str]:
-    """Mean and spread with the digits that the spread allows, as 4.84 and 0.07; "—" for the spread of one seed."""
+    """Mean and spread, rounded by the spread: 4.84 and 0.07; "—" is the spread of one seed."""
     decimals = decimals_of(summary.sd)
     return fixed(summary.mean, decimals, signed=signed), DASH if summary.sd is None else fixed(summary.sd, decimals)
 
 
 def perplexity(loss: Summary) -> str:
-    """exp of the mean loss, with the digits that its spread allows."""
+    """exp of the mean loss, rounded by its spread."""
     value = math.inf if loss.mean >= 700 else math.exp(loss.mean)
     return fixed(value, decimals_of(value * (loss.sd or 0.005), least=-300, most=1))

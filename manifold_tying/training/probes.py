@@ -1,4 +1,4 @@
-"""POET's diagnostics of a run: spectra, rotation and orthogonality of R and P, and the updated entries."""
+"""POET's diagnostics of a run: spectra, rotation and orthogonality of R and P, and updates of the entries."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ QUANTILES = 11  # of the singular values: the smallest, the deciles, the largest
 
 
 class Probes:
-    """Looks at every linear layer of the middle block, one weight of each kind, at every evaluation of a run.
+    """Measures every linear layer of the middle block, one weight of each kind, at every evaluation of a run.
 
-    Of any body: spectrum and hyperspherical energy of W. Of a POET body also R and P, the products over all merges,
-    R <- R_t R and P <- P P_t, so that W = R W0 P with the W0 of the beginning; how often the entries of W were updated; and
-    the largest e_orth of the factors since the last look, which is just before a merge and gone after it. That one number
-    is taken of every weight of the model. (POET, figures 1, 2, 10 to 16 and appendix I.)
+    For any body: spectrum and hyperspherical energy of W. For a POET body also R and P, the products over all merges,
+    R <- R_t R and P <- P P_t, so that W = R W0 P with the initial W0; how often the entries of W were updated; and the
+    largest e_orth of the factors since the last measurement, over all weights of the model. e_orth peaks just before a
+    merge, which resets it. (POET, figures 1, 2, 10 to 16 and appendix I.)
 
     Call :meth:`step` after the optimizer's step and before the schedule's.
     """
@@ -34,16 +34,16 @@ class Probes:
         self._schedule = schedule
         self._model = model
         self._find_equivalences()
-        self._looked_at = list(model.blocks) if self._equivalences else [model.blocks[middle]]
+        self._blocks = list(model.blocks) if self._equivalences else [model.blocks[middle]]
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
-        self._turned = {
-            name: _Turned(self._equivalences[name][0].ordered_base)
+        self._rotations = {
+            name: _Rotations(self._equivalences[name][0].ordered_base)
             for name in self._layers
             if name in self._equivalences
         }
 
     def _find_equivalences(self) -> None:
-        """Repeated each time: FSDP2 has other parameters while they are gathered."""
+        """Repeated at each use: FSDP2 replaces the parameters while they are gathered."""
         self._equivalences = {
             path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(self._model)
         }
@@ -52,40 +52,37 @@ class Probes:
     def step(self) -> None:
         """Accumulate R and P if the schedule's next step will merge them."""
         if self._schedule is not None and (self._schedule.steps + 1) % self._schedule.every == 0:
-            with gathered(*self._looked_at):
+            with gathered(*self._blocks):
                 self._find_equivalences()
-                self._look_at_errors()
-                for name, turned in self._turned.items():
-                    turned.fold(*self._sides(name), self._schedule.every)
+                self._update_errors()
+                for name, rotations in self._rotations.items():
+                    rotations.merge(*self._sides(name), self._schedule.every)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """{"orthogonality_error": the largest of the model since the last call or None, "weights": {name: numbers}}.
+        """{"orthogonality_error": the model's largest since the last call or None, "weights": {name: numbers}}.
 
-        Under FSDP2 every process has to call it, and gathers the blocks that it looks at.
+        Collective under FSDP2: it gathers the measured blocks.
         """
-        with gathered(*self._looked_at):
+        with gathered(*self._blocks):
             self._find_equivalences()
-            return self._measure()
-
-    def _measure(self) -> dict[str, Any]:
-        self._look_at_errors()
-        weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
-        for place, name in enumerate(self._equivalences):
-            if name in self._turned:
-                assert self._schedule is not None
-                since = self._schedule.steps % self._schedule.every
-                now = self._turned[name].now(*self._sides(name), since)
-                for side, error in zip("RP", self._errors[place].tolist(), strict=True):
-                    now[side]["orthogonality_error"] = error
-                weights[name] |= now
+            self._update_errors()
+            weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
+            for place, name in enumerate(self._equivalences):
+                if name in self._rotations:
+                    assert self._schedule is not None
+                    since_merge = self._schedule.steps % self._schedule.every
+                    current = self._rotations[name].measure(*self._sides(name), since_merge)
+                    for side, error in zip("RP", self._errors[place].tolist(), strict=True):
+                        current[side]["orthogonality_error"] = error
+                    weights[name] |= current
         largest = self._errors.max().item() if len(self._errors) else None
         self._errors.zero_()
         return {"orthogonality_error": largest, "weights": weights}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The accumulated tensors themselves, contiguous."""
-        state = {f"{name}.{key}": value for name, turned in self._turned.items() for key, value in vars(turned).items()}
+        state = {f"{name}.{key}": value for name, of in self._rotations.items() for key, value in vars(of).items()}
         return {**state, "errors": self._errors}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -97,19 +94,15 @@ class Probes:
         part, stored = self._equivalences[name]
         return part.sides(stored)
 
-    def _look_at_errors(self) -> None:
-        for place, name in enumerate(self._equivalences):
-            for side, (blocks, _), n in zip(range(2), self._sides(name), self._shape(name), strict=True):
+    def _update_errors(self) -> None:
+        for place, (name, (part, _)) in enumerate(self._equivalences.items()):
+            for side, (blocks, _), n in zip(range(2), self._sides(name), part.ordered_base.shape, strict=True):
                 squares = [(G.shape[-1] * diagnostics.orthogonality_error(G) ** 2).sum() for G in blocks]
                 error = (sum(squares, torch.zeros(())) / n).sqrt()
                 self._errors[place, side] = max(self._errors[place, side].item(), error.item())
 
-    def _shape(self, name: str) -> tuple[int, int]:
-        m, n = self._equivalences[name][0].ordered_base.shape
-        return m, n
 
-
-class _Turned:
+class _Rotations:
     """R (m, m) and P (n, n) over all merges, and the number of steps that moved each row and column of W (m, n)."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -119,13 +112,13 @@ class _Turned:
         self.rows = torch.zeros(m, dtype=torch.int64, device=weight.device)
         self.columns = torch.zeros(n, dtype=torch.int64, device=weight.device)
 
-    def fold(self, R: Side, P: Side, steps: int) -> None:
-        """Multiply by the factors that ``steps`` steps trained."""
+    def merge(self, R: Side, P: Side, steps: int) -> None:
+        """Multiply by the factors, which were trained for ``steps`` steps."""
         for total, new in zip(vars(self).values(), self._with(R, P, steps), strict=True):
             total.copy_(new)
 
-    def now(self, R: Side, P: Side, steps: int) -> dict[str, dict[str, float]]:
-        """Numbers of R, P and the entries' updates, including the current factors, trained for ``steps`` steps."""
+    def measure(self, R: Side, P: Side, steps: int) -> dict[str, dict[str, float]]:
+        """Probes of R, P and the entries' updates, including the current factors, trained for ``steps`` steps."""
         *factors, rows, columns = self._with(R, P, steps)
         numbers = {}
         for side, factor in zip("RP", factors, strict=True):
@@ -147,12 +140,12 @@ class _Turned:
         with precision.full_precision(self.R.device):
             factors = rotated_rows(self.R, *R), rotated_columns(self.P, *P)
         rows, columns = self.rows.clone(), self.columns.clone()
-        rows[_turned(R)] += steps
-        columns[_turned(P)] += steps
+        rows[_rotated(R)] += steps
+        columns[_rotated(P)] += steps
         return *factors, rows, columns
 
 
-def _turned(side: Side) -> Tensor:
+def _rotated(side: Side) -> Tensor:
     """The dimensions that rotate; a last block of size one does not."""
     blocks, order = side
     return order[: sum(G.shape[-3] * G.shape[-1] for G in blocks)]

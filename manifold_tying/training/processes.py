@@ -19,7 +19,7 @@ from manifold_tying.training.hf_model import Model
 from manifold_tying.training.sections import Parallel
 from manifold_tying.tying import shard_model
 
-if TYPE_CHECKING:  # importing it takes as long as half of torch
+if TYPE_CHECKING:  # importing it takes half as long as importing torch
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def process_group(settings: Settings) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Processes:
-    """The ranks of a run. The default is a single process, for which every method is free."""
+    """The ranks of a run. The default is a single process, in which no method communicates."""
 
     kind: Parallel = "none"
     rank: int = 0
@@ -59,18 +59,18 @@ class Processes:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "Processes":
-        """The ranks of the default group; ValueError if ``settings.parallel`` does not fit their number."""
+        """The ranks of the default group; raises ValueError if ``settings.parallel`` does not fit their number."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         started = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1 and started > 1:  # each process would run everything, in one folder
+        if size == 1 and started > 1:  # every process would do the same run in the same folder
             raise ValueError(
-                f"WORLD_SIZE is {started}, but torch.distributed is not initialized. Of the commands only train and ablate run "
+                f"WORLD_SIZE is {started}, but torch.distributed is not initialized. Only the commands train and ablate run "
                 "under torchrun; in your own program call torch.distributed.init_process_group first"
             )
         kind = settings.parallel or ("none" if size == 1 else "fsdp")
         if (kind == "none") != (size == 1):
             raise ValueError(
-                f"parallel={kind} does not go with {size} process{'es' * (size > 1)}; "
+                f"parallel={kind} does not work with {size} process{'es' * (size > 1)}; "
                 + ("start several with torchrun" if size == 1 else "choose ddp, fsdp or hsdp")
             )
         if settings.batch_size // settings.accumulate < size:
@@ -79,15 +79,15 @@ class Processes:
                 f"{settings.accumulate}; enlarge batch_size or lower accumulate"
             )
         if settings.compile and kind in ("fsdp", "hsdp"):
-            raise ValueError(f"compile goes with parallel none and ddp, got {kind}; leave one of the two out")
+            raise ValueError(f"compile needs parallel none or ddp, got {kind}; leave one of the two out")
         if size == 1:
             return cls()
         if settings.init_from is not None:
-            raise ValueError(f"init_from works in one process, got {size}; start it without torchrun")
+            raise ValueError(f"init_from needs a single process, got {size}; start it without torchrun")
         return cls(kind, dist.get_rank(), size, _mesh(kind, size, torch.device(settings.device).type))
 
     def with_own_group(self, timeout: float) -> "Processes":
-        """The same ranks with a process group of their own, for a second thread. Collective."""
+        """The same ranks with their own process group, for a second thread. Collective."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo"))
@@ -129,7 +129,7 @@ class Processes:
         return any(self.all_gather(value))
 
     def raise_together(self, work: Callable[[], T]) -> T:
-        """``work()`` on every rank. If one raises ValueError or OSError, all raise it; Damaged stays Damaged."""
+        """Run ``work()`` on every rank. If one raises ValueError or OSError, all raise it; Damaged stays Damaged."""
         if self.size == 1:
             return work()
         error: ValueError | OSError | None = None
@@ -148,7 +148,7 @@ class Processes:
         return value
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, pickled: keep them small."""
+        """The values of all ranks; they are pickled, so keep them small."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -156,11 +156,11 @@ class Processes:
         return found
 
     def on_main(self, work: Callable[[], object]) -> None:
-        """``work()`` on rank 0; its ValueError or OSError on all ranks."""
+        """Run ``work()`` on rank 0; raise its ValueError or OSError on all ranks."""
         self.raise_together(work if self.is_main else lambda: None)
 
     def from_main(self, work: Callable[[], T]) -> T:
-        """The result of ``work()`` on rank 0, on all ranks; so is its ValueError or OSError."""
+        """Run ``work()`` on rank 0; return its result, or raise its ValueError or OSError, on all ranks."""
         result: Any = self.raise_together(work if self.is_main else lambda: None)
         return self.all_gather(result)[0]
 

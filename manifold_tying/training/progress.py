@@ -17,8 +17,8 @@ class Started(Protocol):
 
 
 @contextmanager
-def progress_bars(console: Console, usual: int) -> Iterator[Started]:
-    """Yields a function from (run, its number, number of runs, steps or None for ``usual``) to the run's observer."""
+def progress_bars(console: Console, default_steps: int) -> Iterator[Started]:
+    """Yields a function that adds a run's bar and returns its observer; ``default_steps`` is for runs without their own."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=8),
@@ -29,7 +29,7 @@ def progress_bars(console: Console, usual: int) -> Iterator[Started]:
 
         def started(name: str, index: int, count: int, steps: int | None = None) -> Observer:
             label = f"{name} ({index + 1}/{count})" if count > 1 else name
-            task = bars.add_task(label, total=steps or usual, numbers="")
+            task = bars.add_task(label, total=steps or default_steps, numbers="")
             shown: dict[str, Any] = {}
 
             def observe(metrics: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The folder of a run: settings, logs (one JSON object per line), TensorBoard events and the result.
 
-Times have a file of their own, so that a resumed run writes the same metrics as an uninterrupted one.
+Times are in a separate file, so that a resumed run writes the same metrics as an uninterrupted one.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.training.checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
 from manifold_tying.training.config import ARM, CORPUS, TrainConfig
-from manifold_tying.training.files import Damaged, write_whole, writing_to
+from manifold_tying.training.files import Damaged, write_atomic, writing_to
 from manifold_tying.training.hf_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training.machine import called_as, check_device, machine, peak_memory
 from manifold_tying.training.processes import Processes
@@ -26,12 +26,12 @@ from manifold_tying.training.processes import Processes
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
-PROBES = "probes.jsonl"  # before the first step and at every evaluation
+PROBES = "probes.jsonl"  # written before the first step and at every evaluation
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log: its lines up to a checkpoint (``entries``, as bytes ``kept``) and the ``rest``."""
+    """A log, split at a checkpoint: ``kept`` lines, which are parsed to ``entries``, and the ``rest``."""
 
     path: Path
     entries: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class Log:
             newline = b"" if self.rest.endswith(b"\n") else b"\n"
             with self.path.with_name(f"aside-{self.path.name}").open("ab") as aside:
                 aside.write(self.rest + newline)
-            write_whole(self.path, self.kept)
+            write_atomic(self.path, self.kept)
 
 
 def open_folder(
@@ -69,37 +69,37 @@ def open_folder(
     def write() -> None:
         with writing_to(config.out):
             result = config.out / RESULT
-            if start < config.settings.steps and result.exists():  # from a run that got further
+            if start < config.settings.steps and result.exists():  # from a run that went further
                 os.replace(result, result.with_name(f"aside-{RESULT}"))
             for path, what in damaged.items():
                 where = found.name if found else "the start"
-                print(f"{what}Set aside as {set_aside(path).name}; going on from {where}")
+                print(f"{what}Renamed to {set_aside(path).name}; continuing from {where}")
             if found is not None:
                 set_newer_aside(found)
-            write_whole(config.out / CONFIG, json.dumps({ARM: arm, **identity}, indent=1).encode())
+            write_atomic(config.out / CONFIG, json.dumps({ARM: arm, **identity}, indent=1).encode())
             device = torch.device(config.settings.device)
             origin = {"command": called_as("train") or config.command(), "machine": machine(device)}
-            write_whole(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
+            write_atomic(config.out / ORIGIN, json.dumps(origin, indent=1).encode())
 
     processes.on_main(write)
     return start, processes.raise_together(lambda: Record(config.out, logs, start) if processes.is_main else None)
 
 
 def _candidates(config: TrainConfig) -> list[Path]:
-    """Checkpoints to resume from, newest first; ValueError if the folder holds a run and ``resume`` is off."""
+    """Checkpoints to resume from, newest first; raises ValueError if the folder holds a run and ``resume`` is off."""
     if config.resume_from is not None:
         return [find_checkpoint(config.out, config.resume_from)]
     saved = checkpoints(config.out)
     if not config.resume and (saved or (config.out / METRICS).exists()):
-        raise ValueError(f"{config.out} holds a run already; go on with it (--resume) or choose another folder")
+        raise ValueError(f"{config.out} already holds a run; continue it with --resume, or choose another --out")
     return saved[::-1]
 
 
 def read_logs(directory: Path, start: int) -> list[Log]:
     """Read and check metrics, timing and probes up to the checkpoint of step ``start``.
 
-    ValueError if a line up to the checkpoint is missing or damaged. The newest step may lack its evaluation, which a signal
-    can cut short.
+    Raises ValueError if a line up to the checkpoint is missing or damaged. The newest step may lack its evaluation if a
+    signal interrupted it.
     """
     metrics = _read_log(directory / METRICS, range(1, start + 1), start)
     timing = _read_log(directory / TIMING, range(1, start + 1), start)
@@ -107,7 +107,7 @@ def read_logs(directory: Path, start: int) -> list[Log]:
     probed += [line["step"] for line in metrics.entries if "val_loss" in line]
     probes = _read_log(directory / PROBES, probed, start)
     if start and start not in probed and (first := probes.rest.splitlines(keepends=True)[:1]):
-        with suppress(ValueError):  # from an evaluation that was cut short
+        with suppress(ValueError):  # from an interrupted evaluation
             _entry(probes.path, len(probed) + 1, start, first[0], start)
             probes = _read_log(directory / PROBES, [*probed, start], start)
     return [metrics, timing, probes]
@@ -117,7 +117,7 @@ class Record:
     """Appends to the logs of a run and to its TensorBoard events.
 
     Attributes:
-        seconds: training time so far, before a resume included.
+        seconds: training time so far, including before a resume.
         losses: training losses so far, without skipped steps.
         skipped: number of skipped steps in a row before the resume.
         last: metrics of the newest step.
@@ -148,14 +148,14 @@ class Record:
             self._plot(metrics)
 
     def complete(self, measured: dict[str, Any]) -> None:
-        """Add an evaluation to the line of the newest step."""
+        """Add an evaluation to the newest step's line."""
         self.last = self.last | measured
         self.flush()
         with _named(self._directory):
             self._metrics.close()
             path = Path(self._metrics.name)
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]
-            write_whole(path, "".join([*lines, json.dumps(finite(self.last)) + "\n"]).encode())
+            write_atomic(path, "".join([*lines, json.dumps(finite(self.last)) + "\n"]).encode())
             self._metrics = path.open("a", encoding="utf-8")
             self._plot({"step": self.last["step"], **measured})
 
@@ -205,7 +205,7 @@ def write_row(
     }
     if isinstance(model, HuggingFaceModel) and settings.init_from is not None:
         model.write(config.out / OUT, settings.init_from)
-    write_whole(config.out / RESULT, json.dumps(finite(row), indent=1).encode())
+    write_atomic(config.out / RESULT, json.dumps(finite(row), indent=1).encode())
     return row
 
 
@@ -216,7 +216,7 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _named(directory: Path) -> Iterator[None]:
-    """Add the folder to an OSError; TensorBoard's thread raises it without a file name."""
+    """Name the folder in an OSError; TensorBoard's thread raises it without a file name."""
     try:
         yield
     except OSError as error:
@@ -224,7 +224,7 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def _read_log(path: Path, steps: Sequence[int], start: int) -> Log:
-    """Split a log after the lines of these steps; ValueError if one is missing or damaged."""
+    """Split a log after the lines of these steps; raises ValueError if one is missing or damaged."""
     lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
     if len(lines) < len(steps):
         raise ValueError(
@@ -242,12 +242,12 @@ def _entry(path: Path, number: int, start: int, line: bytes, step: int) -> dict[
     except ValueError as error:
         raise _damaged(path, number, start, f"not JSON ({error})") from error
     if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step") != step:
-        raise _damaged(path, number, start, f"expected a whole line of step {step}, got {line[:60]!r}")
+        raise _damaged(path, number, start, f"expected a complete line of step {step}, got {line[:60]!r}")
     return entry
 
 
 def _damaged(path: Path, number: int, start: int, what: str) -> ValueError:
     return ValueError(
-        f"{path}, line {number}: {what}. The run cannot resume from its checkpoint of step {start} without it, and nothing "
-        "was changed; restore the file, or start in another folder"
+        f"{path}, line {number}: {what}. The run cannot resume from its checkpoint of step {start} without this line. "
+        "Nothing was changed; restore the file, or start in another folder"
     )

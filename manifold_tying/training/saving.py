@@ -1,6 +1,6 @@
-"""Writing checkpoints: to a draft folder, which is then renamed. ``checkpoint`` reads them.
+"""Write checkpoints to a draft folder, then rename it. ``checkpoint`` reads them.
 
-:func:`stage_checkpoint` copies the state. :func:`write_checkpoint` writes the copy in a thread, while training continues.
+:func:`stage_checkpoint` copies the state. :func:`write_checkpoint` writes the copy in a thread while training continues.
 """
 
 import copy
@@ -39,14 +39,14 @@ from manifold_tying.training.files import digest, flush_to_disk
 from manifold_tying.training.probes import Probes
 from manifold_tying.training.processes import Processes
 
-KEPT = 2  # by default, of the newest checkpoints
+KEPT = 2  # number of newest checkpoints kept by default
 _MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
 _ALONE = Processes()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A copy of what this rank writes of the state after a step."""
+    """A copy of this rank's part of the state after a step."""
 
     step: int
     parts: dict[str, dict[str, Tensor]]
@@ -139,7 +139,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _publish(draft: Path, final: Path, content: dict[str, Any], keep: int | None) -> None:
-    """Rename the draft. An old folder is renamed before it is deleted, so that no reader finds half of one."""
+    """Rename the draft. An old folder is renamed before it is deleted, so that no reader sees a partial one."""
     _write_state(draft, content)
     flush_to_disk(draft)
     _remove(final)
@@ -167,14 +167,14 @@ def _remove(path: Path) -> None:
 class CheckpointWriter:
     """Writes checkpoints to ``RUN/checkpoints``, one at a time. Leaving its ``with`` block waits for the last one.
 
-    Every rank has one and calls it at the same steps. The threads use a process group of their own, since collectives of
-    one group must come in the same order on all ranks.
+    Every rank has one and calls it at the same steps. The threads have their own process group, since collectives of one
+    group must run in the same order on all ranks.
 
     Args:
         run: the run's folder.
         processes: the run's ranks.
-        timeout: seconds that a thread waits for those of other ranks.
-        keep: how many of the newest checkpoints to keep; None keeps all.
+        timeout: seconds that a thread waits for the other ranks' threads.
+        keep: number of newest checkpoints to keep; None keeps all.
     """
 
     def __init__(self, run: Path, processes: Processes, timeout: float, keep: int | None) -> None:
@@ -187,15 +187,15 @@ class CheckpointWriter:
         self._newest: Future[Path] | None = None
 
     def write(self, stage: Callable[[], Staged]) -> None:
-        """Copy the state by ``stage()`` and start to write it.
+        """Copy the state with ``stage()`` and start writing it.
 
-        First waits for the previous checkpoint and raises its error, so that one copy exists at a time.
+        First waits for the previous checkpoint and raises its error, so that only one copy exists at a time.
         """
         self.wait()
         self._newest = self._thread.submit(write_checkpoint, self._run, stage(), self._processes, keep=self._keep)
 
     def wait(self) -> None:
-        """Wait for the newest checkpoint; its ValueError or OSError is raised on all ranks."""
+        """Wait for the newest checkpoint; raises its ValueError or OSError on all ranks."""
         newest, self._newest = self._newest, None
         if newest is not None:
             newest.result()
@@ -248,7 +248,7 @@ def write_shards(
 
 
 def write_file(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write and fsync one safetensors file; OSError if that fails."""
+    """Write and fsync one safetensors file; raises OSError if that fails."""
     try:
         save_file({k: v.contiguous() for k, v in tensors.items()}, file)
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""The settings of a run in sections, each with the bounds of its numbers. A section is a group of command-line options."""
+"""The settings of a run and their bounds. Each section is a group of command-line options."""
 
 import math
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
     open: bool = False
 
 
-LARGEST_RATE = 1e34  # Adam divides its first steps by 1 - beta, and their size is a float32
+LARGEST_RATE = 1e34  # Adam's first step sizes, lr / (1 - beta), must fit into float32
 Count = Annotated[int, Bounds(1)]
 Rate = Annotated[float, Bounds(0, LARGEST_RATE)]
 NonNegative = Annotated[float, Bounds(0)]
@@ -41,7 +41,7 @@ class Model:
     preset: str = "nano"
     """Model shape; see manifold_tying.models.PRESETS. Not used with init_from."""
     body: Body = "adamw"
-    """How the blocks' matrices train: adamw as they are, poet-block or poet-full as POET's R W0 P."""
+    """How the blocks' matrices train: adamw directly, poet-block or poet-full as POET's R W0 P."""
     embedding_norm: bool | None = None
     """RMS-normalize the embeddings after the lookup."""
     embedding_scale: Positive | None = None
@@ -50,16 +50,15 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Continued pretraining: the checkpoint to go on from."""
+    """Continued pretraining from a checkpoint."""
 
     init_from: Path | None = None
-    """Folder of a transformers checkpoint with tied tables, or of a converted one (PIT arms). Its tokenizer.json is
-    used."""
+    """Folder of a transformers checkpoint with tied tables, or a converted one (PIT arms). Its tokenizer.json is used."""
     init_transform: Start = "head"
     """PIT: initial T. `identity`: T = I. `head`, `embedding`: T such that this side is unchanged. `rotation`: as embedding,
     after rotating the residual stream; the head's scales move into the final norm."""
     bridge: bool = False
-    """PIT: preserve the function exactly by a d x d matrix on both sides. The model then no longer has W_out E = I."""
+    """PIT: preserve the function exactly, with a d x d matrix on both sides. W_out E = I then no longer holds."""
     lora_rank: Count | None = None
     """Train low-rank updates of the blocks' matrices. Plain tables are frozen; PIT's Z and T still train."""
 
@@ -97,7 +96,7 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """The optimizer, and the rates of whatever has none of its own below."""
+    """The optimizer, and the rates of all parameters without their own rate below."""
 
     lr: Rate | None = None
     """Peak learning rate of the body (or its low-rank updates) and of tables without their own; with POET, of every
@@ -105,11 +104,11 @@ class Adam:
     betas: tuple[float, float] | None = None
     """Adam's betas; None is 0.9, 0.99, and 0.9, 0.95 with init_from."""
     weight_decay: NonNegative = 0.0
-    """For the body's matrices; never for the memory, the transform or skew vectors."""
+    """Weight decay of the body's matrices; never applied to the memory, the transform or skew vectors."""
     warmup_steps: Annotated[int, Bounds(0)] | None = None
-    """Linear warm-up, then a cosine to a tenth of the peak; None is a tenth of the steps, at most 1000."""
+    """Steps of linear warm-up, before a cosine to a tenth of the peak; None is a tenth of the steps, at most 1000."""
     clip: NonNegative = 1.0
-    """Maximum gradient norm of all parameters but the memory."""
+    """Maximum gradient norm, over all parameters except the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ class Tables:
     table_lr: Rate | None = None
     """Peak learning rate of the tables; None is lr, and 0.3 table_std for pit-free."""
     table_slows_after: Annotated[int, Bounds(0)] | None = None
-    """n: multiply their rate by √(n / step) after n steps; 0 is never."""
+    """After this number n of steps, multiply their rate by √(n / step); 0 means never."""
     table_std: NonNegative | None = None
     """Initial standard deviation; None is 0.06."""
     logit_scale: bool | None = None
@@ -135,7 +134,7 @@ class Memory:
     memory_lr: Rate | None = None
     """Peak learning rate of Z."""
     memory_slows_after: Annotated[int, Bounds(0)] | None = None
-    """n: multiply its rate by √(n / step) after n steps; 0 is never."""
+    """After this number n of steps, multiply its rate by √(n / step); 0 means never."""
     retraction: Retraction | None = None
     """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
     project_every: Annotated[Count, tyro.conf.arg(aliases=("--retract-every",))] = 1
@@ -151,10 +150,10 @@ class Transform:
     transform_lr: Rate | None = None
     """Peak learning rate of the Cholesky factor L."""
     off_diagonal_scale: NonNegative | None = None
-    """Learning rate of L's off-diagonal entries over transform_lr; None is 0.1, and 1 with init_from."""
+    """Learning rate of L's off-diagonal entries divided by transform_lr; None is 0.1, and 1 with init_from."""
     diagonal: Diagonal | None = None
-    """Map that keeps L's diagonal positive. At one rate, exp lets its scale grow faster than softplus. None is exp, or the
-    one recorded in a converted checkpoint."""
+    """Map that keeps L's diagonal positive. At the same rate, its scale grows faster with exp than with softplus. None is
+    exp, or the one recorded in a converted checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,16 +180,16 @@ class Poet:
     merge_every: Count | None = None
     """Steps between merges; None is 400, fewer in short runs."""
     init: Init = "normalized"
-    """Distribution of W0; keep is AdamW's own initial weight."""
+    """Distribution of W0; keep is the initial weight of an AdamW body."""
     out_share: float | None = None
-    """Share of the parameters that goes to R, the rest to P; None gives both sides the same block size."""
+    """Share of the parameters in R, the rest in P; None gives both sides the same block size."""
     equivalence_lr: Rate | None = None
     """Peak learning rate of the skew vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the run is carried out."""
+    """Device, parallelism and error handling."""
 
     device: str = "cpu"
     """cpu, cuda or cuda:N. On CUDA the body runs under bfloat16 autocast."""
@@ -204,11 +203,11 @@ class Execution:
     on_nan: OnNan = "stop"
     """On a NaN or infinite loss or gradient: stop, or skip the step. Ten skipped steps in a row also stop the run."""
     keep_checkpoints: Count | None = 2
-    """How many of the newest to keep; None keeps all, for training.load_model."""
+    """Number of newest checkpoints to keep; None keeps all, for training.load_model."""
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
-    """ValueError for a number outside the bounds of its type, or a word that is not one of its choices."""
+    """Raises ValueError for a number outside its type's bounds, or a word that is not a choice."""
     if value is None:
         return
     for kind in (hint, *get_args(hint)):
@@ -220,4 +219,4 @@ def check_value(name: str, value: object, hint: Any) -> None:
             if not (low < value if is_open else low <= value) or value == math.inf:
                 raise ValueError(f"expected {name} {'>' if is_open else '>='} {low:g}, got {value}")
             if value > high:
-                raise ValueError(f"expected {name} <= {high:g}, got {value}: no step of that size fits into float32")
+                raise ValueError(f"expected {name} <= {high:g}, got {value}: larger steps overflow float32")

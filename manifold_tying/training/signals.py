@@ -1,7 +1,4 @@
-"""SIGTERM, which schedulers send, and SIGINT (Ctrl-C) stop a run after the current step, which is saved.
-
-A second Ctrl-C interrupts at once.
-"""
+"""SIGTERM (from schedulers) and SIGINT (Ctrl-C) stop a run after saving the current step; a second Ctrl-C stops at once."""
 
 import os
 import signal
@@ -24,7 +21,7 @@ class Termination:
 
     @property
     def requested(self) -> bool:
-        """Whether the run is to stop."""
+        """Whether the run should stop."""
         return self.arrived is not None
 
     @property
@@ -48,7 +45,7 @@ class Termination:
 
 @contextmanager
 def termination(announced: bool = True) -> Iterator[Termination]:
-    """Catch the signals while inside; only Python's main thread can."""
+    """Catch the signals while inside; outside Python's main thread this does nothing."""
     noted = Termination(announced)
     if threading.current_thread() is not threading.main_thread():
         yield noted

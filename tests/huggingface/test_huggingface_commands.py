@@ -146,5 +146,5 @@ def test_no_readme_of_a_user_is_lost(stock: Path, console: Console, tmp_path: Pa
 def test_an_earlier_export_is_not_overwritten(stock: Path, console: Console, tmp_path: Path) -> None:
     run_convert(ConvertConfig(stock, tmp_path / "converted"), console)
     run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
-    with pytest.raises(ValueError, match=r"exported holds a model already \(config.json, model.safetensors\)"):
+    with pytest.raises(ValueError, match=r"exported already holds a model \(config.json, model.safetensors\)"):
         run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)

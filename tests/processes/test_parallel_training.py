@@ -110,8 +110,8 @@ def test_errors_of_one_process_are_those_of_all(folder: Path) -> None:
             full = folder / f"full {parallel}"
             assert not checkpoints(full) and not (full / "result.json").exists()
             assert lines(full)[-1]["step"] == STEPS  # the error of step 6 comes out where step 12 is to be saved
-        assert "holds a run already" in said["again"]
-        assert "parallel=none does not go with 2 processes" in said["none"]
+        assert "already holds a run" in said["again"]
+        assert "parallel=none does not work with 2 processes" in said["none"]
         assert "one sequence per process" in said["few"]
         assert "shard-00002" in said["damaged"] and "--resume-from step-00000006" in said["damaged"]
         assert said["recovered"] == "nothing"
@@ -126,7 +126,7 @@ def test_terminated_run_was_saved_and_ends_as_the_others(folder: Path) -> None:
     assert_same(lines(folder / "terminated late"), lines(folder / "fsdp 2"))
     log = (folder / "log").read_text()
     assert "SIGTERM: saved step 4 of 12" in log  # its observer sent the signal after step 3
-    assert "SIGTERM: saved step 12 of 12, whose evaluation the resumed run makes up for" in log
+    assert "SIGTERM: saved step 12 of 12, whose evaluation the resumed run repeats" in log
 
 
 def assert_same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Text to token directories, and token directories to batches."""
+"""Prepare text as token directories, and cut these into batches."""
 
 from .batches import Batches, validation_batches
 from .build import cache_directory, prepare

@@ -1,4 +1,4 @@
-"""Batches as pure functions of their arguments: the same step gives the same batch in every run and every process."""
+"""Batches as pure functions: the same arguments give the same batch in every run and process."""
 
 import numpy as np
 import torch
@@ -6,14 +6,13 @@ from torch import Tensor
 
 
 class Batches:
-    """Training batches from windows of N + 1 tokens on a grid with N = sequence_length tokens between them.
+    """Training batches of windows of N + 1 tokens, which start at the multiples of N = sequence_length.
 
-    Every window is drawn once per epoch, in an order that depends on (seed, epoch) alone; a batch at the end of an
-    epoch goes on into the next one. :meth:`batch` does not depend on what was asked for before, so a resumed run needs
-    no state but its step.
+    Every window is drawn once per epoch, in an order that depends only on (seed, epoch); the last batch of an epoch
+    continues into the next one. :meth:`batch` is stateless, so a resumed run needs only its step.
 
     Raises:
-        ValueError: there is no whole window, or batch_size, sequence_length or seed is out of range.
+        ValueError: there is no complete window, or batch_size, sequence_length or seed is out of range.
     """
 
     def __init__(self, tokens: np.ndarray, *, batch_size: int, sequence_length: int, seed: int) -> None:
@@ -28,11 +27,11 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches that show every window once."""
+        """Number of batches that contain every window once."""
         return self._windows / self.batch_size
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """(inputs (B, N), targets (B, N)), int64; a target is the token after its input. ValueError if step < 0."""
+        """(inputs (B, N), targets (B, N)), int64; a target is the token after its input. Raises ValueError if step < 0."""
         if step < 0:
             raise ValueError(f"expected step >= 0, got {step}")
         first = step * self.batch_size
@@ -49,12 +48,12 @@ class Batches:
 def validation_batches(
     tokens: np.ndarray, *, batch_size: int, sequence_length: int, max_tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """The first windows, at most max_tokens targets, in order, as (inputs (b, N), targets (b, N)) with b <= batch_size.
+    """The first windows in order, at most max_tokens targets, as (inputs (b, N), targets (b, N)) with b <= batch_size.
 
-    Only the last batch can be smaller, so weigh batches by their targets when averaging.
+    Only the last batch can be smaller, so weight batches by their number of targets when averaging.
 
     Raises:
-        ValueError: there is no whole window, max_tokens is below sequence_length, or a size is out of range.
+        ValueError: there is no complete window, max_tokens is below sequence_length, or a size is out of range.
     """
     windows = min(_window_count(tokens, batch_size, sequence_length, "held-out tokens"), max_tokens // sequence_length)
     if windows < 1:
@@ -70,7 +69,7 @@ def _window_count(tokens: np.ndarray, batch_size: int, sequence_length: int, wha
     if windows < 1:
         raise ValueError(
             f"expected at least {sequence_length + 1} {what} for one sequence and the token after it, got {len(tokens)}; "
-            "use a larger corpus, of which a twentieth is held out, or a smaller sequence_length"
+            "use a larger corpus (a twentieth is held out) or a smaller sequence_length"
         )
     return windows
 

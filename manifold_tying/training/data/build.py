@@ -1,4 +1,4 @@
-"""Corpus to token directory, made once and kept in a cache."""
+"""Prepare a corpus once as a token directory in a cache."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenize
 from .tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 
 HELD_OUT_EVERY = 20
-Limit = tuple[int, int]  # training and held-out tokens after which a stream is not read on
-_SAMPLE_CHARACTERS = 64_000_000  # the tokenizer is trained on so much text at most
+Limit = tuple[int, int]  # training and held-out tokens after which to stop reading a stream
+_SAMPLE_CHARACTERS = 64_000_000  # most text that the tokenizer is trained on
 _PROGRESS_TOKENS = 1_000_000
 
 
@@ -42,26 +42,26 @@ def prepare(
     cache: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """The token directory of a corpus, from the cache or newly made.
+    """Return the token directory of a corpus from the cache; prepare it if it is missing.
 
-    A byte-level BPE is trained on the training documents, or on as much of them as comes first; a separator goes after
-    every document. Every 20th document is held out. A corpus of fewer than 20 is divided by its tokens instead, and
-    the last 5 % are held out (the tokenizer has then seen them).
+    A byte-level BPE is trained on the training documents (at most the first 64 million characters). A separator follows
+    every document. Every 20th document is held out. In a corpus of fewer than 20 documents, the last 5 % of the tokens are
+    held out instead; the tokenizer has then seen them.
 
-    A directory is made beside its final place and renamed, so that whatever lies in the cache is complete. Of several processes
-    that prepare the same corpus at once, one does and the others wait. Local files that have changed are prepared anew. A
-    dataset on the hub is known by its name, configuration and split only: delete its directory to get a newer revision.
+    A directory is renamed into the cache when it is complete. If several processes prepare the same corpus, one works and
+    the others wait. Local files that have changed are prepared again. A dataset on the hub is identified only by its name,
+    configuration and split: delete its directory to get a newer revision.
 
     Args:
-        spec: which corpus, see ``SPEC_FORMS``
-        vocab_size: token ids stay below it; fewer are used where the corpus is too small to fill it
+        spec: the corpus, see ``SPEC_FORMS``
+        vocab_size: token ids stay below it; a small corpus may use fewer
         tokens_needed: training tokens after which to stop reading a streamed corpus (``hf:``); None reads all of it.
             Other corpora are always read to their end
-        held_out_needed: held-out tokens that a streamed corpus is read on for, so that they do not depend on how much is
-            trained
+        held_out_needed: continue reading a stream until it has this many held-out tokens, so that they do not depend on
+            the length of training
         tokenizer: path of a ``tokenizer.json`` to use instead of training one
         cache: folder for prepared corpora; None means :func:`cache_directory`
-        progress: is called with a line of text now and then
+        progress: receives messages
 
     Raises:
         ValueError: the spec is unknown or names something that does not exist; a document cannot be read; there is too
@@ -81,7 +81,7 @@ def prepare(
     final = root / f"{kind}-{_key(corpus, vocab_size, limit, given)[:20]}"
     if not final.exists():
         root.mkdir(parents=True, exist_ok=True)
-        draft = root / f".{final.name}"  # no corpus has a name with a dot, whatever becomes of this process
+        draft = root / f".{final.name}"  # never taken for a corpus, even if this process is killed
         with exclusive(draft.with_suffix(".lock")):
             if not final.exists():
                 shutil.rmtree(draft, ignore_errors=True)
@@ -105,9 +105,9 @@ def _read_tokenizer(path: Path) -> bytes:
 def _check_given(directory: Path, vocab_size: int, given: bytes | None) -> Path:
     meta = open_tokens(directory).meta
     if meta.vocab_size > vocab_size:
-        raise ValueError(f"{directory} has vocab_size {meta.vocab_size}; expected at most {vocab_size}, as asked for")
+        raise ValueError(f"{directory} has vocab_size {meta.vocab_size}; expected at most {vocab_size}, as requested")
     if given is not None and sha256(given) != meta.tokenizer_sha256:
-        raise ValueError(f"{directory} was made with another tokenizer than the given one; leave out the tokenizer")
+        raise ValueError(f"{directory} was made with another tokenizer than the given one; leave tokenizer out")
     return directory
 
 
@@ -126,7 +126,7 @@ def _build(
     path: str,
     progress: Callable[[str], None],
 ) -> None:
-    """Fill an empty directory; one pass over the documents. ``path`` is that of the given tokenizer."""
+    """Fill an empty directory in one pass over the documents; ``path`` names the given tokenizer in errors."""
     texts = pieces(corpus.documents())
     if given is None:
         progress(f"{corpus.spec}: training a tokenizer")
@@ -134,7 +134,7 @@ def _build(
         own = train_tokenizer((piece.text for piece in sample if not _held_out(piece.document)), vocab_size)
         given, path = own.to_str(pretty=True).encode(), "the tokenizer"
         texts = itertools.chain(sample, texts)
-    # Also where it was just trained: what is stored is what encodes.
+    # Also if it was just trained, so that the stored tokenizer does the encoding.
     tokenizer = load_tokenizer(given, path, vocab_size)
     (directory / "tokenizer.json").write_bytes(given)
 
@@ -164,12 +164,12 @@ def _build(
 
 
 def _held_out(document: int) -> bool:
-    """Whether a document, counted from 0, is: every 20th one."""
+    """Whether a document, counted from 0, is held out; every 20th is."""
     return document % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
 
 def _sample_of(texts: Iterator[Piece]) -> Iterator[Piece]:
-    """The first pieces, until they hold so much training text as the tokenizer is trained on."""
+    """The first pieces, until they hold _SAMPLE_CHARACTERS of training text."""
     characters = 0
     for piece in texts:
         yield piece
@@ -185,7 +185,7 @@ def _write_splits(
     limit: Limit | None,
     report: Callable[[str], None],
 ) -> dict[str, int]:
-    """Write the documents to their splits, up to the one that brings both to their limits; tokens and bytes of each split."""
+    """Write documents to their splits until both have reached their limits; returns tokens and bytes per split."""
     counts = dict.fromkeys(("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes"), 0)
     reported = 0
     with closing(encoded), open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
@@ -207,7 +207,7 @@ def _write_splits(
 def _move_tail(directory: Path, counts: dict[str, int], dtype: np.dtype[Any], tokenizer: Tokenizer) -> None:
     """Hold out the last twentieth of the training tokens of a corpus with few documents.
 
-    The bytes of their text are counted by decoding it, which can be a few off: a cut can go through a character.
+    Their bytes are counted by decoding, which may be a few off if the cut divides a character.
     """
     train, count = directory / "train.bin", counts["train_tokens"] // HELD_OUT_EVERY
     kept = counts["train_tokens"] - count

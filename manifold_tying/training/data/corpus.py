@@ -16,15 +16,15 @@ from .docstrings import PACKAGES, document, package_root
 
 SPEC_FORMS = """the forms are
   stdlib                        the source of the running Python's standard library
-  docstrings[:PACKAGE,...]      those of installed packages; numpy, scipy, pandas and sympy unless given
-  text:PATH[,PATH...]           files, or folders with every file below them that is UTF-8; a file is a document
-  jsonl:PATH[,PATH...]          files, or folders with *.jsonl; a line is a document, its text in the field "text"
-  parquet:PATH[,PATH...]        files, or folders with *.parquet; a row is a document, its text in the column "text"
-  hf:NAME[:CONFIG[:SPLIT]]      a Hugging Face dataset with a column "text", streamed; SPLIT is train unless given
-  tokens:DIR                    a token directory that was prepared before"""
+  docstrings[:PACKAGE,...]      docstrings of installed packages; by default numpy, scipy, pandas and sympy
+  text:PATH[,PATH...]           files, or folders with all UTF-8 files below them; one document per file
+  jsonl:PATH[,PATH...]          files, or folders with *.jsonl; one document per line, in the field "text"
+  parquet:PATH[,PATH...]        files, or folders with *.parquet; one document per row, in the column "text"
+  hf:NAME[:CONFIG[:SPLIT]]      a Hugging Face dataset with a column "text", streamed; SPLIT is train by default
+  tokens:DIR                    a prepared token directory"""
 
-_BLOCK = 1 << 20  # bytes of a file that are read at once
-# Tests and installed packages differ from machine to machine more than the library itself does.
+_BLOCK = 1 << 20  # bytes per read
+# Tests and installed packages vary more between machines than the library does.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 
 
@@ -34,11 +34,11 @@ class Corpus:
 
     Attributes:
         spec: the spec as the user wrote it
-        identity: JSON-able; two corpora with equal identities have the same documents. Local files are identified by
-            path, size and time of change, so that a prepared corpus is recognized without reading it
-        streamed: whether it may be endless for practical purposes, so that it is read only as far as it is needed
-        documents: starts a new pass over the documents, each of which is a sequence of texts to be joined. One such text at a
-            time is held in memory
+        identity: serializable to JSON; corpora with equal identities have the same documents. Local files are identified
+            by path, size and modification time, so that a prepared corpus is recognized without reading it
+        streamed: whether it may be too large to read whole, and is read only as far as needed
+        documents: starts a new pass over the documents. Each is a sequence of texts to join, which are in memory one at a
+            time
     """
 
     spec: str
@@ -48,10 +48,10 @@ class Corpus:
 
 
 def open_corpus(spec: str) -> Corpus:
-    """The corpus that a spec names (every form but ``tokens:``), without reading its text.
+    """The corpus that a spec names (in any form but ``tokens:``), without reading its text.
 
     Raises:
-        ValueError: the spec has none of the known forms, or a path in it does not exist.
+        ValueError: the spec has an unknown form, or a path in it does not exist.
     """
     kind, colon, rest = spec.partition(":")
     malformed = {"stdlib": bool(colon), "docstrings": bool(colon) and not rest}.get(kind, not colon)
@@ -70,7 +70,7 @@ def _stdlib(spec: str, rest: str) -> Corpus:
 def _docstrings(spec: str, rest: str) -> Corpus:
     packages = tuple(name.strip() for name in rest.split(",")) if rest else PACKAGES
     files = [file for name in packages for file in _files_below(package_root(name), ".py", {"tests", "__pycache__"})]
-    # How docstrings are cleaned differs between versions of Python.
+    # Versions of Python clean docstrings differently.
     identity: list[object] = ["docstrings", platform.python_version(), _listing(files)]
     return Corpus(spec, identity, False, lambda: ((text,) for file in files if (text := document(file)) is not None))
 
@@ -105,7 +105,7 @@ def _parquet(spec: str, rest: str) -> Corpus:
     files, _ = _expand(spec, rest, ".parquet")
 
     def documents() -> Iterator[Iterable[str]]:
-        import pyarrow.parquet  # slow to import, and needed by few
+        import pyarrow.parquet  # slow to import, rarely needed
 
         for file in files:
             try:
@@ -121,7 +121,7 @@ def _parquet(spec: str, rest: str) -> Corpus:
                     rows += len(texts)
                     for text in texts:
                         yield (_checked(text, str(file)),)
-                if rows != table.metadata.num_rows:  # pyarrow takes a page of zeros for the last one
+                if rows != table.metadata.num_rows:  # pyarrow stops at a page of zeros without an error
                     raise ValueError(f"{file} is damaged: {rows} of its {table.metadata.num_rows} rows can be read")
 
     return Corpus(spec, ["parquet", _listing(files)], False, documents)
@@ -146,7 +146,7 @@ def _hub(spec: str, rest: str) -> Corpus:
             rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(f"cannot open the dataset of {spec!r}: {error}") from error
-        # One process, no shuffling: the order is that of the sorted files, and of the rows in them.
+        # One process, no shuffling: sorted files, each row by row.
         for row in rows:
             if "text" not in row:
                 raise ValueError(f'the dataset of {spec!r} has no column "text"; it has {sorted(row)}')
@@ -156,17 +156,12 @@ def _hub(spec: str, rest: str) -> Corpus:
 
 
 _OPENERS = {
-    "stdlib": _stdlib,
-    "docstrings": _docstrings,
-    "text": _text,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "hf": _hub,
-}
+    "stdlib": _stdlib, "docstrings": _docstrings, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hub
+}  # fmt: skip
 
 
 def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
-    """The files of a comma-separated list of files and folders, in order, and those of them that are named in it."""
+    """All files of a comma-separated list of files and folders, in order, and the set of those listed as files."""
     files: list[Path] = []
     named: set[Path] = set()
     for part in paths.split(","):
@@ -182,9 +177,9 @@ def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
 
 
 def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:
-    """Regular files below root whose name ends in suffix, sorted by relative path; nothing hidden, no link to a folder.
+    """Regular files below root whose name ends in suffix, by relative path; skips hidden files and links to folders.
 
-    Reading a FIFO or a device might never end. OSError for a folder that cannot be listed.
+    Reading a FIFO or a device might never end. Raises OSError if a folder cannot be listed.
     """
     found = []
     for folder, folders, names in os.walk(root, onerror=_raise):
@@ -204,7 +199,7 @@ def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
 
 
 def _parts(file: Path) -> Iterator[str]:
-    """The text of a UTF-8 file as it is, line ends too, in parts that fit into memory."""
+    """The unchanged text of a UTF-8 file, including line ends, in parts that fit into memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with file.open("rb") as content:
         while block := content.read(_BLOCK):
@@ -213,7 +208,7 @@ def _parts(file: Path) -> Iterator[str]:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether a file is UTF-8 to its end."""
+    """Whether all of a file is UTF-8."""
     try:
         for _ in _parts(file):
             pass
@@ -244,13 +239,13 @@ def _json_text(line: bytes, where: str) -> str:
 
 
 def _checked(text: object, where: str) -> str:
-    """The text of one document; a missing one (null) is an empty one."""
+    """Check the text of one document; null means an empty one."""
     if text is None:
         return ""
     if not isinstance(text, str):
         raise ValueError(f"{where}: expected a string as the text, got {type(text).__name__}")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{where}: the text is not valid Unicode: {error}") from error
     return text

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("numpy", "scipy", "pandas", "sympy")  # what torch and the extra `train` bring
-SHORTEST = 200  # characters of a module's docstrings that are worth a document
+PACKAGES = ("numpy", "scipy", "pandas", "sympy")  # installed with torch and the extra `train`
+SHORTEST = 200  # fewest characters of a module's docstrings that make a document
 
 
 def package_root(package: str) -> Path:
-    """The folder of an installed package, without importing it; ValueError if it is missing."""
+    """The folder of an installed package, without importing it; raises ValueError if it is missing."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         raise ValueError(f"expected the name of an installed package, got {package!r}; pip install it or leave it out")
@@ -21,7 +21,7 @@ def package_root(package: str) -> Path:
 def document(file: Path) -> str | None:
     """The docstrings of a module, its classes and functions, outer ones first; None if there is too little text."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # escapes in other people's strings
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in strings
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates, another version's syntax
         return None

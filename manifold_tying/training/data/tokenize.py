@@ -1,4 +1,4 @@
-"""Byte-level BPE: training one, loading one, and encoding documents on every core."""
+"""Byte-level BPE: train or load a tokenizer, and encode documents on all cores."""
 
 import os
 import re
@@ -12,14 +12,14 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SEPARATOR = "<|endoftext|>"
-# What published tokenizers call the end of a document: GPT-2 and Qwen, Llama 3, Llama 2 and T5, Gemma.
+# End-of-document tokens of published tokenizers: GPT-2 and Qwen, Llama 3, Llama 2 and T5, Gemma.
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the separator
 _PIECE_CHARACTERS = 1 << 18
-# Training on a word takes quadratic time. No word of prose or code is this long; a line of base64 or of DNA may be.
+# Training takes quadratic time in a word's length. No word of prose or code is this long; a line of base64 or DNA may be.
 _LONGEST_WORD = 1024
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}")
-_MOST_THREADS = 16  # about a twentieth of the time is spent under Python's lock
+_MOST_THREADS = 16  # about a twentieth of the time is spent holding the GIL
 
 
 class Piece(NamedTuple):
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tokens (n,) of a piece, with the separator where it ends a document, and the bytes of its text."""
+    """The tokens (n,) of a piece, with the separator if it ends a document, and the bytes of its text."""
 
     tokens: np.ndarray
     text_bytes: int
@@ -40,10 +40,10 @@ class Encoded(NamedTuple):
 
 
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[Piece]:
-    """Number the documents from 0, leaving out empty ones, and cut long ones after a line where there is one.
+    """Number the nonempty documents from 0 and cut long ones, after a line if possible.
 
-    Encoding takes hundreds of bytes for every character, so a book of a gigabyte cannot be encoded at once. Where a document
-    is cut does not depend on the parts that it comes in.
+    Encoding takes hundreds of bytes per character, so a book of a gigabyte cannot be encoded at once. The cuts do not
+    depend on the parts in which a document arrives.
     """
     document = 0
     for parts in documents:
@@ -66,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        min_frequency=2,  # a pair seen once is no pattern, only a corpus too small for its vocabulary
+        min_frequency=2,  # in a small corpus, pairs seen once would fill the vocabulary
         special_tokens=[SEPARATOR],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -76,7 +76,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _short_words(text: str) -> Iterator[str]:
-    """The text, cut inside the words that are too long to train on."""
+    """Cut the text inside words that are too long to train on."""
     start = 0
     for found in _LONG.finditer(text):
         for stop in range(found.start() + _LONGEST_WORD, found.end(), _LONGEST_WORD):
@@ -86,10 +86,10 @@ def _short_words(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` with this content.
+    """Load a tokenizer from the content of a ``tokenizer.json``.
 
     Raises:
-        ValueError: it is no tokenizer, has ids beyond vocab_size, or no token that ends a document.
+        ValueError: it is not a tokenizer, has ids beyond vocab_size, or has no end-of-document token.
     """
     try:
         tokenizer = Tokenizer.from_str(content.decode())
@@ -103,22 +103,22 @@ def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:
 
 
 def separator_id(tokenizer: Tokenizer, where: str) -> int:
-    """The id of the token that ends a document; ValueError if the tokenizer has none."""
+    """The id of the end-of-document token; raises ValueError if the tokenizer has none."""
     for name in _SEPARATORS:
         identifier = tokenizer.token_to_id(name)
         if identifier is not None:
             return identifier
-    raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them, it goes after every document")
+    raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them to separate documents")
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
-    """Encode pieces in parallel; the results come in the order of the pieces. Close it when stopping early.
+    """Encode pieces in parallel and yield the results in order. Close the generator when stopping early.
 
-    A separator that is spelled out in a text is text, not a token: it cannot end a document.
+    A separator that is spelled out in a text is encoded as text: it cannot end a document.
     """
     separator = separator_id(tokenizer, "the tokenizer")
     tokenizer.encode_special_tokens = True
-    # A published tokenizer.json may ask for both, which would cut or pad our documents.
+    # A published tokenizer.json may enable both.
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -135,7 +135,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
     with ThreadPoolExecutor(workers) as pool:
         for chunk in _chunks(texts):
             pending.append(pool.submit(encode_chunk, chunk))
-            if len(pending) > 2 * workers:  # what is read ahead is bounded
+            if len(pending) > 2 * workers:  # bounds the read-ahead
                 yield from pending.popleft().result()
         while pending:
             yield from pending.popleft().result()
@@ -143,10 +143,9 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
 
 @contextmanager
 def serial_calls() -> Iterator[None]:
-    """Keep every call into tokenizers on the thread that makes it.
+    """Disable the thread pool of tokenizers; :func:`encode` has its own threads.
 
-    After its own thread pool was used, some versions of tokenizers print a warning into every process that is forked
-    later. :func:`encode` brings its own threads, so nothing is lost.
+    Once that pool has been used, some versions print a warning in every process forked later.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -160,7 +159,7 @@ def serial_calls() -> Iterator[None]:
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces with about _PIECE_CHARACTERS characters each, so that a task is worth its overhead."""
+    """Lists of pieces with about _PIECE_CHARACTERS characters, so that a task is worth its overhead."""
     chunk: list[Piece] = []
     characters = 0
     for piece in texts:

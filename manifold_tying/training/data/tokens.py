@@ -1,4 +1,4 @@
-"""Token directories: their content, and reading them.
+"""The content of token directories, and how to open them.
 
 ``meta.json`` describes the directory, ``tokenizer.json`` is the tokenizer, ``train.bin`` and ``val.bin`` hold token ids,
 little-endian, one after another, with the tokenizer's separator after every document. Nothing in a directory is executed.
@@ -17,24 +17,24 @@ from tokenizers import Tokenizer
 from manifold_tying._json import read_object
 
 FORMAT = 2
-BEGINNING = 1_000_000  # training tokens that are looked at: all of a small corpus, and little of one that fills a disk
-_BLOCK = 1 << 24  # bytes of a file that are read at once
+BEGINNING = 1_000_000  # training tokens in the fingerprint: all of a small corpus, a small part of a large one
+_BLOCK = 1 << 24  # bytes per read
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """What ``meta.json`` holds.
+    """The content of ``meta.json``.
 
     Attributes:
         corpus: the spec that the tokens were made from
         vocab_size: every token id is below it; the tokenizer may have fewer tokens
         dtype: "uint16" or "uint32"
-        documents: number of documents in both splits together
-        train_tokens, val_tokens: tokens per split, separators included
-        train_bytes, val_bytes: bytes of UTF-8 text per split, without separators. Where a document is divided between
-            the splits, those of val are counted by decoding and may be a few off
-        tokenizer_sha256, train_sha256, val_sha256: of the bytes of ``tokenizer.json``, ``train.bin`` and ``val.bin``
+        documents: number of documents in both splits
+        train_tokens, val_tokens: tokens per split, including separators
+        train_bytes, val_bytes: bytes of UTF-8 text per split, without separators. If the splits divide a document, val's
+            are counted by decoding and may be a few off
+        tokenizer_sha256, train_sha256, val_sha256: of ``tokenizer.json``, ``train.bin`` and ``val.bin``
     """
 
     corpus: str
@@ -62,7 +62,7 @@ class TokenData:
 
     @property
     def val_bytes_per_token(self) -> float:
-        """Bytes of held-out text per token; a loss in nats over this and ln 2 is in bits per byte."""
+        """Bytes of held-out text per token; a loss in nats divided by this and by ln 2 is in bits per byte."""
         return self.meta.val_bytes / self.meta.val_tokens
 
     def tokenizer(self) -> Tokenizer:
@@ -74,8 +74,8 @@ def open_tokens(directory: str | Path) -> TokenData:
     """Open a token directory; its tokens stay on disk and are memory-mapped.
 
     Raises:
-        ValueError: a file is missing, has another size or content than ``meta.json`` says, holds a token beyond the
-            vocabulary, or ``meta.json`` is no description of a token directory in this version's format.
+        ValueError: a file is missing or does not match ``meta.json``, a token is outside the vocabulary, or ``meta.json``
+            does not describe a token directory in this version's format.
     """
     directory = Path(directory)
     meta = _read_meta(directory / "meta.json")
@@ -83,7 +83,7 @@ def open_tokens(directory: str | Path) -> TokenData:
     if not tokenizer.is_file():
         raise ValueError(f"{tokenizer} is missing; {_again(directory)}")
     if sha256(tokenizer.read_bytes()) != meta.tokenizer_sha256:
-        raise ValueError(f"{tokenizer} is not the tokenizer that meta.json names by its hash; {_again(directory)}")
+        raise ValueError(f"{tokenizer} does not have the hash in meta.json; {_again(directory)}")
     train, val = (_open_split(directory, split, meta) for split in ("train", "val"))
     return TokenData(directory, meta, train, val)
 
@@ -94,7 +94,7 @@ def write_meta(directory: Path, meta: Meta) -> None:
 
 
 def sha256(content: bytes) -> str:
-    """The hash in hexadecimal digits."""
+    """SHA-256 in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -132,7 +132,7 @@ def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
         )
     largest, digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
     if digest != getattr(meta, f"{split}_sha256"):
-        raise ValueError(f"{path} does not have the hash that meta.json says; {_again(directory)}")
+        raise ValueError(f"{path} does not have the hash in meta.json; {_again(directory)}")
     if largest >= meta.vocab_size:
         raise ValueError(
             f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {_again(directory)}"
@@ -154,15 +154,15 @@ def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple
 def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:
     """Fingerprint of a text: its tokenizer, length, beginning, and the ``evaluated`` held-out tokens.
 
-    The last is a hash of tokenizer and tokens: where two runs have the same, their losses are measured on the same, however
-    much each of them trains.
+    Runs with equal ``held_out_sha256``, a hash of tokenizer and tokens, are evaluated on the same text, however long they
+    train.
     """
     begins = tokens.train[:BEGINNING].astype("<i8").tobytes()
-    measured = tokens.val[: evaluated + 1].astype("<i8").tobytes()
+    held_out = tokens.val[: evaluated + 1].astype("<i8").tobytes()
     return {
         "tokenizer_sha256": tokens.meta.tokenizer_sha256,
         "train_tokens": len(tokens.train),
         "train_sha256": sha256(begins),
         "evaluated_tokens": evaluated,
-        "held_out_sha256": sha256(tokens.meta.tokenizer_sha256.encode() + measured),
+        "held_out_sha256": sha256(tokens.meta.tokenizer_sha256.encode() + held_out),
     }

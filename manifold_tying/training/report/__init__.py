@@ -1,4 +1,4 @@
-"""The end of an ablation: findings, a table, curves and one self-contained page."""
+"""The report of an ablation: findings, a table, curves and one self-contained page."""
 
 from manifold_tying.training.report.comparison import load_experiments as load_experiments
 from manifold_tying.training.report.findings import findings as findings

@@ -11,7 +11,7 @@ from manifold_tying.training.report.load import Experiment, arm_names, load_expe
 
 # Settings that must agree for losses to be comparable.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
-APART = "Losses here are not all measured on the same text in the same tokens, so they cannot be compared across:"
+APART = "Not all losses here are measured on the same text and tokenization, so they cannot be compared across:"
 
 
 def load_experiments(folders: Sequence[str | Path]) -> Experiment:
@@ -27,7 +27,7 @@ def load_experiments(folders: Sequence[str | Path]) -> Experiment:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ."""
+    """The shortest suffixes of the paths that differ."""
     parts = [folder.resolve().parts for folder in folders]
     names = [of[-1] for of in parts]
     for count in range(2, max(map(len, parts)) + 1):
@@ -53,7 +53,7 @@ def merged(experiments: Mapping[str, Experiment]) -> Experiment:
 
 
 def comparable(experiment: Experiment) -> list[list[str]]:
-    """The finished arms in groups of comparable losses."""
+    """The finished arms, grouped so that losses within a group are comparable."""
     groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
     for _, alike in measured.groupby([*MEASURED_ON], sort=False):
         if alike.text.nunique() > 1:
@@ -64,7 +64,7 @@ def comparable(experiment: Experiment) -> list[list[str]]:
 
 
 def differences(experiment: Experiment) -> list[str]:
-    """A sentence for each setting that makes losses incomparable."""
+    """A sentence for each difference that makes losses incomparable."""
     measured = _measured_on(experiment)
     names = {key: key.replace("val_", "validation ").replace("_", " ") for key in MEASURED_ON}
     sentences = [_sentence(name, measured[key]) for key, name in names.items()]
@@ -80,14 +80,14 @@ def _sentence(name: str, values: pd.Series) -> str:
 
 
 def _measured_on(experiment: Experiment) -> pd.DataFrame:
-    """A row per arm: the settings of ``MEASURED_ON``, and the ``text`` that its runs recorded."""
+    """One row per arm: the settings of ``MEASURED_ON`` and the ``text`` recorded by its runs."""
     table: dict[str, list[str | None]] = {}
     for arm, own in experiment.arms.items():
         settings = {**experiment.settings, **own}
         start, shape = settings.get("init_from"), PRESETS.get(settings.get("preset", ""))
         named = {
-            "tokenizer": settings.get("tokenizer") or (f"that of {start}" if start else "trained on the corpus"),
-            "vocabulary": "that of the checkpoint" if start or shape is None else f"{shape.vocab_size:,} tokens",
+            "tokenizer": settings.get("tokenizer") or (f"from {start}" if start else "trained on the corpus"),
+            "vocabulary": "from the checkpoint" if start or shape is None else f"{shape.vocab_size:,} tokens",
         }
         texts = [
             f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"

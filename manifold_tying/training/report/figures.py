@@ -1,4 +1,4 @@
-"""Figures: curves over seeds as data frames, drawn by plotly, and by matplotlib for readers without scripts."""
+"""Figures: curves over seeds as data frames, drawn by plotly, and by matplotlib for readers without JavaScript."""
 
 import io
 import math
@@ -16,13 +16,13 @@ from manifold_tying.training.numbers import significant
 from manifold_tying.training.report.load import Experiment, Run, arm_names
 from manifold_tying.training.report.tables import Cell, Table
 
-# Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on lines are dashed as well
+# Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on, lines are also dashed
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 DASHES = ("solid", "dashed", "dotted")
 PLOTLY_DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot"}
 SYMBOLS = {"": "circle", "stable learning begins": "triangle-up", "final adjusting begins": "triangle-down"}
-MOST, LISTED = 250, 20  # points of a curve that are drawn, and that its table lists
-LINE = ["arm", "weight", "quantity"]  # what tells the curves of a figure apart
+MOST, LISTED = 250, 20  # points of a curve in the figure, and in its table
+LINE = ["arm", "weight", "quantity"]  # identify a curve of a figure
 NUMBERS = ["x", "mean", "low", "high"]
 
 
@@ -42,14 +42,14 @@ class Figure:
     thin: Mapping[str, str] = field(default_factory=dict)
     """Further quantities, drawn as thin lines, with their names."""
     band: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For a quantity, the two that bound its band instead of the range over seeds."""
+    """The two quantities that bound a quantity's band, instead of the range over seeds."""
 
 
 def _turning(side: str, rows: str) -> Figure:
     reading = (
-        f"{side}, the product over all merges, turns the {rows} of W0. Heavy: the cosine between a fixed random v and "
-        f"{side} v, which is 1 at the identity. Thin: its value for a random v, tr {side} / m ± 2 standard deviations. "
-        "Triangles: where stable learning (up) and final adjusting (down) begin, as diagnostics.phases finds them."
+        f"{side}, the product over all merges, turns the {rows} of W0. Heavy line: the cosine between a fixed random v and "
+        f"{side} v, which is 1 at the identity. Thin line: its mean over random v, tr {side} / m ± 2 standard deviations. "
+        "Triangles: the start of stable learning (up) and of final adjusting (down), from diagnostics.phases."
     )
     thin, band = {f"{side}.trace": f"tr {side} / m"}, {f"{side}.trace": (f"{side}.low", f"{side}.high")}
     title, label = f"How far {side} has turned", f"v⊤{side} v / v⊤v"
@@ -58,43 +58,43 @@ def _turning(side: str, rows: str) -> Figure:
 
 FIGURES = (
     Figure("val-loss-tokens", "Validation loss against tokens", "val_loss", "nats per token",
-           "Equal data: which arm learns most from the same tokens. Drag over a part to enlarge it, press twice to return."),
+           "Equal data: which arm learns most from the same tokens. Drag to zoom in, double-click to zoom out."),
     Figure("val-loss-seconds", "Validation loss against time", "val_loss", "nats per token",
-           "Equal time: the same losses, with what each arm costs per step counted in.", x="seconds"),
+           "Equal time: the same losses, including the cost of each arm's steps.", x="seconds"),
     Figure("train-loss-tokens", "Training loss", "loss", "nats per token",
-           "The loss of the batches as they were trained on.", smooth=True),
+           "The loss of each training batch before its update.", smooth=True),
     Figure("defect", "Defect", "defect", "‖Z⊤Z − I‖ / √d",
            "How far the memory is off the Stiefel manifold; float32 rounding alone gives about 10⁻⁷.", log=True),
     Figure("delta-ti", "Interface consistency ΔTI", "delta_ti", "‖Wₒᵤₜ E − I‖",
-           "How far unembedding is from inverting the embedding.", log=True),
+           "How far the unembedding is from an inverse of the embedding.", log=True),
     Figure("cond-transform", "Condition number of the transform", "cond_transform", "cond(T)",
-           "Longest against shortest axis of the transform: 1 is a multiple of the identity.", log=True),
+           "Longest axis of the transform divided by the shortest: 1 for a multiple of the identity.", log=True),
 )  # fmt: skip
 POET = (
     Figure("orthogonality-error", "Orthogonality error of POET's rotations", "orthogonality_error", "e_orth, ‖RR⊤ − I‖ / √m",
-           "How far R and P are from orthogonal, the largest of all weights since the evaluation before: it grows from "
-           "merge to merge, after which they start at the identity again.", log=True),
+           "How far R and P are from orthogonal: the maximum over all weights since the previous evaluation. It grows between "
+           "merges; each merge resets R and P to the identity.", log=True),
     Figure("singular-values", "Singular values", "singular_values.max", "singular values of W",
-           "POET keeps those of W0, up to the error of its rotations; AdamW lets the large ones grow. Heavy: the largest; "
-           "thin: the median and the smallest.", log=True, weights=True,
+           "POET keeps those of W0, up to the error of its rotations; AdamW lets the large ones grow. Heavy line: the largest; "
+           "thin lines: the median and the smallest.", log=True, weights=True,
            thin={"singular_values.median": "median", "singular_values.min": "smallest"}),
     Figure("svd-entropy", "SVD entropy", "svd_entropy", "SVD entropy of W",
-           "How evenly the squared singular values are spread: 1 where all are equal, 0 for rank one.", weights=True),
+           "How evenly the squared singular values are spread: 1 if all are equal, 0 for rank one.", weights=True),
     Figure("hyperspherical-energy", "Hyperspherical energy", "hyperspherical_energy", "hyperspherical energy",
-           "Sum over all pairs of rows, normalized, of one over their distance: low where the neurons are spread evenly.",
+           "Sum over all pairs of normalized rows of one over their distance: low if the neurons are spread evenly.",
            weights=True),
     _turning("R", "outputs"),
     _turning("P", "inputs"),
     Figure("updates", "Updates of the entries", "updates.share", "updates of an entry / possible ones",
-           "How evenly training has reached the entries of the weight: R moves an entry with its row and P with its column, so "
-           "each step can move it twice, which is 1 here. Scheme block always does, scheme full leaves dimensions out between "
-           "merges. The line is the mean entry, the band reaches from the one with the fewest updates to that with the most.",
+           "How evenly training updates the entries of the weight. R moves an entry with its row and P with its column, so a "
+           "step can move it twice, which counts as 1 here. Scheme block always does this; scheme full leaves dimensions out "
+           "between merges. Line: the mean over the entries. Band: from the fewest updates of an entry to the most.",
            weights=True, band={"updates.share": ("updates.low", "updates.high")}),
 )  # fmt: skip
 
 
 def drawn(experiment: Experiment) -> tuple[list[tuple[Figure, pd.DataFrame]], list[str]]:
-    """Every figure with its curves, and the titles of figures without data."""
+    """The figures with their curves, and the titles of those without data."""
     rotating = any(row["orthogonality_error"] is not None for row in experiment.rows)
     found = [(figure, curves(experiment, figure)) for figure in (*FIGURES, *(POET if rotating else ()))]
     missing = [figure.title for figure, frame in found if frame.empty and not figure.weights]
@@ -130,8 +130,8 @@ def curve(
 ) -> pd.DataFrame | None:
     """Mean and range of y over seeds, at the steps that all seeds with y have; None if no seed has it.
 
-    Where seeds differ in x (they do in seconds) a step stands at its mean. What is no number, or not positive on a log axis,
-    is a gap. ``window`` smooths each seed by a trailing mean.
+    If seeds differ in x (as in seconds), a step is at their mean. NaN and Inf are gaps, as are values <= 0 if ``positive``
+    (for a log axis). ``window`` smooths each seed by a trailing mean.
     """
     measured = [frame.set_index("step")[[x, y]].dropna() for frame in frames if y in frame]
     if not (measured := [frame for frame in measured if len(frame)]):
@@ -164,12 +164,12 @@ def _derived(probes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _phases(run: Run, line: pd.DataFrame) -> list[str]:
-    """The phase of POET that begins at each point; "" at other points, and everywhere if there are too few."""
+    """The phase of POET that begins at each point; "" at other points, or everywhere if there are too few points."""
     marks, rates = dict.fromkeys(line.x, ""), run.metrics.dropna(subset=["lr"]).set_index("tokens").lr
     if len(line) >= 4 and len(rates) and line["mean"].notna().all():
-        rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # that of the first step stands for before it
+        rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # before the first step, its rate
         found = diagnostics.phases([int(x) for x in line.x], line["mean"].tolist(), rate)
-        if found.stable != line.x.iloc[0]:  # a plateau from the beginning on is no phase that was entered
+        if found.stable != line.x.iloc[0]:  # a plateau from the start does not begin a phase
             begins = zip((found.stable, found.final), [*SYMBOLS][1:], strict=True)
             marks |= {x: mark for x, mark in begins if x is not None}
     return list(marks.values())
@@ -178,7 +178,7 @@ def _phases(run: Run, line: pd.DataFrame) -> list[str]:
 def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, Any]:
     """plotly's JSON: a band and a line per arm, weight and quantity. The page's script colours them by ``meta.arm``."""
     data: list[dict[str, Any]] = []
-    # where arms were measured at different places, the values under one pointer are not of one place
+    # If arms were measured at different x, the tooltips under one pointer show different x.
     apart = frame.groupby(LINE).x.agg(tuple).nunique() > 1
     at = {"seconds": " at %{x:.4g} s", "tokens": " at %{x:,.0f} tokens"}[figure.x] if apart else ""
     for (arm, weight, quantity), points in frame.groupby(LINE, sort=False):
@@ -186,7 +186,7 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
         numbers = points[NUMBERS].map(lambda value: float(f"{value:.7g}"))
         x, mean, low, high = (numbers[key].replace({math.nan: None}).tolist() for key in NUMBERS)
         own: dict[str, Any] = {"type": "scatter", "legendgroup": str(place), "meta": {"arm": place, "weight": weight}}
-        own["name"] = escape(f"{arm} ({quantity})" if quantity else arm, quote=False)  # plotly takes tags for markup
+        own["name"] = escape(f"{arm} ({quantity})" if quantity else arm, quote=False)  # plotly renders tags
         seen = numbers.dropna()
         if banded := bool((seen.low < seen.high).any()):
             ends = {"x": [*seen.x, *seen.x[::-1]], "y": [*seen.low, *seen.high[::-1]], "fill": "toself"}
@@ -219,7 +219,7 @@ def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
         axes = canvas.subplots()
         for (arm, quantity), of in frame[frame.weight == weight].groupby(["arm", "quantity"], sort=False):
             place, colour = arms.index(arm), COLOURS[arms.index(arm) % len(COLOURS)]
-            # "$" would begin a formula, and "_" at the start keep the arm out of the legend
+            # "$" would start a formula; "_" at the start would hide the arm from the legend.
             named = {"linewidth": 0.8} if quantity else {"linewidth": 1.5, "label": f" {arm}".replace("$", r"\$")}
             axes.fill_between(of.x, of.low, of.high, color=colour, alpha=0.18, linewidth=0)
             axes.plot(of.x, of["mean"], color=colour, linestyle=_dash(place), **named)
@@ -232,18 +232,16 @@ def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
 
 
 def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
-    """The caption: how to read the figure, the smoothing, and what is left out."""
+    """The caption: how to read the figure, its smoothing and its missing arms."""
     sentences, (low, high) = [figure.reading], (frame.seeds.min(), frame.seeds.max())
     if figure.smooth:
         over = f"Smoothed: each point is the mean over the last {window} steps."
         sentences.append(over if window > 1 else "Not smoothed.")
     if (frame.groupby(LINE).size() == MOST).any():
         sentences.append(f"{MOST} evenly spaced points of each curve are drawn.")
-    seeds = f"{low}" if low == high else f"{low} to {high}"
-    of_seeds = f"Lines are means over {seeds} seeds" + ", bands reach from the lowest to the highest seed" * (
-        not figure.band
-    )
-    sentences.append(f"{of_seeds}." if high > 1 else "One seed" + ", so there is no band" * (not figure.band) + ".")
+    seeds, banded = f"{low}" if low == high else f"{low} to {high}", not figure.band
+    lines = f"Lines are means over {seeds} seeds" + ", bands reach from the lowest to the highest seed" * banded
+    sentences.append(f"{lines}." if high > 1 else "One seed" + ", so there is no band" * banded + ".")
     if missing := [arm for arm in arms if arm not in set(frame.arm)]:
         what = "no positive value" if figure.log else "no value"
         sentences.append(f"Left out, with {what} of this quantity: {', '.join(missing)}.")

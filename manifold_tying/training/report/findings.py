@@ -1,4 +1,4 @@
-"""The findings in plain sentences: the best arm, frozen against trainable memory, interfaces that were lost."""
+"""The findings as sentences: the best arm, frozen against trainable memory, lost interfaces."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ Losses = Mapping[str, Mapping[int, float]]  # by arm and seed
 
 
 def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Findings in sentences; a difference must exceed the spread between seeds."""
+    """Findings as sentences; a difference counts only if it exceeds the spread between seeds."""
     rows = list(rows)
     checked = checked_rows(rows, where="rows")
     losses = {arm: by_seed(checked, arm, "val_loss") for arm in arm_names(checked)}
@@ -21,20 +21,20 @@ def findings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     sentences = [_best(finite)] if finite else []
     if diverged := [arm for arm in losses if arm not in finite]:
         listed = ", ".join(diverged)
-        sentences.append(f"Without a finite validation loss at the end, so left out of the comparison: {listed}.")
+        sentences.append(f"The final validation loss is not finite, so left out of the comparison: {listed}.")
     frozen, trainable = _variants(FROZEN, finite), _variants(TRAINABLE, finite)
     if frozen and trainable:
         sentences.append(_memory(finite, frozen, trainable))
     elif any(interface_of(arm) in (FROZEN, TRAINABLE) for arm in losses):
         sentences.append(
-            f"Frozen against trainable memory: no answer, since that takes both {FROZEN} and {TRAINABLE}, each with a "
-            "finite validation loss."
+            f"Frozen against trainable memory: no answer, since that needs both {FROZEN} and {TRAINABLE}, each with a finite "
+            "validation loss."
         )
     return sentences + failures(rows)
 
 
 def all_findings(experiment: Experiment, groups: Sequence[Sequence[str]]) -> list[str]:
-    """:func:`findings` within each group of comparable arms, then lost interfaces and runs that stopped."""
+    """:func:`findings` within each group of comparable arms, then lost interfaces and failed runs."""
     found = [[row for row in experiment.rows if row["arm"] in arms] for arms in groups]
     sentences = [sentence for rows in found if rows for sentence in findings(rows)]
     return [*sentences, *health(experiment), *experiment.failures]
@@ -53,7 +53,7 @@ def health(experiment: Experiment) -> list[str]:
 
 
 def _best(losses: Losses) -> str:
-    """Rank the arms over the seeds that all of them have."""
+    """Rank the arms over the seeds that they share."""
     shared = set.intersection(*(set(loss) for loss in losses.values()))
     over = {arm: [loss[seed] for seed in sorted(shared or loss)] for arm, loss in losses.items()}
     best, *others = sorted(over, key=lambda arm: mean(over[arm]))
@@ -65,9 +65,7 @@ def _best(losses: Losses) -> str:
     ahead = paired_differences(losses[others[0]], losses[best])
     difference = summarize(ahead)
     if difference is None or not shared:
-        return (
-            f"{best} has the lowest mean validation loss, {lowest}, but not all arms share a seed to compare them by."
-        )
+        return f"{best} has the lowest mean validation loss, {lowest}, but not all arms share a seed for a fair comparison."
     gap = f"{_interval(ahead)} nats"
     if difference.beyond_spread:
         return (
@@ -84,7 +82,7 @@ def _variants(interface: str, losses: Losses) -> list[str]:
 
 
 def _memory(losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> str:
-    """The best arm with a frozen memory against the best one with a trainable memory."""
+    """Compare the best arm with a frozen memory to the best one with a trainable memory."""
     differences = paired_differences(losses[trainable[0]], losses[frozen[0]])
     difference = summarize(differences)
     if difference is None:

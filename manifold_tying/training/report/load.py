@@ -12,15 +12,15 @@ import pandas as pd
 
 from manifold_tying.training.arms import run_folder
 from manifold_tying.training.config import ARM, CORPUS, POET_SETTINGS
-from manifold_tying.training.records import AGAIN, json_of, kind_of, lines_of, number, object_of, text_under
+from manifold_tying.training.records import AGAIN, as_number, as_object, as_text, read_json, read_lines, type_name
 from manifold_tying.training.sections import Body, Interface
 
-Row = Mapping[str, Any]  # an object of summary.json: the result of one arm with one seed
+Row = Mapping[str, Any]  # an entry of summary.json: the result of one arm with one seed
 BASELINES = ("transpose", "adamw")  # the first of these that exists is the baseline
 TRAINED = (*get_args(Interface), *get_args(Body))
-# null: nothing to measure, such as a memory, a transform or rotations
+# null if the model has no memory, transform or rotations to measure
 NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
-LOSSES = ("val_loss", "train_loss")  # here null is a loss that is not finite
+LOSSES = ("val_loss", "train_loss")  # null if not finite
 QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters")
 COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
@@ -33,9 +33,9 @@ class Run:
     arm: str
     seed: int
     metrics: pd.DataFrame
-    """A line per step: ``step``, ``tokens``, ``seconds`` (evaluation excluded) and the quantities of ``COURSE``."""
+    """A line per step: ``step``, ``tokens``, ``seconds`` (without evaluation) and the quantities of ``COURSE``."""
     probes: pd.DataFrame
-    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its numbers: svd_entropy, R.vector, updates.min, ..."""
+    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its probes: svd_entropy, R.vector, updates.min, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """Everything in the report: arms and seeds."""
+    """The content of a report."""
 
     rows: Sequence[Row]
     runs: Sequence[Run]
@@ -58,13 +58,13 @@ class Experiment:
     settings: Mapping[str, Any]
     """Settings shared by all arms."""
     arms: Mapping[str, Mapping[str, Any]]
-    """The settings of each arm, its learning rates among them."""
+    """The settings of each arm, including its learning rates."""
     failures: Sequence[str] = ()
     """A sentence for each run that stopped early."""
 
 
 def arm_names(rows: Iterable[Row]) -> list[str]:
-    """The arms in the order in which they first appear."""
+    """The arms in order of first appearance."""
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
@@ -75,10 +75,8 @@ def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
 
 def interface_of(arm: str) -> str:
     """The interface or body of an arm: pit-frozen for ``pit-frozen+lr=0.002``, untied for ``mine/untied``."""
-    named = re.findall(
-        rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm
-    )  # the last one: a folder may have the name of an arm
-    return named[-1] if named else arm.partition("+")[0]
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)
+    return named[-1] if named else arm.partition("+")[0]  # the last one: a folder may be named like an arm
 
 
 def baseline_of(arms: Sequence[str]) -> str | None:
@@ -90,7 +88,7 @@ def baseline_of(arms: Sequence[str]) -> str | None:
 
 
 def load_experiment(folder: str | Path) -> Experiment:
-    """Load a folder that ``ablate --out`` or ``train --out`` wrote; ValueError if it is incomplete."""
+    """Load a folder that ``ablate --out`` or ``train --out`` wrote; raises ValueError if it is incomplete."""
     folder = Path(folder)
     if any((folder / name).exists() for name in ABLATION):
         return _with_evaluated_tokens(_ablation(folder))
@@ -103,38 +101,38 @@ def load_experiment(folder: str | Path) -> Experiment:
 
 
 def _ablation(out: Path) -> Experiment:
-    summary = json_of(out / "summary.json")
+    summary = read_json(out / "summary.json")
     rows = checked_rows(summary, where=str(out / "summary.json"))
     where = str(out / "experiment.json")
-    described = object_of(json_of(out / "experiment.json"), where)
+    described = as_object(read_json(out / "experiment.json"), where)
     keys = ("machine", "settings", "arms")
-    machine, settings, arms = (object_of(described.get(key), f"{where}, {key!r}") for key in keys)
+    machine, settings, arms = (as_object(described.get(key), f"{where}, {key!r}") for key in keys)
     if strangers := [arm for arm in arm_names(rows) if arm not in arms]:
         raise ValueError(
-            f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json does not describe, so the two come from "
-            f"different experiments; {AGAIN}"
+            f"{out}: summary.json has an arm {strangers[0]!r} that experiment.json lacks, so they are from different "
+            f"experiments; {AGAIN}"
         )
     return Experiment(
         rows=rows,
         failures=failures(summary),
         runs=[_run(run_folder(out, row["arm"], row["seed"]), row) for row in rows],
-        sources=[Source(name=out.resolve().name, command=text_under(described, "command", where), machine=machine)],
+        sources=[Source(name=out.resolve().name, command=as_text(described, "command", where), machine=machine)],
         settings=settings,
-        arms={arm: object_of(own, f"{where}, arm {arm!r}") for arm, own in arms.items()},
+        arms={arm: as_object(own, f"{where}, arm {arm!r}") for arm, own in arms.items()},
     )
 
 
 def _single_run(out: Path) -> Experiment:
     if not (out / "result.json").exists():
         raise ValueError(f"{out} holds a run that has not finished: result.json is missing; use train --resume")
-    (row,) = checked_rows([json_of(out / "result.json")], where=str(out / "result.json"))
-    config = object_of(json_of(out / "config.json"), str(out / "config.json"))
+    (row,) = checked_rows([read_json(out / "result.json")], where=str(out / "result.json"))
+    config = as_object(read_json(out / "config.json"), str(out / "config.json"))
     unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
     command, machine, where = "", {}, out / "run.json"
     if where.exists():  # the first versions wrote none
-        described = object_of(json_of(where), str(where))
-        command = text_under(described, "command", str(where))
-        machine = dict(object_of(described.get("machine"), f"{where}, 'machine'"))
+        described = as_object(read_json(where), str(where))
+        command = as_text(described, "command", str(where))
+        machine = dict(as_object(described.get("machine"), f"{where}, 'machine'"))
     return Experiment(
         rows=[row],
         runs=[_run(out, row)],
@@ -145,26 +143,26 @@ def _single_run(out: Path) -> Experiment:
 
 
 def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
-    """Replace ``val_tokens`` by the number of evaluated tokens, which is lower for a small corpus."""
+    """Replace ``val_tokens`` by the number of evaluated tokens, which is smaller for a small corpus."""
     evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
     if not evaluated:  # the first versions did not record it
         return experiment
-    usual = next(iter(evaluated.values()))  # for unfinished arms
-    of_arms = {arm: evaluated.get(arm, own.get("val_tokens", usual)) for arm, own in experiment.arms.items()}
+    default = next(iter(evaluated.values()))  # for unfinished arms
+    of_arms = {arm: evaluated.get(arm, own.get("val_tokens", default)) for arm, own in experiment.arms.items()}
     settings, arms = dict(experiment.settings), {arm: dict(own) for arm, own in experiment.arms.items()}
     for place in (settings, *arms.values()):
         place.pop("val_tokens", None)
-    if set(of_arms.values()) == {usual}:
-        settings["val_tokens"] = usual
+    if set(of_arms.values()) == {default}:
+        settings["val_tokens"] = default
     else:
         arms = {arm: {**own, "val_tokens": of_arms[arm]} for arm, own in arms.items()}
     return replace(experiment, settings=settings, arms=arms)
 
 
 def checked_rows(rows: object, *, where: str) -> list[Row]:
-    """The checked objects of summary.json without those of :func:`failures`."""
+    """Check the entries of summary.json, and return those of finished runs."""
     if not isinstance(rows, Iterable) or isinstance(rows, str | Mapping):
-        raise ValueError(f"{where}: expected a list with one object per arm and seed, got {kind_of(rows)}; {AGAIN}")
+        raise ValueError(f"{where}: expected a list with one object per arm and seed, got {type_name(rows)}; {AGAIN}")
     checked = [_row(row, f"{where}, entry {place}") for place, row in enumerate(rows) if not _failed(row)]
     if not checked:
         raise ValueError(f"{where}: no run has finished yet; report once at least one has")
@@ -185,37 +183,37 @@ def _failed(row: object) -> bool:
 
 
 def _row(value: object, where: str) -> Row:
-    row = {"orthogonality_error": None, **object_of(value, where)}  # the first versions knew no rotations
+    row = {"orthogonality_error": None, **as_object(value, where)}  # the first versions had no rotations
     if missing := [key for key in ("arm", "seed", *QUANTITIES) if key not in row]:
         raise ValueError(f"{where}: missing {', '.join(missing)}; {AGAIN}")
     if not isinstance(row["arm"], str) or not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
         raise ValueError(f"{where}: expected a string 'arm' and an integer 'seed', got {row['arm']!r}, {row['seed']!r}")
     for key in QUANTITIES:
         if row[key] is not None or key not in NULLABLE + LOSSES:
-            number(row[key], key, where)
+            as_number(row[key], key, where)
     if "held_out_sha256" in row:  # the first versions wrote neither of the two
-        text_under(row, "held_out_sha256", where)
-        number(row.get("evaluated_tokens"), "evaluated_tokens", where)
+        as_text(row, "held_out_sha256", where)
+        as_number(row.get("evaluated_tokens"), "evaluated_tokens", where)
     return row | {key: math.nan for key in LOSSES if row[key] is None}
 
 
 def _run(folder: Path, row: Row) -> Run:
     """Read a run's metrics.jsonl, timing.jsonl and, if it exists, probes.jsonl."""
-    metrics = _frame(lines_of(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
-    timing = _frame(lines_of(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
+    metrics = _frame(read_lines(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
+    timing = _frame(read_lines(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
     metrics = metrics.merge(timing, on="step", how="left")
-    path, looks = folder / "probes.jsonl", []
-    for count, line in enumerate(lines_of(path, ("step", "tokens")) if path.exists() else (), start=1):
-        weights = object_of(line.get("weights"), f"{path}, line {count}, 'weights'")
+    path, probed = folder / "probes.jsonl", []
+    for count, line in enumerate(read_lines(path, ("step", "tokens")) if path.exists() else (), start=1):
+        weights = as_object(line.get("weights"), f"{path}, line {count}, 'weights'")
         for name, numbers in weights.items():
             flat = _flat(numbers, f"{path}, line {count}, {name}")
-            looks.append({"step": line["step"], "tokens": line["tokens"], "weight": name, **flat})
-    probes = pd.DataFrame(looks).drop_duplicates(["weight", "step"], keep="last") if looks else pd.DataFrame()
+            probed.append({"step": line["step"], "tokens": line["tokens"], "weight": name, **flat})
+    probes = pd.DataFrame(probed).drop_duplicates(["weight", "step"], keep="last") if probed else pd.DataFrame()
     return Run(arm=row["arm"], seed=row["seed"], metrics=metrics, probes=probes)
 
 
 def _frame(lines: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """One row per step, the last of duplicates. Values that are not finite become inf; NaN means missing."""
+    """One row per step, the last of duplicates. NaN means missing; values that are not finite become inf."""
     table = [[None if line.get(key) is None else _or_inf(line[key]) for key in columns] for line in lines]
     return pd.DataFrame(table, columns=list(columns), dtype=float).drop_duplicates("step", keep="last")
 
@@ -226,12 +224,12 @@ def _or_inf(value: float) -> float:
 
 def _flat(numbers: object, where: str) -> dict[str, float]:
     flat: dict[str, float] = {}
-    for key, value in object_of(numbers, where).items():
+    for key, value in as_object(numbers, where).items():
         named: Mapping[str, Any] = {key: value}
         if isinstance(value, list) and value:
             named = {f"{key}.min": value[0], f"{key}.median": value[len(value) // 2], f"{key}.max": value[-1]}
         elif isinstance(value, Mapping):
             named = {f"{key}.{name}": one for name, one in value.items()}
         for name, one in named.items():
-            flat[name] = _or_inf(number(one, name, where))
+            flat[name] = _or_inf(as_number(one, name, where))
     return flat

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file from page.html, page.css, page.js, plotly.js and the figures."""
+"""Render the report: one self-contained HTML file from page.html, page.css, page.js, plotly.js and the figures."""
 
 import base64
 import gzip
@@ -13,7 +13,7 @@ from urllib.parse import quote
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from manifold_tying.training.files import write_whole
+from manifold_tying.training.files import write_atomic
 from manifold_tying.training.numbers import DASH
 from manifold_tying.training.report import figures as plots
 from manifold_tying.training.report.comparison import APART, comparable, differences
@@ -21,7 +21,7 @@ from manifold_tying.training.report.findings import all_findings
 from manifold_tying.training.report.load import Experiment, arm_names
 from manifold_tying.training.report.tables import Cell, Table, results
 
-# By these a file is known as ours: of this version, and of those before plotly.
+# Bytes that identify our reports: of this version, and of versions before plotly.
 MARKS = (
     b'<meta name="generator" content="manifold-tying report">',
     b"<!-- The page is all there is: nothing is fetched",
@@ -35,16 +35,15 @@ THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("ligh
 
 
 def write_report(experiment: Experiment, out: str | Path) -> Path:
-    """Write ``report.html`` to a folder, creating it if needed. A file of that name that is not a report is kept."""
+    """Write ``OUT/report.html``; raises ValueError rather than overwrite a file that is not a report."""
     written, path = page(experiment).encode(), Path(out) / "report.html"
     if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_whole(path, written)
+    return write_atomic(path, written)
 
 
 def page(experiment: Experiment) -> str:
-    """The whole page as text."""
     arms, groups = arm_names(experiment.rows), comparable(experiment)
     window = plots.smoothing_window(experiment)
     found, missing = plots.drawn(experiment)
@@ -75,7 +74,7 @@ def page(experiment: Experiment) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A setting as text: a dash for None, six digits of a fraction, nested values in a row."""
+    """A setting as text: a dash for None, six digits for a float, commas between nested values."""
     match value:
         case None:
             return DASH
@@ -94,7 +93,7 @@ def _settings(experiment: Experiment) -> Table:
     """The settings of each arm, learning rates first."""
     keys = list(dict.fromkeys(key for own in experiment.arms.values() for key in own))
     keys = [key for key in keys if any(own.get(key) is not None for own in experiment.arms.values())]
-    keys.sort(key=lambda key: key != "lr" and not key.endswith("_lr"))  # stable: the others stay in their order
+    keys.sort(key=lambda key: key != "lr" and not key.endswith("_lr"))  # stable: keeps the order of the others
     rows = [(key.replace("_", " "), [_setting(own.get(key)) for own in experiment.arms.values()]) for key in keys]
     return Table("setting", [(arm, "") for arm in experiment.arms], rows)
 
@@ -130,7 +129,7 @@ def _range(values: Sequence[float]) -> str:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """plotly.js, compressed to a third, and its unpacking script."""
+    """plotly.js, and the same as base64 of its gzip, a third of the size."""
     script = get_plotlyjs()
     return script, base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from manifold_tying.training import numbers as numbers
+from manifold_tying.training import numbers
 from manifold_tying.training.numbers import DASH, Summary, fixed, significant, summarize
 from manifold_tying.training.report.comparison import APART, comparable, differences
 from manifold_tying.training.report.findings import all_findings
@@ -27,10 +27,10 @@ from manifold_tying.training.report.load import (
     interface_of,
 )
 
-CAPTION = "Mean over seeds, below it ± the sample standard deviation; losses in nats per token; Δ is paired by seed."
+CAPTION = "Mean over seeds, with ± the sample standard deviation below; losses in nats per token; Δ is paired by seed."
 TEX = {"−": "$-$", "±": r"$\pm$", "Δ": r"$\Delta$", DASH: "--", "\N{NO-BREAK SPACE}": " ", "∞": r"$\infty$"}
 POWER, PLAIN = re.compile("×10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)"), str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-Texts = Callable[[Summary], tuple[str, str]]  # a mean and its spread as text
+Texts = Callable[[Summary], tuple[str, str]]  # formats a mean and its spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of a label and a cell for each of ``columns``, pairs of heading and unit."""
+    """Rows of a label and one cell per column; ``columns`` are pairs of heading and unit."""
 
     label: str
     columns: Sequence[tuple[str, str]]
@@ -59,7 +59,7 @@ class Table:
         ]
 
     def csv(self) -> str:
-        """CSV with all digits, and a column for each spread."""
+        """CSV with all digits and a column for each spread."""
         table: dict[str, list[Any]] = {self.label: [label for label, _ in self.rows]}
         for place, name in enumerate(self._names):
             cells = [cells[place] for _, cells in self.rows]
@@ -69,7 +69,7 @@ class Table:
         return pd.DataFrame(table).replace(DASH, None).to_csv(index=False)
 
     def latex(self) -> str:
-        """The page's table as a LaTeX tabular."""
+        """LaTeX tabular with the digits of the page."""
         rows = [[label, *(f"{cell.text} {cell.sd}".strip() for cell in cells)] for label, cells in self.rows]
         text = pd.DataFrame(rows, columns=[self.label, *self._names]).to_latex(index=False, escape=True)
         text = POWER.sub(lambda found: rf"$\times10^{{{found[1].translate(PLAIN)}}}$", text)
@@ -118,7 +118,7 @@ def results(rows: Sequence[Row], groups: Sequence[Sequence[str]] = ()) -> Table:
 
 
 def _cell(summary: Summary | None, texts: Texts) -> Cell:
-    """A summary as text; a dash for a missing value, and for the spread of a single seed."""
+    """A summary as text; a dash for a missing value or the spread of a single seed."""
     if summary is None:
         return Cell(DASH)
     text, sd = texts(summary)
@@ -144,12 +144,12 @@ def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str
     """Notes for comparing two rows of the table."""
     notes = []
     if not any(baselines.values()):
-        notes.append(f"There is no {BASELINES[0]} arm in this experiment, so there is no difference to it.")
+        notes.append(f"There is no {BASELINES[0]} arm in this experiment, so the table has no difference to it.")
     seeds = {arm: ", ".join(map(str, sorted(row["seed"] for row in rows if row["arm"] == arm))) for arm in arms}
     if len({*seeds.values()}) > 1:
         listed = "; ".join(f"{arm}: {of}" for arm, of in seeds.items())
         notes.append(
-            f"The arms were run with different seeds ({listed}), so compare them by the paired difference, which takes only "
+            f"The arms were run with different seeds ({listed}), so compare them by the paired difference, which uses only "
             "the seeds that both arms have."
         )
     return notes
@@ -158,12 +158,12 @@ def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str
 def summary_table(rows: Iterable[Mapping[str, Any]], groups: Sequence[Sequence[str]] = ()) -> RichTable:
     """The results as a rich table; ``groups`` are comparable arms, all by default."""
     content = results(checked_rows(rows, where="rows"), groups)
-    # there is little room, and the findings say the lowest perplexity
+    # No perplexity, to save space: the findings state the lowest.
     return _Printed(content, [place for place, (heading, _) in enumerate(content.columns) if heading != "perplexity"])
 
 
 def shown(experiment: Experiment) -> Iterator[RichTable | Text]:
-    """For the terminal: what cannot be compared, the table and the findings."""
+    """The terminal's output: what makes losses incomparable, the table and the findings."""
     groups = comparable(experiment)
     if apart := differences(experiment):
         yield Text("\n- ".join([APART, *apart]), style="bold")
@@ -172,17 +172,17 @@ def shown(experiment: Experiment) -> Iterator[RichTable | Text]:
 
 
 class _Printed(RichTable):
-    """Some columns of the results; in a narrow terminal the last ones go into a table below."""
+    """Some columns of the results; in a narrow terminal the last ones go to a second table."""
 
     def __init__(self, content: Table, places: Sequence[int]) -> None:
         super().__init__(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption_justify="left")
         self._content, self._places = content, places
-        # Text throughout: a name with brackets in it must not be taken for rich's markup
+        # Text throughout: rich would read brackets in a name as markup.
         if len(content.columns) - 1 in places:
             self.caption = Text("\n".join([CAPTION, *content.notes]))
-        self.add_column(Text("arm"), overflow="fold", max_width=16)  # the numbers are two lines high anyway
+        self.add_column(Text("arm"), overflow="fold", max_width=16)  # the numbers take two lines anyway
         for heading, unit in (content.columns[place] for place in places):
-            words = "\n".join([*heading.split(" "), unit]).rstrip()  # a word a line: the numbers need the width
+            words = "\n".join([*heading.split(" "), unit]).rstrip()  # one word per line, to save width
             self.add_column(Text(words), justify="right", no_wrap=True, vertical="bottom")
         for arm, cells in content.rows:
             self.add_row(Text(arm), *(Text(cells[i].text).append(f"\n{cells[i].sd}", style="dim") for i in places))

@@ -475,10 +475,10 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (replaced("summary.json", '[{"arm": "untied"}]'), r"entry 0: missing seed, val_loss"),
         (changed_row(tokens=None), r"expected a number under 'tokens', got None"),
         (changed_row(held_out_sha256="ab"), r"expected a number under 'evaluated_tokens', got None"),
-        (changed_row(arm="other"), r"an arm 'other' that experiment\.json does not describe"),
+        (changed_row(arm="other"), r"an arm 'other' that experiment\.json lacks"),
         (
             replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),
-            r"line 2: not JSON.*cut short",
+            r"line 2: not JSON.*interrupted",
         ),
         (replaced("untied-0/timing.jsonl", '{"step": 1}'), r"timing\.jsonl, line 1: expected a number under 'seconds'"),
     ],

@@ -190,7 +190,7 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
     again = adaptation(source, out, interface="transpose", **options)
     assert again == {name: 2.0 if "domain" in name else value for name, value in row.items()}
     assert (out / PROBLEMS).stat().st_mtime_ns == stamp
-    with pytest.raises(ValueError, match=r"holds a run with another lr \(.* here\); choose another"):
+    with pytest.raises(ValueError, match=r"holds a run with another lr \(saved .*\); choose another"):
         adaptation(source, out, interface="transpose", **{**options, "lr": 2e-2})
     with pytest.raises(ValueError, match="transpose starts from a table"):
         adaptation(converted, tmp_path / "other", interface="transpose", **options)

@@ -171,9 +171,9 @@ def edited(**changes: Any) -> Callable[[bytes], bytes]:
 
 LOGS: list[tuple[str, Damage, str]] = [
     ("metrics.jsonl", line(2, lambda content: b"{broken\n"), "line 2: not JSON"),
-    ("metrics.jsonl", line(2, edited(step=3)), "line 2: expected a whole line of step 2"),
+    ("metrics.jsonl", line(2, edited(step=3)), "line 2: expected a complete line of step 2"),
     ("metrics.jsonl", lambda path: path.unlink(), "has 0 of the 4 lines"),
-    ("probes.jsonl", line(1, lambda content: b"{}\n"), r"probes\.jsonl, line 1: expected a whole line of step 0"),
+    ("probes.jsonl", line(1, lambda content: b"{}\n"), r"probes\.jsonl, line 1: expected a complete line of step 0"),
     ("probes.jsonl", lambda path: path.unlink(), r"probes\.jsonl has 0 of the 2 lines"),
 ]
 
@@ -207,7 +207,7 @@ def test_what_is_dropped_is_set_aside(finished: Path, here: Path) -> None:
             file.write(left)
     newest = out / CHECKPOINT / "model.safetensors"
     newest.write_bytes(damaged := newest.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"no checkpoint 'step-7'; there are: step-00000002, step-00000004"):
+    with pytest.raises(ValueError, match=r"no checkpoint 'step-7'; available: step-00000002, step-00000004"):
         resumed(here, finished, resume_from="step-7")
     resumed(here, finished, resume_from="step-00000002")
     assert (out / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_gone_on_from(
             read()
     resumed(here, finished)
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.endswith("Set aside as aside-step-00000004; going on from step-00000002")
+    assert said.endswith("Renamed to aside-step-00000004; continuing from step-00000002")
     assert (here / "run/metrics.jsonl").read_bytes() == before
     names = sorted(path.name for path in newest.parent.iterdir())
     assert names == ["aside-step-00000004", "step-00000002", "step-00000004"]
@@ -245,11 +245,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(
     before = (here / "run/metrics.jsonl").read_bytes()
     for path in checkpoints(here / "run"):
         (path / "optimizer.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"another configuration: lr=.*0\.5 here"):  # and nothing is set aside for that
+    with pytest.raises(ValueError, match=r"another configuration: lr \(saved .*, now 0\.5\)"):  # nothing is renamed
         resumed(here, finished, lr=0.5)
     resumed(here, finished)
     assert (here / "run/metrics.jsonl").read_bytes() == before
-    assert capsys.readouterr().out.count("going on from the start") == 2
+    assert capsys.readouterr().out.count("continuing from the start") == 2
 
 
 def test_a_file_that_was_not_saved_is_not_read(finished: Path, here: Path) -> None:

@@ -526,10 +526,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (meta(val_tokens=10**18), r"val\.bin: expected \d+ bytes"),
     (meta(vocab_size=300), "token ids below vocab_size=300, found 3"),
     (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
-    (lambda d: (d / "tokenizer.json").write_text("{}"), "is not the tokenizer"),
+    (lambda d: (d / "tokenizer.json").write_text("{}"), r"tokenizer\.json does not have the hash"),
     (lambda d: (d / "train.bin").unlink(), r"train\.bin is missing"),
     (lambda d: os.truncate(d / "train.bin", 998), r"train\.bin: expected \d+ bytes .*found 998"),
-    (flip, r"train\.bin does not have the hash that meta\.json says"),
+    (flip, r"train\.bin does not have the hash in meta\.json"),
 ]
 
 

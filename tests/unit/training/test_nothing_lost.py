@@ -24,7 +24,7 @@ from manifold_tying.training.report import findings, load_experiment, write_repo
 def test_nan_stops_with_step_arm_and_parameter(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 8)
     parameter = r"gradient of parameter blocks\.1\.mlp\.down\.weight holds NaN"
-    with pytest.raises(ValueError, match=rf"step 8 of untied, seed 1: .*{parameter}.*step-00000006 is kept"):
+    with pytest.raises(ValueError, match=rf"step 8 of untied, seed 1: .*{parameter}.*continues from step-00000006"):
         train(config(tmp_path, corpus, "untied", seed=1))
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"]
 
@@ -139,7 +139,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
 
 def test_several_processes_are_asked_for_where_there_is_one(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ValueError, match="parallel=ddp does not go with 1 process; start several with torchrun"):
+    with pytest.raises(ValueError, match="parallel=ddp does not work with 1 process; start several with torchrun"):
         train(config(tmp_path / "run", corpus, parallel="ddp"))
 
 

@@ -54,7 +54,7 @@ def test_a_run_does_not_go_on_with_another_text(tmp_path: Path) -> None:
     train(same)
     rewrite(corpus)
     before = tree(run.out)
-    said = r"checkpoint .*step-00000004 was trained on another text .* Put the text back"
+    said = r"checkpoint .*step-00000004 was trained on another text .* Restore the text"
     with pytest.raises(ValueError, match=said):
         train(same)
     assert tree(run.out).keys() == before.keys() and tree(run.out)["metrics.jsonl"] == before["metrics.jsonl"]

@@ -39,7 +39,7 @@ def test_every_number_has_a_bound_and_every_choice_is_checked(name: str) -> None
         ({"preset": "huge"}, r"nano"),
         ({"batch_size": 4, "accumulate": 3}, r"accumulate to divide batch_size=4, got 3"),
         ({"device": "meta"}, r"unknown device 'meta'; use cpu, cuda or cuda:N"),
-        ({"device": "cuda:99"}, r"'cuda:99' is not there"),
+        ({"device": "cuda:99"}, r"'cuda:99' does not exist"),
         ({"lr": 1e38}, r"expected lr <= 1e\+34, got 1e\+38"),
         ({"betas": (0.9, 1.0)}, r"betas to be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
         ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
