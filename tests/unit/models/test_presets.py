@@ -78,7 +78,9 @@ def test_the_help_of_the_command_lists_the_names() -> None:
 
 
 def test_unknown_preset_lists_the_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown preset 'pit-7b'; choose one of bytes, nano, .*pit-0\.3b, .*galore-1\.3b"):
+    with pytest.raises(
+        ValueError, match=r"unknown preset 'pit-7b'; choose one of bytes, nano, .*pit-0\.3b, .*galore-1\.3b"
+    ):
         preset("pit-7b")
 
 
