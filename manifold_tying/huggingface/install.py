@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def make_halves(
-    interface: PIT,
-    dtype: torch.dtype,
-    *,
-    scale: float,
-    padding_idx: int | None,
-    bias: nn.Parameter | None,
-    rotated: bool = False,
-) -> tuple[PITEmbedding, PITHead]:
-    """Build an embedding and a head that share ``interface``, in the model's dtype."""
-    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
-    return embedding, PITHead(interface, dtype, bias)
-
-
 def install(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead) -> None:
     """Install the embedding and head; if the model rejects them, it is unchanged."""
     swap(model, embedding.train(model.training), head.train(model.training))
@@ -73,16 +59,15 @@ def own_config(model: "PreTrainedModel") -> None:
 
 def record(model: "PreTrainedModel") -> None:
     """Tell transformers which names share a tensor, what stays float32, and what to write to config.json."""
-    embedding, head = halves(model)
+    embedding, _ = halves(model)
     entry = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, outside = names[id(embedding)], names[id(head)]
+    inside, outside = half_names(model)
     shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
     replaced = (
         f"{inside}.weight",
         f"{outside}.weight",
         f"{outside}.interface.",
-    )  # keeps the head's bias, which BERT ties too
+    )  # not the head's bias, which BERT ties too
     others = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
@@ -113,6 +98,13 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
     if embedding.interface is not head.interface:
         raise ValueError("embedding and head are untied: they hold two interfaces. Convert the original model again")
     return embedding, head
+
+
+def half_names(model: nn.Module) -> tuple[str, str]:
+    """Module names of the converted embedding and head."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = halves(model)
+    return names[embedding], names[head]
 
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
@@ -190,7 +182,8 @@ def resize_token_embeddings(
     bias = None if head.bias is None else _padded(head.bias, V)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
-    install(model, *make_halves(new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated))
+    resized = PITEmbedding(new, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
+    install(model, resized, PITHead(new, dtype, bias))
     for module in model.modules() if bias is not None else ():
         for name, parameter in module._parameters.items():
             if parameter is head.bias:  # RoBERTa registers it twice
@@ -204,7 +197,7 @@ def resize_token_embeddings(
         "the body did not change",
         stacklevel=2,
     )
-    return halves(model)[0]
+    return resized
 
 
 @torch.no_grad()
@@ -220,13 +213,8 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
                 f"singular value {smallest:.0e}), so ZᵀZ = I is impossible; keep more tokens"
             )
     else:
-        added = V - old.vocab_size
-        rows = (
-            Z.mean(0).expand(added, -1)
-            if mean_resizing
-            else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
-        )
-        Y = torch.cat([Z, rows])
+        rows = Z.mean(0).expand(V - old.vocab_size, -1)
+        Y = torch.cat([Z, rows if mean_resizing else torch.randn_like(rows) * Z.square().mean().sqrt()])
     new = PIT(V, old.hidden_size, **options).to(Z.device, old._table().dtype)
     if isinstance(new, FreePIT):
         new.table.copy_(Y).requires_grad_(old._table().requires_grad)

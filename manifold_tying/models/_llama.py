@@ -134,10 +134,8 @@ class Llama(nn.Module):
         super().__init__()
         for name in ("vocab_size", "hidden_size"):
             if getattr(interface, name) != getattr(config, name):
-                raise ValueError(
-                    f"the interface must have the {name} of the config, {getattr(config, name)}, "
-                    f"got {getattr(interface, name)}; build it with the numbers of the config"
-                )
+                expected, found = getattr(config, name), getattr(interface, name)
+                raise ValueError(f"expected an interface with the config's {name} {expected}, got {found}")
         self.config = config
         self.interface = interface
         block = ParallelBlock if config.parallel_block else SequentialBlock
@@ -147,22 +145,21 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights for everything but the interface; also initializes the meta device's weights after to_empty.
+        """Draw new weights for everything but the interface; also initializes a meta-device model after ``to_empty``.
 
         Weights are N(0, std²). The two projections that write to the residual stream have std / √(2L), so that the
         stream's variance after 2L additions does not grow with the depth L (GPT-2).
         """
         if any(is_parametrized(module) for module in self.blocks.modules()):
             raise RuntimeError(
-                "reset_parameters cannot draw a constrained weight; reset first, then add the constraints"
+                "reset_parameters cannot draw constrained weights; reset first, then add the constraints"
             )
         std = self.config.initializer_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
-                distributed.sharded_normal_(module.weight).mul_(
-                    residual_std if name.endswith((".output", ".down")) else std
-                )
+                scale = residual_std if name.endswith((".output", ".down")) else std
+                distributed.sharded_normal_(module.weight).mul_(scale)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, Attention) and module.gate is not None:

@@ -340,7 +340,7 @@ def test_bfloat16_body_with_a_float32_interface() -> None:
 def test_other_sizes_and_shapes_are_refused() -> None:
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32}
     for name, own, other in (("vocab_size", 61, 62), ("hidden_size", 32, 64)):
-        with pytest.raises(ValueError, match=f"the interface must have the {name} of the config, {own}, got {other}"):
+        with pytest.raises(ValueError, match=f"expected an interface with the config's {name} {own}, got {other}"):
             Llama(SEQUENTIAL, Untied(**{**sizes, name: other}))
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     ids = tokens(SEQUENTIAL)
