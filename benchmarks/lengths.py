@@ -1,8 +1,8 @@
-"""The figure of docs/from-scratch.md: each arm's validation loss above the best tied table's, against training tokens.
+"""The figure of docs/from-scratch.md: each arm's validation loss minus the best tied table's, over training tokens.
 
     python -m benchmarks.lengths --figure docs/figures/lengths.svg
 
-Reads the results of `ablate` and `reproduce pit-length` that the page names. Bars are one standard deviation over the seeds.
+Reads the results of `ablate` and `reproduce pit-length` that the page names. Bars show one standard deviation over seeds.
 """
 
 import json
@@ -17,7 +17,7 @@ from benchmarks._figure import pyplot, save
 from manifold_tying.training.report.figures import COLOURS
 
 PIT_LENGTH = 1_843_200
-# Arm of the ablation, its line in the table of 1,843,200 tokens, and how far a dot is moved so that bars do not overlap.
+# Arm of the ablation: its label in the table at 1,843,200 tokens, and a horizontal shift that keeps bars apart.
 ARMS = {
     "transpose": ("transpose tying", 0.94),
     "transpose+embedding_norm=true": ("transpose tying, embeddings normalized", 1.0),
@@ -29,14 +29,14 @@ REFERENCE = "transpose tying, embeddings normalized"
 
 @dataclass(frozen=True)
 class Options:
-    """What to read and to write."""
+    """Input and output."""
 
     results: Path = ROOT / "benchmarks/results"
     figure: Path = ROOT / "docs/figures/lengths.svg"
 
 
 def losses(results: Path) -> dict[str, dict[int, tuple[float, float]]]:
-    """Mean and standard deviation of the validation loss by label and tokens."""
+    """Mean and standard deviation of the validation loss, by label and tokens."""
     files = [results / f"table-rates-{name}.json" for name in ("nano-cpu", "nano-long-cpu")]
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["summary"]]
     longest = json.loads((results / "papers-pit-length-nano-cpu.json").read_text(encoding="utf-8"))["tables"][0]["body"]
