@@ -149,8 +149,7 @@ def check_memory(interface: PIT) -> None:
         )
 
 
-ASSUME_TYING = ("gemma", "cohere")
-"""Model families whose serving converters assume tied tables."""
+ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 
 
 @torch.no_grad()

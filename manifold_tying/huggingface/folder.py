@@ -18,12 +18,9 @@ from manifold_tying.tying import Memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-METHOD = "manifold-tying"
-"""``quant_method`` in config.json; selects this package in transformers."""
-FORMAT = 2
-"""Format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)."""
-REQUIRES = "manifold-tying[huggingface]"
-"""config.json's ``requires`` entry: the package needed to read the tables."""
+METHOD = "manifold-tying"  # quant_method in config.json; selects this package in transformers
+FORMAT = 2  # format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)
+REQUIRES = "manifold-tying[huggingface]"  # config.json's "requires" entry: the package needed to read the tables
 
 
 def _is_number(value: object) -> bool:

@@ -168,7 +168,6 @@ def resize_token_embeddings(
     Returns:
         The new embedding.
     """
-
     embedding, head = halves(model)
     old = embedding.interface
     V = old.vocab_size if new_num_tokens is None else new_num_tokens
@@ -179,7 +178,10 @@ def resize_token_embeddings(
     if V < old.hidden_size:
         raise ValueError(f"expected at least d = {old.hidden_size} tokens, because ZᵀZ = I needs V >= d; got {V}")
     new = _resized(old, V, interface_options(old), mean_resizing, embedding.weight.dtype)
-    bias = None if head.bias is None else _padded(head.bias, V)
+    bias = None
+    if head.bias is not None:
+        padded = nn.functional.pad(head.bias.detach(), (0, V - old.vocab_size))
+        bias = nn.Parameter(padded, requires_grad=head.bias.requires_grad)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
     resized = PITEmbedding(new, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
@@ -226,12 +228,6 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
     if old.bridge is not None:
         new.bridge = old.bridge
     return new.to(dtype)
-
-
-def _padded(bias: nn.Parameter, V: int) -> nn.Parameter:
-    values = torch.zeros(V, dtype=bias.dtype, device=bias.device)
-    values[: len(bias)] = bias.detach()[:V]
-    return nn.Parameter(values, requires_grad=bias.requires_grad)
 
 
 @torch.no_grad()
