@@ -78,9 +78,8 @@ class InterfaceConsistency:
 
     def rows(self) -> list[tuple[str, float, str]]:
         """(quantity, value, what is compared) for each measure, for printing."""
-        compared = dict.fromkeys(
-            ("cosine_distance", "procrustes_error"), "polar factors of E and W_outᵀ (PIT, section 5.4)"
-        )
+        polar = "polar factors of E and W_outᵀ (PIT, section 5.4)"
+        compared = dict.fromkeys(("cosine_distance", "procrustes_error"), polar)
         compared |= {f"anchor_{name}": "E and W_out⁺ (PIT, equations 1 and 2)" for name in compared}
         compared |= {"delta_ti": "W_out E and I (PIT, equation 14)", "principal_angle": "column spaces, by either"}
         return [(field.name, getattr(self, field.name), compared[field.name]) for field in fields(self)]

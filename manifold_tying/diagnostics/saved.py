@@ -62,7 +62,7 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
         found = _of_hugging_face(folder)
     else:
         raise ValueError(
-            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or a saved model"
+            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or saved model"
         )
     for name, table in zip(("E", "W_out"), found[0][:2], strict=True):
         if table.ndim != 2 or not table.is_floating_point() or not torch.isfinite(table).all():
@@ -171,9 +171,7 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
         )
     table = read_tensors(folder, where, [head])[head]
     if table.shape != E.shape:
-        raise ValueError(
-            f"expected {head} to have the shape of {embedding}, {tuple(E.shape)}, got {tuple(table.shape)}"
-        )
+        raise ValueError(f"expected {head} to have {embedding}'s shape {tuple(E.shape)}, got {tuple(table.shape)}")
     tying = "tied" if torch.equal(E, table) else "untied"
     return SavedTables(E, table.mT, f"{family}, {embedding} and {head}, {tying}"), None
 

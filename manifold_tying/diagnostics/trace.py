@@ -81,9 +81,7 @@ def _hugging_face(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tenso
         if inputs and isinstance(out, Tensor) and out.data_ptr() == last.data_ptr() and out.numel() == last.numel()
     ]
     if not made:
-        raise ValueError(
-            f"found no final norm in {type(model).__name__}: expected a module whose output is hidden_states[-1]"
-        )
+        raise ValueError(f"found no final norm in {type(model).__name__}: no module outputs hidden_states[-1]")
     norm, before = made[0]  # the innermost module comes first
     states = [state[0, position] for state in output.hidden_states[:-1]] + [before[0, position]]
     return Stream(torch.stack(states), norm, lambda state: _scaled(model.config, head(state))), output.logits

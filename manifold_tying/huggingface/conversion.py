@@ -76,9 +76,7 @@ def convert(
     turned = None
     if transform == "rotation":
         if bridge or tables.untied:
-            raise ValueError(
-                "transform='rotation' needs a tied model and no bridge; pass bridge=False, or choose another transform"
-            )
+            raise ValueError("transform='rotation' needs a tied model without a bridge; choose another transform")
         turned = rotation(model, tables.weight)
     interface = PIT.from_embedding(  # before any change, because it validates the table and options
         tables.weight if turned is None else turned.table,

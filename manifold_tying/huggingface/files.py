@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 
 from manifold_tying.huggingface.folder import read_shapes
 from manifold_tying.huggingface.install import half_names, halves
@@ -132,5 +131,5 @@ def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:
     }
 
 
-def _listed(shapes: Mapping[str, Sequence[int] | Tensor]) -> str:
+def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())) or "none"

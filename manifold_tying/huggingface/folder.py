@@ -126,9 +126,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     where: Any = read_object(folder / INDEX, DAMAGED).get("weight_map")
     files = where.values() if isinstance(where, dict) else ()
     if not files or not all(isinstance(file, str) and re.fullmatch(r"[^/\\]*\.safetensors", file) for file in files):
-        raise ValueError(
-            f"{folder / INDEX} is damaged: expected a weight_map from parameters to safetensors files of this folder"
-        )
+        raise ValueError(f"{folder / INDEX} is damaged: expected a weight_map to safetensors files of this folder")
     return where
 
 
@@ -288,8 +286,6 @@ def _usual_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, st
     heads = [name for name in where if _HEAD.search(name)]
     for what, found in (("embedding table", embeddings), ("head", heads)):
         if len(found) > 1:
-            raise ValueError(
-                f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which one reads the tokens"
-            )
+            raise ValueError(f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which to use")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
     return next(iter(embeddings), None), next(iter(heads), None), tied

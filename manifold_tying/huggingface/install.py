@@ -33,9 +33,7 @@ def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tup
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(head)
         if model.get_input_embeddings() is not embedding or model.get_output_embeddings() is not head:
-            raise ValueError(
-                f"{type(model).__name__} ignores the embedding and head that are set; it cannot be converted"
-            )
+            raise ValueError(f"{type(model).__name__} ignores a new embedding and head; it cannot be converted")
     except BaseException as error:
         with suppress(NotImplementedError):
             model.set_input_embeddings(before[0])
@@ -63,11 +61,8 @@ def record(model: "PreTrainedModel") -> None:
     entry = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
     inside, outside = half_names(model)
     shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
-    replaced = (
-        f"{inside}.weight",
-        f"{outside}.weight",
-        f"{outside}.interface.",
-    )  # not the head's bias, which BERT ties too
+    # Keep the head's bias, which BERT ties too.
+    replaced = (f"{inside}.weight", f"{outside}.weight", f"{outside}.interface.")
     others = {
         target: source
         for target, source in model.all_tied_weights_keys.items()

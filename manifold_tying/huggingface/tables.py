@@ -144,36 +144,30 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
             f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
         )
     check_model(model)
+    kind = type(model).__name__
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError as error:  # transformers raises this if there is none
-        raise ValueError(
-            f"expected a model with a token embedding, but {type(model).__name__} has none: {error}"
-        ) from error
+        raise ValueError(f"expected a model with a token embedding, but {kind} has none: {error}") from error
     if isinstance(embedding, PITEmbedding):
-        raise ValueError(
-            f"{type(model).__name__} is already converted; export it first to convert it with other options"
-        )
+        raise ValueError(f"{kind} is already converted; export it first to convert it with other options")
     if head is None:
-        raise ValueError(
-            f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)"
-        )
+        raise ValueError(f"expected a causal language model, but {kind} has no head (get_output_embeddings)")
     table, out = _weight(embedding, "embedding"), _weight(head, "head")
     if others := _other_names(model, embedding, head, table):
         raise ValueError(
-            f"expected one embedding and one head, but {type(model).__name__} also has a token table under "
-            f"{', '.join(others)}, as encoder-decoder models do; such models cannot be converted"
+            f"expected one embedding and one head, but {kind} also has a token table under {', '.join(others)}, as "
+            "encoder-decoder models do; such models cannot be converted"
         )
     if table.shape != out.shape:
-        raise ValueError(
-            f"expected embedding and head of the same shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}"
-        )
+        shapes = f"{tuple(table.shape)} and {tuple(out.shape)}"
+        raise ValueError(f"expected embedding and head of the same shape (V, d), got {shapes}")
     scale, bias = _scale(embedding, table), _bias(head, out)
     untied = out is not table and not torch.equal(out, table)
     if untied and source is None:
         raise ValueError(
-            f"{type(model).__name__} has different tables for embedding and head, but PIT has one memory for both. Choose the "
-            'table to keep with source="input" or source="output", and train the model again'
+            f"{kind} has different tables for embedding and head, but PIT has one memory for both. Choose the table to keep "
+            'with source="input" or source="output", and train the model again'
         )
     padding_idx = getattr(embedding, "padding_idx", None)
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
@@ -198,9 +192,8 @@ def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module
 
 def _weight(module: nn.Module, side: str) -> Tensor:
     weight = module._parameters.get("weight")
-    kind = type(module).__name__
     if weight is None or weight.ndim != 2:
-        raise ValueError(f"expected the {side} to own a parameter weight (V, d), got {kind}")
+        raise ValueError(f"expected the {side} to own a parameter weight (V, d), got {type(module).__name__}")
     if weight.is_meta:
         raise ValueError(f"expected the {side}'s weight in memory, but it is offloaded or on the meta device; load it")
     if not torch.isfinite(weight).all():

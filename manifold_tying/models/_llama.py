@@ -151,9 +151,7 @@ class Llama(nn.Module):
         stream's variance after 2L additions does not grow with the depth L (GPT-2).
         """
         if any(is_parametrized(module) for module in self.blocks.modules()):
-            raise RuntimeError(
-                "reset_parameters cannot draw constrained weights; reset first, then add the constraints"
-            )
+            raise RuntimeError("reset_parameters cannot draw constrained weights; reset first, then add constraints")
         std = self.config.initializer_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
@@ -169,9 +167,7 @@ class Llama(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Token ids (B, N) to hidden states (B, N, d), after the final norm."""
         if ids.ndim != 2:
-            raise ValueError(
-                f"expected token ids of shape (batch, positions), got {tuple(ids.shape)}; add a batch dimension"
-            )
+            raise ValueError(f"expected token ids (batch, positions), got {tuple(ids.shape)}; add a batch dimension")
         # In a bfloat16 body the interface may stay float32; the residual stream has the body's dtype.
         x = self.interface.embed(ids).to(self.norm.weight.dtype)
         if self.config.embedding_norm:

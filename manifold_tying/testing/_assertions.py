@@ -24,7 +24,7 @@ def _require(error: Tensor | float, allowed: float, what: str) -> None:
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
-    """The largest difference is at most :func:`rounding` times the largest entry of ``expected``, or times 1 if that is less."""
+    """The largest difference is at most :func:`rounding` times max(1, largest entry of ``expected``)."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
     if actual.numel():

@@ -289,7 +289,7 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
 def test_constrained_weights_are_not_reset_in_silence() -> None:
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     parametrizations.orthogonal(model.blocks[0].attention.query)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(RuntimeError, match="reset first, then add the constraints"):
+    with pytest.raises(RuntimeError, match="reset first, then add constraints"):
         model.reset_parameters()
 
 
@@ -345,7 +345,7 @@ def test_other_sizes_and_shapes_are_refused() -> None:
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     ids = tokens(SEQUENTIAL)
     for wrong in (ids[0], ids[None]):
-        with pytest.raises(ValueError, match=r"token ids of shape \(batch, positions\), got .*add a batch dim"):
+        with pytest.raises(ValueError, match=r"token ids \(batch, positions\), got .*add a batch dim"):
             model(wrong)
     with pytest.raises(ValueError, match=r"targets must have the shape of ids, \(2, 12\), got \(2, 11\)"):
         model.loss(ids, ids[:, 1:])
