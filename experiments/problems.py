@@ -44,7 +44,7 @@ OUT_OF_DOMAIN = (
     (-1, "remove {b} from {a} {things}?"),
     (-1, "with {a} {things} without {b}?"),
 )
-HELD_OUT_EVERY = 4  # every fourth in-domain problem is for testing, for any seed
+HELD_OUT_EVERY = 4  # one in four in-domain problems is for testing, for any seed
 
 
 def problems(count: int, seed: int, kind: Kind) -> list[Problem]:

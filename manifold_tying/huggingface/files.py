@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from manifold_tying.huggingface.folder import read_shapes
 from manifold_tying.huggingface.install import half_names, halves
 from manifold_tying.huggingface.modules import PITEmbedding
