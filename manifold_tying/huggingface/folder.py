@@ -224,10 +224,6 @@ def table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str
         model_class(folder)
     except (ValueError, ModuleNotFoundError):
         return _usual_names(folder, where)
-    return _names_of_class(folder, where)
-
-
-def _names_of_class(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
     model = build_empty(folder)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = _accessed(model, "input"), _accessed(model, "output")
