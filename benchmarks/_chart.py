@@ -1,4 +1,4 @@
-"""A chart of a hot path: each contender's time over the reference's, a dot for each size and machine."""
+"""Chart of a hot path: each contender's time divided by the reference's, one dot for each size and machine."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from typing import Any
 from benchmarks._figure import pyplot, save
 from benchmarks._summary import place
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of places
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # one for each machine and dtype
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
-LARGEST = 25.0  # slower contenders are drawn here
+LARGEST = 25.0  # larger ratios are drawn here
 
 
 def chart(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the chart as SVG. Rows with another reference than most are left to the tables."""
+    """Write the chart as SVG, without rows whose reference is not the most common one."""
     plt = pyplot(path.stem)
     rows = [(place(result), row) for result in results for row in result["rows"]]
     ((reference, _),) = Counter(row["reference"] for _, row in rows).most_common(1)

@@ -1,4 +1,4 @@
-"""What every benchmark's command has in common: its options, its result and how that is shown."""
+"""Shared command of the benchmarks: options, result file and printed tables."""
 
 import dataclasses
 import gc
@@ -32,17 +32,17 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     rounds: int = 20
-    """Rounds that count; 0 measures peak memory alone, with one contender at a time in memory."""
+    """Timed rounds; 0 measures only peak memory, with one contender in memory at a time."""
     warmup: int = 3
-    """Rounds before them."""
+    """Untimed rounds before them."""
     rows: str = ""
-    """Measure only the rows whose label contains this."""
+    """Measure only rows whose label contains this text."""
     only: tuple[str, ...] = ()
-    """Measure only these contenders, and each row's reference."""
+    """Measure only these contenders and each row's reference."""
     quick: bool = False
-    """Tiny sizes, to see that everything runs."""
+    """Use tiny sizes, to test that everything runs."""
     out: Path | None = None
-    """JSON file to write, row by row; rows that are in it already and not measured again stay."""
+    """JSON file to write after each row; keeps its rows that are not measured again."""
 
     def __post_init__(self) -> None:
         if self.rounds < 0 or self.warmup < 0:
@@ -62,9 +62,9 @@ def run(
     arguments: Sequence[str] | None,
     memory: bool = False,
 ) -> None:
-    """Measure the rows asked for, print each as a table, write the result; ``memory`` adds the peak of a step.
+    """Measure the selected rows, print a table for each and write the result; ``memory`` adds the peak of a step.
 
-    ``rows`` is used up one by one, so that what a row holds is gone before the next one is built.
+    ``rows`` is an iterator, so that each row is freed before the next one is built.
     """
     if not options.rounds and not memory:
         raise ValueError(f"expected rounds >= 1, since {benchmark} measures no memory")
@@ -93,7 +93,7 @@ def run(
             measured = untimed_row(row)
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the next row needs it, and so do processes that measure memory
+            torch.cuda.empty_cache()  # for the next row and for processes that measure memory
         if memory:
             _add_memory(benchmark, options, row, measured)
         failed += [f"{row.label}: {name}" for name, values in measured["contenders"].items() if FAILED in str(values)]
@@ -104,26 +104,26 @@ def run(
             result["rows"] = list(known.values())
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     if not measured_any:
-        raise ValueError(f"no row contains {options.rows!r}; there are: {'; '.join(labels)}")
+        raise ValueError(f"no row contains {options.rows!r}; choose from {'; '.join(labels)}")
     if failed:
-        raise RuntimeError(f"failed, and all others measured: {'; '.join(failed)}")
+        raise RuntimeError(f"measured all contenders, but some failed: {'; '.join(failed)}")
 
 
 def _chosen(row: Row, only: Sequence[str]) -> Row:
-    """The row with the contenders asked for; ValueError for one that it has not."""
-    there = [contender.name for contender in row.contenders]
-    if unknown := [name for name in only if name not in there]:
-        raise ValueError(f"row {row.label!r} has no contender {', '.join(unknown)}; there are: {', '.join(there)}")
+    """The row with the selected contenders; ValueError for an unknown one."""
+    names = [contender.name for contender in row.contenders]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"row {row.label!r} has no contender {', '.join(unknown)}; choose from {', '.join(names)}")
     chosen = [c for c in row.contenders if not only or c.name in only or c.name == row.reference]
     return dataclasses.replace(row, contenders=chosen)
 
 
 def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Label: row, of the file to be written; ValueError where it was measured by something else or somewhere else."""
+    """Existing rows of the output file by label; ValueError if its benchmark, machine or dtype differs."""
     if out is None or not out.exists():
         return {}
     before = json.loads(out.read_text(encoding="utf-8"))
-    # Peers that were not asked for yet are no reason to measure everything again.
+    # A peer that the file does not list yet does not invalidate its rows.
     known_peers = before.get("machine", {}).get("peers", {})
     same_peers = {**result["machine"], "peers": {name: result["machine"]["peers"].get(name) for name in known_peers}}
     for key, expected in (("benchmark", result["benchmark"]), ("machine", same_peers), ("dtype", result["dtype"])):
@@ -133,11 +133,11 @@ def _known_rows(out: Path | None, result: dict[str, Any]) -> dict[str, dict[str,
 
 
 def _add_memory(benchmark: str, options: Options, row: Row, measured: dict[str, Any]) -> None:
-    """The peak of a step of every contender that ran more than once."""
+    """Add the peak memory of a step of every contender that ran more than once."""
     if row.memory_unit is not None:
         measured["memory_unit"] = row.memory_unit[0]
     for name, values in measured["contenders"].items():
-        if "unavailable" in values or "note" in values:  # a note: too slow to be run again
+        if "unavailable" in values or "note" in values:  # a note means too slow to run again
             continue
         try:
             values["memory_bytes"] = peak_of_step(benchmark, options, row.label, name)
@@ -149,7 +149,7 @@ def _add_memory(benchmark: str, options: Options, row: Row, measured: dict[str, 
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, when the device has done everything that was asked of it so far."""
+    """A clock in seconds that first waits for the device's queued work."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -160,7 +160,7 @@ def device_clock(device: torch.device) -> Callable[[], float]:
 
 
 def commit() -> str | None:
-    """The checked-out commit, with "-dirty" where a Python file differs from it; None outside of a git checkout."""
+    """The checked-out commit, with "-dirty" if a Python file differs from it; None outside a git checkout."""
     try:
         found = _git("rev-parse", "--short=10", "HEAD")
         changed = _git("status", "--porcelain", "--", "*.py")
@@ -181,7 +181,7 @@ def _version(package: str) -> str | None:
 
 
 def _print(measured: dict[str, Any]) -> None:
-    """A row as a table, then what is to be said of single contenders."""
+    """Print a row as a table, then the contenders' notes."""
     contenders, shown = measured["contenders"], columns(measured)
     console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table(title=measured["row"], title_justify="left")
@@ -198,7 +198,7 @@ def _print(measured: dict[str, Any]) -> None:
 
 
 def columns(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Heading: contender: cell, for everything measured of a row."""
+    """Cells of a row by heading and contender."""
     contenders = measured["contenders"]
     memory = f"extra memory / {measured.get('memory_unit')}"
     shown = {
@@ -218,5 +218,5 @@ def _ratio(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Digits that can be read: 12,345, 5.7123 or 1.04e-07."""
+    """Format with readable digits: 12,345, 5.7123 or 1.04e-07."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}" if abs(value) >= 1 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Contenders of a row take turns in one process, and each is measured against the reference of that row."""
+"""Time the contenders of a row, interleaved in one process, relative to the row's reference."""
 
 import math
 import statistics
@@ -12,53 +12,53 @@ import torch
 FAILED = "failed:"
 Step = Callable[[], object]
 Extra = dict[str, dict[str, float]]
-"""Measure: contender: value."""
+"""Values by measure and contender."""
 
 
 class Unavailable(Exception):
-    """Raised by a contender's ``build``: it cannot run here, and the message says why."""
+    """Raised by a contender's ``build`` if it cannot run here; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way of doing the work of a row; ``build`` makes whatever it needs and returns the step to be timed."""
+    """One implementation of a row's work; ``build`` sets it up and returns the step to time."""
 
     name: str
     build: Callable[[], Step]
     steps: int = 1
-    """Steps per sample, for work that is not the same at every step; the time is divided by them."""
+    """Steps per sample, for work that differs from step to step; the time is divided by them."""
     limit: float = math.inf
-    """Seconds: a first step that took longer is the only one."""
+    """Seconds; if the first step takes longer, no other step is timed."""
 
 
 def no_extra(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
-    """What a row reports beside times: nothing."""
+    """No further measures."""
     return {}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Contenders that do the same work, and the name of the one that the others are compared with."""
+    """Contenders that do the same work, and the name of the reference among them."""
 
     label: str
     reference: str
     contenders: Sequence[Contender]
     extra: Callable[[Mapping[str, Step], Mapping[str, float]], Extra] = no_extra
-    """Further measures, from the contenders' steps after the timed rounds and from their times."""
+    """Computes further measures from the contenders' steps, after the timed rounds, and from their times."""
     memory_unit: tuple[str, int] | None = None
-    """What a step's extra memory is reported as a share of, and its bytes."""
+    """(name, bytes): a step's extra memory is also reported as a share of this."""
     whole_memory: bool = False
-    """Whether that memory counts what is built as well: weights, gradients and an optimizer's state."""
+    """Whether extra memory includes what ``build`` allocates: weights, gradients and an optimizer's state."""
 
 
 def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) -> dict[str, Any]:
-    """Times of every contender, or the reason why it has none, as they are written to the result.
+    """Time every contender, in the format of the result file; one that fails gets the reason instead.
 
-    The contenders take turns round by round, so that whatever else the machine does hits all of them; a ratio is the
-    median over rounds of a contender's time over the reference's time in the same round.
+    The contenders take turns in every round, so that other load on the machine affects all of them. A ratio is the median over
+    rounds of a contender's time divided by the reference's time in the same round.
     """
     if row.reference not in [contender.name for contender in row.contenders]:
-        raise ValueError(f"row {row.label!r} has no contender {row.reference!r} to refer to")
+        raise ValueError(f"row {row.label!r} lacks its reference contender {row.reference!r}")
     steps: dict[str, Step] = {}
     absent: dict[str, str] = {}
     for contender in row.contenders:
@@ -105,13 +105,13 @@ def measure_row(row: Row, rounds: int, warmup: int, clock: Callable[[], float]) 
 
 
 def untimed_row(row: Row) -> dict[str, Any]:
-    """The result of a row before anything is measured, in the form of :func:`measure_row`."""
+    """The result of a row without measurements, in the format of :func:`measure_row`."""
     contenders: dict[str, Any] = {contender.name: {} for contender in row.contenders}
     return {"row": row.label, "reference": row.reference, "contenders": contenders, "extra": {}}
 
 
 def reason(error: Exception) -> str:
-    """Why a contender has no time. The others are measured all the same, and a run in which one failed ends as failed."""
+    """Why a contender has no time. The others are still measured; unexpected errors fail the run at its end."""
     if isinstance(error, Unavailable):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -121,7 +121,7 @@ def reason(error: Exception) -> str:
 
 
 def significant(value: float) -> float:
-    """Four significant digits: more would be noise."""
+    """Round to four significant digits; more would be noise."""
     return float(f"{value:.4g}")
 
 
@@ -133,6 +133,6 @@ def _sample(step: Step, times: int, clock: Callable[[], float]) -> float:
 
 
 def _ratio(values: list[float], reference: list[float], once: bool) -> float:
-    if once:  # it has no time in any round that counts
+    if once:  # a single sample, which cannot be paired by round
         return values[0] / statistics.median(reference)
     return statistics.median(a / b for a, b in zip(values, reference, strict=True))

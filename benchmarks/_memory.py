@@ -1,4 +1,4 @@
-"""Peak memory of one step, on a CPU in a process of its own."""
+"""Peak memory of one step; on a CPU, measured in a separate process."""
 
 import ctypes
 import importlib
@@ -15,25 +15,25 @@ from manifold_tying.training.machine import peak_memory, reset_peak_memory
 
 
 def peak_of_step(benchmark: str, options: Any, row: str, contender: str) -> int:
-    """Bytes that a step of the contender holds at most beyond what is there before it, measured at its second step.
+    """Peak memory of the contender's second step above the memory in use before it, in bytes.
 
-    With ``Row.whole_memory`` beyond what is there before the contender is built.
+    With ``Row.whole_memory``, above the memory in use before the contender is built.
 
-    ``benchmarks.NAME.rows(options)`` is asked again in the fresh process, which builds that one contender alone: what
-    others left behind in an allocator would otherwise hide what it takes. On CUDA, whose allocator counts what is asked of it,
-    here. The second step, because the first one makes an optimizer's state and the libraries' workspaces, which stay.
+    On a CPU, a fresh process calls ``benchmarks.NAME.rows(options)`` and builds only this contender, because memory that other
+    contenders left in the allocator would hide the peak. CUDA's allocator counts allocations, so there it runs in this process.
+    The first step does not count, because it allocates the optimizer's state and libraries' workspaces, which stay.
     """
     if options.device == "cuda":
         return _measure(benchmark, options, row, contender)
-    # A server that has imported everything and computed nothing: each process forked from it is as good as new, without
-    # the seconds that importing takes. (Every optimizer imports torch._dynamo when it is built.)
+    # Fork from a server that has imported everything and computed nothing, which saves seconds of imports in each process.
+    # (Every optimizer imports torch._dynamo when it is built.)
     context: BaseContext = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "benchmarks._command"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             return pool.submit(_measure, benchmark, options, row, contender).result()
         except BrokenProcessPool as error:
-            raise Unavailable("its process was killed, most likely for want of memory") from error
+            raise Unavailable("its process was killed, probably because it ran out of memory") from error
 
 
 def _measure(benchmark: str, options: Any, row: str, contender: str) -> int:
@@ -55,14 +55,14 @@ def _measure(benchmark: str, options: Any, row: str, contender: str) -> int:
 
 
 def _level(device: torch.device) -> int:
-    """Bytes in use now, from which on the peak is looked for."""
+    """Reset the peak and return the bytes in use."""
     _give_back(device)
     reset_peak_memory(device)
     return peak_memory(device)
 
 
 def _give_back(device: torch.device) -> None:
-    """Return freed memory, so that taking it again is seen."""
+    """Return freed memory to the system, so that reusing it counts."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return

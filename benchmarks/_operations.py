@@ -1,4 +1,4 @@
-"""Operation counts of docs/scaling.md (a product of (a, b) and (b, c) is 2abc), as functions of the sizes."""
+"""Operation counts of docs/scaling.md; a product of (a, b) and (b, c) counts 2abc."""
 
 
 def floor(V: int, d: int) -> float:
@@ -7,7 +7,7 @@ def floor(V: int, d: int) -> float:
 
 
 def riemannian_step(V: int, d: int, project_every: int = 1) -> float:
-    """XᵀG and X S at each ``project_every``-th step; YᵀY, of which 5/8 is computed, Y P and four products for P at each."""
+    """XᵀG and X S at every ``project_every``-th step; 5/8 of YᵀY, Y P and four products for P at every step."""
     return 2.0 * V * d**2 * (2 / project_every + 5 / 8 + 1) + 8.0 * d**3
 
 
@@ -17,7 +17,7 @@ def loss(V: int, d: int, N: int, frozen: bool = False) -> float:
 
 
 def transform(d: int, N: int, n: int, frozen: bool = False) -> float:
-    """What PIT adds to that for N tokens, n distinct ones: T = L Lᵀ and h T, z T⁻¹, and their gradients."""
+    """Operations that PIT adds for N tokens, n of them distinct: T = L Lᵀ, h T, z T⁻¹, and their gradients."""
     readout = 6.0 * N * d**2 + 4.0 * d**3
     lookup = (4.0 if frozen else 6.0) * n * d**2 + 4.0 * d**3
     return readout + lookup

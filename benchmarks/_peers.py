@@ -1,4 +1,4 @@
-"""Other libraries' ways to an orthonormal weight."""
+"""Orthonormal weights with other libraries."""
 
 import importlib
 import warnings
@@ -12,7 +12,7 @@ from benchmarks._limits import refuse_low_precision, refuse_slow, refuse_square
 
 
 class Weight(nn.Module):
-    """A module with nothing but a weight, of any number of dimensions; its copy of ``weight`` may be constrained."""
+    """A module with only a weight, of any number of dimensions, initialized from a copy of ``weight``."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -20,23 +20,23 @@ class Weight(nn.Module):
 
 
 def load(module: str, package: str) -> Any:
-    """The imported module; Unavailable where the package is not installed."""
+    """Import the module; raises Unavailable if the package is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a library warns of while it is imported is not ours to mend
+            warnings.simplefilter("ignore")  # we cannot fix a library's import warnings
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise Unavailable(f"not installed: pip install {package}") from error
 
 
 def torch_orthogonal(weight: Tensor, map: str | None = None) -> nn.Module:
-    """PyTorch's own parametrization; None is its default, Householder's map for tall weights."""
+    """PyTorch's parametrization; None is its default, Householder's map for tall weights."""
     refuse_low_precision(weight.dtype)
     refuse_square(weight)
     n, p = weight.shape[-2:]
     if map == "householder" or (map is None and n != p):
-        # Its backward goes over an n x n matrix for each of the p columns: some 400 operations an element at the rate of
-        # products, timed on a CPU.
+        # Its backward processes an n x n matrix for each of the p columns. Timed on a CPU, this takes as long as about 400
+        # matmul operations per element.
         refuse_slow(weight[..., 0, 0].numel() * 400 * p * n**2, weight)
     elif map != "cayley":
         _refuse_slow_exponential(weight)
@@ -53,6 +53,6 @@ def geotorch_orthogonal(weight: Tensor) -> nn.Module:
 
 
 def _refuse_slow_exponential(weight: Tensor) -> None:
-    # torch differentiates the exponential by that of a 2n x 2n matrix. Timed on a CPU, each is worth some 16 products.
+    # torch differentiates the exponential with that of a 2n x 2n matrix. Timed on a CPU, each takes as long as 16 matmuls.
     n, batch = weight.shape[-2], weight[..., 0, 0].numel()
     refuse_slow(batch * 16 * (2 * n**3 + 2 * (2 * n) ** 3), weight)

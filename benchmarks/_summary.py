@@ -1,9 +1,9 @@
-"""The first table of docs/benchmarks.md: for each hot path, ours over what one would use instead."""
+"""The first table of docs/benchmarks.md: for each hot path, our time divided by the usual alternative's."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Benchmark, what is timed, contender and its name in words, peer and its name in words. In the order of the page.
+# (benchmark, work, contender and its name on the page, peer and its name on the page), in the page's order.
 HOT_PATHS = (
     ("riemannian_step", "optimizer step of an orthonormal matrix", "ours", "`RiemannianAdam`", "geoopt", "geoopt"),
     ("riemannian_step", "", "ours", "the same", "POGO", "POGO"),
@@ -39,25 +39,26 @@ ORDER = tuple(dict.fromkeys(path[0] for path in HOT_PATHS))
 
 INTRODUCTION = """## In short
 
-Our time over that of what one would use instead: smallest to largest over the measured sizes, their number in brackets. Below
-1 ours is faster; **bold** where ours is slower at one size or more. Memory and accuracy are on the pages of each hot path.
+Our time divided by the usual alternative's (below 1: we are faster), from the smallest to the largest ratio over the measured
+sizes. The number of sizes is in brackets. **Bold**: we are slower at one size or more. Each hot path has a page with memory and
+accuracy.
 """
 
 WORDS = """## Terms
 
 - N: tokens in a step. V × d: vocabulary and hidden size. b: block size of R and P.
-- floor: four matrix products and PyTorch's default Adam. Ours can be below it: it takes the fused Adam kernel, computes 5/8 of
-  the one product that is symmetric, and works on blocks of rows. "floor (fused Adam)" has that kernel, too.
-- medium: `torch.set_float32_matmul_precision("medium")`, TF32 on a GPU and bfloat16 on a CPU with AMX, for the products that
-  project the gradient; the point and its Gram matrix stay float32.
-- block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: the inputs are rotated, the
-  outputs are not, as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
-- plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only one that Hugging Face's code has.
+- floor: four matrix products and PyTorch's default Adam. We can be faster: our step uses the fused Adam kernel, computes 5/8 of
+  the symmetric product, and works on blocks of rows. "floor (fused Adam)" uses that kernel, too.
+- medium: `torch.set_float32_matmul_precision("medium")`. The products that project the gradient use TF32 on a GPU and bfloat16
+  on a CPU with AMX; the point and its Gram matrix stay float32.
+- block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: only the inputs are rotated,
+  as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
+- plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only variant in Hugging Face's code.
 """
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """The table, with a column for each processor and dtype, and its words."""
+    """The introduction and the table, with a column for each processor and dtype."""
     places = sorted({place(result) for result in results}, key=lambda found: (found[0], found[1] != "float32"))
     lines = [
         "| | ours | instead of | " + " | ".join(", ".join(found) for found in places) + " |",
@@ -82,7 +83,7 @@ def place(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def _ratios(rows: Iterable[dict[str, Any]], ours: str, peer: str) -> list[float]:
-    """Of the two columns × NAME, for the rows that have both."""
+    """The contender's time divided by the peer's, for rows that have both."""
     found = ([row["contenders"].get(name, {}).get("ratio") for name in (ours, peer)] for row in rows)
     return [mine / theirs for mine, theirs in found if mine is not None and theirs is not None]
 

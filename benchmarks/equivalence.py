@@ -2,14 +2,14 @@
 
     python -m benchmarks.equivalence --rows "2048x2048 b=256 N=2048" --rounds 10
 
-A step is y = layer(x) and the backward of a fixed cotangent, for N tokens whose gradient is wanted too, as inside a model; the
-gradients of the step before are dropped first. The skew vectors are off zero, as they are in training. In bfloat16, x is stored
-in it and everything runs under autocast, with float32 parameters. The reference is nn.Linear.
+A step is y = layer(x) and the backward of a fixed cotangent, for N tokens. It also computes the gradient of x, as inside a
+model, and first drops the gradients of the previous step. The skew vectors are nonzero, as in training. In bfloat16, x is
+bfloat16 and everything runs under autocast, with float32 parameters. The reference is nn.Linear.
 
-A layer takes one of two formulations, by activations or by weight, whichever it counts as the cheaper one; both are timed, too.
+A layer picks the cheaper of two formulations, by activations or by weight; both are also timed separately.
 
-The last measure is the number of operations of the products with tokens and weight, forward and backward, over nn.Linear's
-6Nmn; the maps from skew vectors to orthogonal blocks are not in it.
+The last measure is the number of operations of the products with tokens and weight, forward and backward, divided by
+nn.Linear's 6Nmn. It does not count the maps from skew vectors to orthogonal blocks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ SIZES = (
     (4096, 4096, 256, 2048),
     (11008, 4096, 256, 2048),
     (4096, 11008, 256, 2048),
-    (14336, 4096, 256, 2048),  # Llama 3 8B: mlp, its way back, keys and values
+    (14336, 4096, 256, 2048),  # Llama 3 8B: mlp up and down projections, keys and values
     (4096, 14336, 256, 2048),
     (1024, 4096, 256, 2048),
 )
 QUICK_SIZES = ((24, 40, 8, 32),)
-NOISE = 0.1  # spectral norm of a block's skew matrix, about
+NOISE = 0.1  # approximate spectral norm of a block's skew matrix
 
 
 class Layer:
@@ -62,7 +62,7 @@ class Layer:
 
 
 class OneFormulation(nn.Module):
-    """A layer under equivalence, with the formulation that it is told to take."""
+    """A layer under equivalence with a fixed formulation."""
 
     def __init__(self, layer: Any, input_centric: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class OneFormulation(nn.Module):
 
 
 class Problem:
-    """Tokens of one size, made when the first contender asks for them."""
+    """Tokens of one size, created on first use."""
 
     def __init__(self, m: int, n: int, b: int, N: int, options: Options) -> None:
         self.m, self.n, self.b, self.N = m, n, b, N
@@ -105,15 +105,15 @@ class Problem:
         layer: nn.Module = mt.equivalence(self.linear(), seed=0, **options)
         with torch.no_grad():
             for stored in layer.parameters():
-                # The norm of a skew matrix of b² normal entries is about 2√b.
+                # A b x b skew matrix with standard normal entries has a norm of about 2√b.
                 stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
         if compiled:
-            torch.compiler.reset()  # each size takes a graph of its own, and Dynamo gives up after eight
+            torch.compiler.reset()  # each size needs its own graph, and Dynamo gives up after eight
             return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
         return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
 
     def oft(self) -> Step:
-        """Orthogonal finetuning as PEFT has it: P alone, the input rotated block by block, without a permutation."""
+        """PEFT's orthogonal finetuning: only P, which rotates the input block by block, without a permutation."""
         peft = load("peft", "peft")
         config = peft.OFTConfig(
             target_modules=["0"], oft_block_size=self.b, use_cayley_neumann=True, module_dropout=0.0
@@ -149,11 +149,11 @@ def _row(problem: Problem) -> Row:
         "ours block, by weight": lambda: problem.poet(False, block_size=problem.b),
         "ours block, 4 terms": lambda: problem.poet(block_size=problem.b, terms=4),
         "ours block, exact Cayley": lambda: problem.poet(block_size=problem.b, terms=None),
-        # P gets R's parameters too, so its blocks are as large as PEFT's below, less one.
+        # P also gets R's parameters, so its blocks are as large as PEFT's below, minus one.
         "ours block, P alone": lambda: problem.poet(block_size=problem.b // 2, out_share=0.0),
         "ours full 1/2": lambda: problem.poet(scheme="full", fraction=0.5),
     }
-    if problem.device.type == "cuda":  # where an eager layer may wait for its kernels to be launched
+    if problem.device.type == "cuda":  # kernel launches may limit an eager layer
         ours["ours block, compiled"] = lambda: problem.poet(compiled=True, block_size=problem.b)
     contenders = [
         Contender("nn.Linear", lambda: Layer(problem, problem.linear())),

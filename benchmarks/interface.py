@@ -3,13 +3,13 @@
     python -m benchmarks.interface --rows "V=32000 d=1024 N=2048" --rounds 10
 
 A step is loss(h, targets) + Σ embed(ids) ⊙ C and its backward, for N hidden states h and a fixed cotangent C. Token ids and
-targets follow Zipf's law, p ∝ 1 / (rank + 2.7), as words do. In bfloat16, hidden states are stored in it and everything runs
-under autocast, with float32 parameters. The reference is transpose tying with this package's loss.
+targets follow Zipf's law, p ∝ 1 / (rank + 2.7), as words do. In bfloat16, hidden states are bfloat16 and everything runs under
+autocast, with float32 parameters. The reference is transpose tying with this package's loss.
 
-Extra memory is measured in a process of its own for each contender, from a state in which the gradients of parameters and
-of h are there, left by the step before; a step first drops them. So it is what a step takes beside its inputs and its
-results. Its share is that of the bytes of all logits, N V, in the dtype of the run. The gradient error is that of h's
-gradient of the loss, relative to the same from full logits in float64, at the small size.
+Extra memory is the memory of a step besides its inputs and results, measured in a separate process for each contender. At its
+start the gradients of parameters and of h exist, left by the previous step; the step first drops them. The share is relative to
+the bytes of all logits, N V, in the run's dtype. The gradient error is the relative error of the loss's gradient in h, compared
+with full logits in float64, at the small size.
 """
 
 import copy
@@ -35,14 +35,14 @@ SIZES = (
     *((V, d, N) for V in (32000, 151936) for d in (1024, 2048) for N in (2048, 8192, 16384)),
 )
 QUICK_SIZES = ((300, 16, 96),)
-LARGEST_CHECKED = CHECKED_SIZE[0] * CHECKED_SIZE[2]  # logits to be held in float64
+LARGEST_CHECKED = CHECKED_SIZE[0] * CHECKED_SIZE[2]  # largest number of logits in float64
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Hidden states (N, d) and targets (N,) to a scalar."""
 
 
 class Passing:
-    """Forward and backward through an interface, with one way to compute its loss."""
+    """Forward and backward through an interface, with a choice of loss function."""
 
     def __init__(self, problem: "Problem", interface: mt.TokenInterface, loss: Loss) -> None:
         self.problem, self.interface, self.loss = problem, interface, loss
@@ -59,7 +59,7 @@ class Passing:
         return loss.detach()
 
     def gradient_error(self) -> float:
-        """From full logits in float64 as oracle: by other code, and from the same numbers."""
+        """Relative error against full logits in float64, computed by independent code."""
         hidden = self.hidden.detach().double().requires_grad_()
         exact = copy.deepcopy(self.interface).double()
         (expected,) = torch.autograd.grad(F.cross_entropy(exact.logits(hidden), self.problem.targets), hidden)
@@ -69,7 +69,7 @@ class Passing:
 
 
 class Problem:
-    """Ids, targets and hidden states of one size, made when the first contender asks for them."""
+    """Ids, targets and hidden states of one size, created on first use."""
 
     def __init__(self, V: int, d: int, N: int, options: Options) -> None:
         self.V, self.d, self.N = V, d, N
@@ -94,7 +94,7 @@ class Problem:
 
     @cached_property
     def transpose(self) -> mt.TransposeTying:
-        return self._here(mt.TransposeTying)  # one for all the ways to compute its loss
+        return self._here(mt.TransposeTying)  # shared by all loss functions
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
@@ -113,23 +113,23 @@ class Problem:
             return interface(self.V, self.d, **options)
 
     def own(self, interface: Callable[..., Any], **options: Any) -> Step:
-        """The interface with the loss that it brings along."""
+        """The interface with its own loss."""
         built = self.transpose if interface is mt.TransposeTying else self._here(interface, **options)
         return Passing(self, built, built.loss)
 
     def full_logits(self) -> Step:
-        # the logits, their log-softmax, and the gradients of both
-        refuse_large(4 * self.N * self.V * 4, self.device, "the logits and what is computed from them")
+        # The logits, their log-softmax and the gradients of both.
+        refuse_large(4 * self.N * self.V * 4, self.device, "the logits, their log-softmax and gradients")
         table = self.transpose.weight
         return Passing(self, self.transpose, lambda h, targets: F.cross_entropy(F.linear(h, table), targets))
 
     def torch_chunked(self) -> Step:
-        """PyTorch's own, in chunks as its defaults choose them."""
+        """PyTorch's chunked loss with its default chunks."""
         if not hasattr(F, "linear_cross_entropy") or not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
         function, options = F.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
         table = self.transpose.weight
-        # Autocast does not know it.
+        # Autocast does not cover this function.
         return Passing(
             self, self.transpose, lambda h, targets: function(h, table.to(h.dtype), targets, options=options)
         )

@@ -1,9 +1,9 @@
-"""How far the head is from undoing the embedding while each arm trains: ‖W_out E - I‖_F / √d against training tokens.
+"""Plot how far the head is from inverting the embedding while each arm trains: ‖W_out E - I‖_F / √d over training tokens.
 
     make ablation
     python -m benchmarks.interface_drift runs/ablation --figure docs/figures/interface-drift.svg
 
-A line is the median over seeds; its band reaches from the lowest to the highest.
+Lines show the median over seeds, bands the range.
 """
 
 import json
@@ -28,7 +28,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to read and to write."""
+    """Input and output."""
 
     runs: Annotated[Path, tyro.conf.Positional]
     """Folder that ablate wrote."""
@@ -36,7 +36,7 @@ class Options:
 
 
 def drift(runs: Path, arm: str) -> dict[int, list[float]]:
-    """‖W_out E - I‖_F / √d of every seed, by training tokens."""
+    """‖W_out E - I‖_F / √d of all seeds, by training tokens."""
     found: dict[int, list[float]] = {}
     for run in sorted(runs.glob(f"{arm}-[0-9]*")):
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))

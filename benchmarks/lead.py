@@ -1,10 +1,10 @@
-"""How far every plain arm of ``reproduce pit-budgets`` is above PIT with a trained memory, against the training tokens.
+"""Plot the loss of every plain arm of ``reproduce pit-budgets`` minus that of PIT with a trained memory, over training tokens.
 
     python -m benchmarks.lead runs/budgets --out benchmarks/results/lead-cpu.json --figure docs/figures/lead.svg
 
-Each folder is one panel. A line is the mean over seeds of the paired difference in validation loss, above zero where PIT is
-ahead; its band reaches from the lowest to the highest seed. Every arm has the best of its trials at every budget. The file
-holds the loss of each seed and of each trial.
+Each folder is one panel. Lines show the mean over seeds of the paired difference in validation loss, bands the range over
+seeds; PIT is better above zero. Every arm uses its best trial at every budget. The JSON file contains the loss of each seed
+and trial.
 """
 
 import json
@@ -28,10 +28,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 @dataclass(frozen=True)
 class Options:
-    """What to read and to write."""
+    """Input and output."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Folders that reproduce pit-budgets wrote."""
+    """Output folders of reproduce pit-budgets."""
     out: Path | None = None
     """JSON file to write."""
     figure: Path | None = None
@@ -39,7 +39,7 @@ class Options:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The losses of a folder: budget, arm, trial, seed; and which trial is the best of its arm by seed 0."""
+    """Losses of a folder by budget, arm, trial and seed, and each arm's best trial by seed 0."""
     rows = []
     shape, corpus = "", ""
     for budget in sorted(folder.glob("tokens-*"), key=lambda path: int(path.name.rpartition("-")[2])):
@@ -67,7 +67,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _losses(budget: Path, spec: str) -> dict[int, float]:
-    """The validation loss of every finished run of an arm, by seed."""
+    """Validation losses of an arm's finished runs, by seed."""
     found = {}
     for path in budget.glob("*/result.json"):
         row = json.loads(path.read_text(encoding="utf-8"))
@@ -77,13 +77,13 @@ def _losses(budget: Path, spec: str) -> dict[int, float]:
 
 
 def _above(losses: Mapping[int, float], pit: Mapping[int, float]) -> tuple[float, float, float]:
-    """Mean, lowest and highest of the differences by seed."""
+    """Mean, minimum and maximum of the differences by seed."""
     differences = [losses[seed] - pit[seed] for seed in losses if seed in pit]
     return sum(differences) / len(differences), min(differences), max(differences)
 
 
 def draw(panels: Sequence[dict[str, Any]], path: Path) -> None:
-    """The figure, the same file for the same numbers."""
+    """Draw the figure; equal numbers give equal files."""
     from matplotlib.ticker import EngFormatter
 
     plt = pyplot("lead")

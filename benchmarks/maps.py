@@ -1,13 +1,13 @@
-"""Time of a constrained weight, forward and backward: from the stored tensor to the weight, and a cotangent back.
+"""Time of a constrained weight: forward from the stored tensor to the weight, and backward of a cotangent.
 
     python -m benchmarks.maps --rows 1024 --rounds 20
 
-Each contender's stored tensor is a little off where it starts, by 0.05/√n times a standard normal matrix with a zero
-diagonal (of which PyTorch's Householder map needs the signs), so that none sits at a point where its map is easy. The
-reference is PyTorch's Cayley map, and our polar one where PyTorch's n x n matrices would be too large.
+Each contender's stored tensor is its initial value plus 0.05/√n times a standard normal matrix, because maps may be easy to
+compute at the initial value. The matrix has a zero diagonal, because PyTorch's Householder map needs the diagonal's signs. The
+reference is PyTorch's Cayley map, or our polar map if PyTorch's n x n matrices would be too large.
 
-The defect is ‖XᵀX - I‖_F / √p of the weight. The gradient error is that of the stored tensor's gradient, relative to the
-same in float64, for our maps at the smaller sizes.
+The defect is ‖XᵀX - I‖_F / √p of the weight. The gradient error is the relative error of the stored tensor's gradient, compared
+with float64, for our maps at the smaller sizes.
 """
 
 import copy
@@ -30,11 +30,11 @@ from manifold_tying.parametrizations import OrthogonalMap
 TITLE = "An orthonormal weight from a free tensor, forward and backward"
 SIZES = ((512, 512), (1024, 1024), (2048, 2048), (2048, 128), (32000, 256))
 QUICK_SIZES = ((24, 24), (48, 8))
-LARGEST_CHECKED = 512 * 512  # elements of a weight whose gradient is computed in float64 as well
+LARGEST_CHECKED = 512 * 512  # largest weight whose gradient is also computed in float64
 
 
 class Mapped:
-    """A constrained weight off its start, and a backward through it."""
+    """A perturbed constrained weight, and a backward through it."""
 
     def __init__(self, module: Any, noise: Tensor, cotangent: Tensor) -> None:
         self.module = module
@@ -59,7 +59,7 @@ class Mapped:
 
 
 class Problem:
-    """Weight, noise and cotangent of one shape, made when the first contender asks for them."""
+    """Weight, noise and cotangent of one shape, created on first use."""
 
     def __init__(self, shape: tuple[int, int], options: Options) -> None:
         self.shape = shape
@@ -119,7 +119,7 @@ def _row(problem: Problem) -> Row:
 
 
 def _contender(problem: Problem, name: str, build: Callable[[Tensor], nn.Module], limited: bool) -> Contender:
-    # The reference has no limit: without its times in every round there would be no ratios.
+    # The reference has no limit, because every ratio needs its times.
     return Contender(name, lambda: problem.through(build), limit=LIMIT if limited else math.inf)
 
 

@@ -1,9 +1,9 @@
-"""What clipping after a merge does to the loss: a constant norm, ten times the norm for ten steps, and MergeSchedule's ramp.
+"""Effect of clipping after a merge on the loss: a constant norm, ten times the norm for ten steps, and MergeSchedule's ramp.
 
     python -m benchmarks.merge_clip --out benchmarks/results/merge-clip.json
 
-A small Llama with POET's blocks trains on the bytes of the standard library's source. The arms of a seed share weights,
-batches and merges, and differ only in the norm that gradients are clipped to.
+A small Llama with POET's blocks trains on the bytes of the standard library's source. The arms of a seed share weights, batches
+and merges; only the clipping norm differs.
 """
 
 import json
@@ -25,7 +25,7 @@ from manifold_tying.training.data.corpus import open_corpus
 from manifold_tying.training.machine import machine
 
 WARMUP = 40
-CORPUS = 4_000_000  # bytes that are read
+CORPUS = 4_000_000  # bytes
 HELD_OUT = 64  # batches
 Policy = Callable[[MergeSchedule, float], float]
 
@@ -39,11 +39,11 @@ class Options:
     """Steps between merges."""
     seeds: int = 3
     norms: tuple[float, ...] = (0.1, 1.0)
-    """Norms to clip to."""
+    """Clipping norms."""
     hidden_size: int = 64
     block_size: int = 32
     lr: float = 4e-3
-    """Peak rate of everything that does not rotate."""
+    """Peak rate of all other parameters."""
     equivalence_lr: float = 4e-3
     """Peak rate of the skew vectors."""
     batch_size: int = 8
@@ -57,7 +57,7 @@ def _constant(schedule: MergeSchedule, norm: float) -> float:
 
 
 def _tenfold(schedule: MergeSchedule, norm: float) -> float:
-    """What MergeSchedule did at first."""
+    """The first version of MergeSchedule."""
     return 10 * norm if schedule.steps >= schedule.every and schedule.steps % schedule.every < 10 else norm
 
 
@@ -65,7 +65,7 @@ POLICIES: dict[str, Policy] = {"constant": _constant, "ten times the norm": _ten
 
 
 def read_corpus() -> Tensor:
-    """The first bytes of the standard library's source, with files in a shuffled but fixed order."""
+    """The first bytes of the standard library's source, with files in a fixed random order."""
     text = bytearray()
     documents = ["".join(parts) for parts in open_corpus("stdlib").documents()]
     for i in torch.randperm(len(documents), generator=torch.Generator().manual_seed(0)).tolist():

@@ -1,10 +1,10 @@
-"""How far singular values drift over a hundred merges, by the number of terms of the Neumann series.
+"""Drift of singular values over a hundred merges, by the number of terms of the Neumann series.
 
     python -m benchmarks.merge_drift --out benchmarks/results/merge-drift.json --figure docs/figures/merge-drift.svg
 
-A float32 nn.Linear is merged again and again; before each merge every block's skew matrix is drawn anew, normal entries scaled
-to a spectral norm of 0.1. The drift is the largest change of a singular value since the start, over the largest one. The
-bound on what one merge does is the series' defect: ‖A‖^(2k + 2) for even k, 2‖A‖^(k + 1) for odd k.
+A float32 nn.Linear is merged a hundred times. Before each merge every block gets a new skew matrix with normal entries, scaled
+to a spectral norm of 0.1. The drift is the largest change of a singular value since the start, divided by the largest singular
+value. The series' defect bounds the drift of one merge: ‖A‖^(2k + 2) for even k, 2‖A‖^(k + 1) for odd k.
 """
 
 import json
@@ -45,7 +45,7 @@ class Options:
 
 
 def drifts(options: Options, terms: int | None) -> dict[int, float]:
-    """Number of merges: drift."""
+    """Drift by number of merges."""
     generator = torch.Generator().manual_seed(options.seed)
     layer: Any = nn.Linear(options.size, options.size, bias=False)
     with torch.no_grad():
@@ -57,9 +57,8 @@ def drifts(options: Options, terms: int | None) -> dict[int, float]:
         with torch.no_grad():
             layer.parametrizations.weight.original.copy_(_draw(options, generator))
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "weight: the skew matrices have grown"
-            )  # what one term leaves is the point
+            # The drift with one term is part of the experiment.
+            warnings.filterwarnings("ignore", "weight: the skew matrices have grown")
             mt.merge(layer)
         if count in MERGES:
             now = torch.linalg.svdvals(layer.weight.detach().double())
@@ -74,7 +73,7 @@ def _draw(options: Options, generator: torch.Generator) -> Tensor:
 
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """The curves, both axes logarithmic."""
+    """Draw the curves on logarithmic axes."""
     plt = pyplot("merge drift")
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for i, (name, values) in enumerate(curves.items()):

@@ -1,7 +1,7 @@
-"""The pages of results, from the files in benchmarks/results: benchmarks.md and papers.md in docs, and what they link.
+"""Write docs/benchmarks.md, docs/papers.md and the pages that they link, from the files in benchmarks/results.
 
-python -m benchmarks.page            # writes them, and the charts in docs/figures
-python -m benchmarks.page --check    # exits with 1 where a page differs from the results
+python -m benchmarks.page            # writes the pages and the charts in docs/figures
+python -m benchmarks.page --check    # exits with 1 if a page differs from the results
 """
 
 import json
@@ -21,26 +21,26 @@ from benchmarks._summary import ORDER, WORDS, place, summary
 DO_NOT_EDIT = "Written by `python -m benchmarks.page` from `benchmarks/results`; do not edit."
 HEADER = f"""# Benchmarks
 
-{DO_NOT_EDIT} `python -m benchmarks.NAME --help` says what a benchmark times.
+{DO_NOT_EDIT} `python -m benchmarks.NAME --help` describes a benchmark.
 
-Contenders of a row take turns round by round in one process. Times are medians over rounds. A ratio is the median over
-rounds of a contender's time over the reference's in the same round.
+The contenders of a row take turns in every round, in one process. Times are medians over rounds. A ratio is the median over
+rounds of a contender's time divided by the reference's in the same round.
 """
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where results are and where the pages go."""
+    """Input and output folders."""
 
     results: Path = ROOT / "benchmarks/results"
     docs: Path = ROOT / "docs"
     check: bool = False
-    """Write nothing; exit with 1 where a page differs."""
+    """Write nothing; exit with 1 if a page differs."""
 
 
 def load(results: Path) -> dict[str, dict[str, Result]]:
-    """The results by benchmark, in the summary's order, and by file name, float32 first."""
+    """Results by benchmark, in the summary's order, then by file name, float32 first."""
     found: dict[str, dict[str, Result]] = {name: {} for name in ORDER}
     read = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("*.json")]
     for name, result in sorted(read, key=lambda item: item[0]):
@@ -53,12 +53,12 @@ def load(results: Path) -> dict[str, dict[str, Result]]:
 
 
 def is_result(data: Any) -> bool:
-    """Whether a file is a benchmark's: the folder holds summaries of ablations too, and times of one step without rows."""
+    """Whether a file is a benchmark result; the folder also has summaries of ablations and step times without rows."""
     return isinstance(data, dict) and "benchmark" in data and "rows" in data
 
 
 def render(results: Path) -> dict[str, str]:
-    """The pages by their path in docs, the same for the same files."""
+    """Pages by path in docs; deterministic."""
     found = load(results)
     pages = papers.render(results)
     if not found:
@@ -76,7 +76,7 @@ def render(results: Path) -> dict[str, str]:
 
 
 def _section(name: str, result: Result) -> str:
-    """One file: its machine, its commands, and a table for everything that was measured."""
+    """The section of a file: its machine, its commands, and a table for each measure."""
     machine = dict(result["machine"])
     peers = ", ".join(f"{peer} {version}" for peer, version in machine.pop("peers").items() if version)
     machine_text = ", ".join(f"{key} {value}" for key, value in machine.items())
@@ -84,7 +84,7 @@ def _section(name: str, result: Result) -> str:
         result["rows"],
         dict.fromkeys(f"`{row['command']}` at commit {row['commit']}" for row in result["rows"]),
     )
-    # Of a training step there is a file for each preset, with which the labels of its rows begin.
+    # The training step has a file for each preset; its row labels start with the preset.
     model = [rows[0]["row"].split()[0]] if result["benchmark"] == "training_step" else []
     lines = [f"## {', '.join([*model, *place(result)])}", "", f"Machine: {machine_text}. Peers: {peers}.", ""]
     lines += [
@@ -105,7 +105,7 @@ def _section(name: str, result: Result) -> str:
 
 
 def _with_ratios(row: Mapping[str, Any], shown: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Milliseconds and ratio in one cell."""
+    """Merge milliseconds and ratios into one column."""
     times, ratios = shown.pop("ms", {}), shown.pop(f"× {row['reference']}", {})
     cells = {name: text + (f" ({ratios[name]})" if name in ratios else "") for name, text in times.items()}
     return {f"ms (× {row['reference']})": cells, **shown} if cells else shown

@@ -1,4 +1,4 @@
-"""The pages of the papers' comparisons: every benchmarks/results/papers-*.json, as reproduce wrote it."""
+"""Write the pages of the papers' comparisons from benchmarks/results/papers-*.json, the output of reproduce."""
 
 import json
 from pathlib import Path
@@ -7,19 +7,19 @@ from experiments.comparison import Table
 
 HEADER = """# The papers' comparisons
 
-Written by `python -m benchmarks.page` from what `manifold-tying reproduce` left (its `tables.json`, in `benchmarks/results` as
-papers-NAME.json); do not edit. Each page names its command, which repeats it at any size: `--preset`, `--tokens`, `--seeds`,
-`--data`, `--device`.
+Written by `python -m benchmarks.page` from the `tables.json` of `manifold-tying reproduce` (papers-NAME.json in
+`benchmarks/results`); do not edit. Each page names its command. To repeat it at another size, change `--preset`, `--tokens`,
+`--seeds`, `--data` or `--device`.
 
-Means over seeds ± the sample standard deviation; losses in nats per token on held-out text. Models and corpora here are
-thousands of times smaller than the papers'. So a difference to their tables says what happens at this size and nothing about
-theirs. Where arms are within the spread, their order says nothing. Learning rates are those of
-[learning-rates.md](learning-rates.md) for every arm, unless a page lists its trials.
+Values are means over seeds ± the sample standard deviation; losses are in nats per token on held-out text. Models and corpora
+here are thousands of times smaller than the papers'. So a difference from a paper's table is a result at this size only. If
+arms differ by less than the spread, their order means nothing. Every arm has the learning rates of
+[learning-rates.md](learning-rates.md), unless a page lists its trials.
 """
 
 
 def render(results: Path) -> dict[str, str]:
-    """The pages by their path in docs, the same for the same files."""
+    """Pages by path in docs; deterministic."""
     pages, index = {}, [HEADER]
     for path in sorted(results.glob("papers-*.json")):
         name = path.stem.removeprefix("papers-")
@@ -33,6 +33,6 @@ def render(results: Path) -> dict[str, str]:
 
 
 def _heading(name: str) -> str:
-    """pit-tuned-mini-cpu is pit-tuned-mini, cpu: a comparison may be there at several sizes."""
+    """Heading of a page: pit-tuned-mini-cpu becomes "pit-tuned-mini, cpu"."""
     comparison, _, device = name.rpartition("-")
     return f"{comparison}, {device}"

@@ -1,11 +1,11 @@
-"""What of PIT's result is due to W_out E = I: the same model with the tie loosened, part by part.
+"""Which part of PIT's result is due to W_out E = I: loosen the tie of the same model, part by part.
 
     python -m benchmarks.pit_parts --variants memory --tokens 184320 --out benchmarks/results/pit-parts-cpu.json
     python -m benchmarks.pit_parts --variants table --out benchmarks/results/pit-parts-cpu.json
 
-Every variant has PIT's recipe from scratch (docs/learning-rates.md), the same batches and seeds; none is tuned again. Those of
-``memory`` have E = Z T⁻¹ and W_out = T Zᵀ with Z or T of the two sides apart, Z off the manifold, or T a number. Those of
-``table`` have W_out = Wᵀ and E = W M. A run that is in the file already is not made again.
+All variants use PIT's recipe from scratch (docs/learning-rates.md) with the same batches and seeds, without further tuning. In
+``memory``, E = Z T⁻¹ and W_out = T Zᵀ, with separate Z or T on the two sides, Z off the manifold, or a scalar T. In ``table``,
+W_out = Wᵀ and E = W M. Runs that are already in the file are skipped.
 """
 
 import copy
@@ -37,7 +37,7 @@ MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_
 
 
 def _stored(pit: mt.PIT, name: str) -> Any:
-    """What holds the stored tensor of ``memory`` or ``cholesky_factor``."""
+    """The parametrization list of ``memory`` or ``cholesky_factor``."""
     lists: Any = pit.parametrizations
     return lists[name]
 
@@ -108,7 +108,7 @@ def _pit(vocab_size: int, hidden_size: int) -> mt.PIT:
 
 
 def _halves(shared: Sequence[str]) -> Callable[[int, int], mt.TokenInterface]:
-    """Two sides that start alike and share those of ``memory`` and ``cholesky_factor``."""
+    """Two equally initialized sides that share the named tensors, of ``memory`` and ``cholesky_factor``."""
 
     def build(vocab_size: int, hidden_size: int) -> mt.TokenInterface:
         lookup = _pit(vocab_size, hidden_size)
@@ -121,7 +121,7 @@ def _halves(shared: Sequence[str]) -> Callable[[int, int], mt.TokenInterface]:
 
 
 def _free(pit: mt.PIT) -> mt.PIT:
-    """Z without its manifold, an ordinary parameter that starts orthonormal."""
+    """Turn Z into an ordinary parameter, initially orthonormal."""
     parametrize.remove_parametrizations(pit, "memory", leave_parametrized=True)
     point = pit.memory.detach().clone()
     del pit.memory
@@ -156,14 +156,14 @@ class Options:
     tokens: tuple[int, ...] = (614_400, 1_843_200)
     """Training tokens per run."""
     variants: tuple[str, ...] = ("memory", "table")
-    """Names of variants; ``memory`` and ``table`` stand for all of theirs."""
+    """Names of variants; ``memory`` and ``table`` select all of their kind."""
     seeds: int = 3
     out: Path | None = None
-    """JSON file that results are added to."""
+    """JSON file to append results to."""
 
 
 def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, Any]:
-    """Validation loss at the end of one run, and ‖W_out E − I‖."""
+    """Final validation loss and ‖W_out E − I‖ of one run."""
     steps = round(tokens / Settings().tokens_per_step)
     given = Settings(preset=options.preset, data=options.data, steps=steps)
     run = resolve(TrainConfig(out=Path("unused"), interface="pit-trainable", seed=seed, settings=given))
@@ -211,11 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     groups = {"memory": OF_A_MEMORY, "table": OF_A_TABLE}
     names = [name for given in options.variants for name in groups.get(given, [given])]
-    there = {(row["variant"], row["tokens"], row["seed"]) for row in kept["rows"]}
+    done = {(row["variant"], row["tokens"], row["seed"]) for row in kept["rows"]}
     for tokens in options.tokens:
         for seed in range(options.seeds):
             for name in names:
-                if (name, tokens, seed) not in there:
+                if (name, tokens, seed) not in done:
                     row = trained(options, name, tokens, seed)
                     print(row, flush=True)
                     kept["rows"].append(row)

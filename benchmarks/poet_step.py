@@ -1,12 +1,12 @@
-"""Time and memory of a whole training step with POET's bodies, beside plain AdamW, at the shapes of POET's Table 8.
+"""Time and memory of a full training step with POET's bodies and with plain AdamW, at the shapes of POET's Table 8.
 
     python -m benchmarks.poet_step --rows poet-60m --rounds 5
 
 A step is forward, backward and optimizer on random tokens, in sequences of 256 as in the paper, as `manifold-tying train`
-builds it with untied tables; merges, one in several hundred steps, are left out. Extra memory is the peak of a fresh process
-over what it takes after its imports: weights, gradients, the optimizer's state and activations. "Table 1" is the paper's count
-for the body, bytes of its numbers in float32: the weights and two moments of AdamW, W0 with three times the trainable
-parameters of POET; gradients, tables and activations are not in it.
+builds it with untied tables. It excludes merges, one in several hundred steps. Extra memory is the peak of a fresh process
+above its memory after imports: weights, gradients, the optimizer's state and activations. "Table 1" is the paper's count of
+float32 bytes for the body: AdamW's weights and two moments, or POET's W0 plus three times its trainable parameters. It
+excludes gradients, tables and activations.
 """
 
 import dataclasses
@@ -50,14 +50,13 @@ class StepOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens < 1 or self.tokens % self.sequence_length:
-            raise ValueError(f"expected tokens in whole sequences of {self.sequence_length}, got {self.tokens}")
+            raise ValueError(f"expected tokens to be a multiple of {self.sequence_length}, got {self.tokens}")
 
 
 def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
     device = torch.device(options.device)
-    if (
-        name == "adamw"
-    ):  # the largest: 16 bytes for weight, gradient and moments; 18.6 a weight were measured at poet-350m
+    # AdamW needs the most memory: 16 bytes per weight for weight, gradient and moments; 18.6 were measured at poet-350m.
+    if name == "adamw":
         refuse_large(18.6 * _weights(shape), device, "weights, gradients, moments and a step")
     settings = ShapedSettings(device=options.device, shape=shape, **BODIES[name])
     config = resolve(TrainConfig(out=Path("unused"), interface="untied", settings=settings))
@@ -74,7 +73,7 @@ def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
 
 
 def _weights(shape: LlamaConfig) -> int:
-    """Parameters of the plain model with untied tables, without making it."""
+    """Number of parameters of the plain model with untied tables."""
     d, inner = shape.hidden_size, shape.num_heads * shape.head_dim
     block = 2 * d * inner + 2 * d * shape.num_kv_heads * shape.head_dim + 3 * d * shape.intermediate_size
     return shape.num_layers * block + 2 * shape.vocab_size * d
@@ -93,7 +92,7 @@ def _counts(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Ext
 
 
 def _matrices(model: Any) -> list[Tensor]:
-    """Trained parameters of the blocks but for norms: the matrices, or the skew vectors in their place."""
+    """Trained parameters of the blocks except norms: matrices, or POET's skew vectors."""
     return [p for name, p in model.blocks.named_parameters() if p.requires_grad and "norm" not in name]
 
 
@@ -105,7 +104,7 @@ def rows(options: StepOptions) -> Iterator[Row]:
             small: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 32}
             shape = dataclasses.replace(shape, num_heads=2, num_kv_heads=2, head_dim=8, **small)
         contenders = [
-            Contender(body, partial(_build, body, shape, options), limit=10 * LIMIT)  # none is to be cut short
+            Contender(body, partial(_build, body, shape, options), limit=10 * LIMIT)  # time all of them fully
             for body in BODIES
         ]
         reference = "poet-block 256" if name == PRESETS[-1] else "adamw"

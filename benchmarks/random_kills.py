@@ -1,7 +1,7 @@
-"""Kill training runs at random moments until they are finished: python -m benchmarks.random_kills --kills 200 --seed 0.
+"""Kill training runs at random moments until they finish: python -m benchmarks.random_kills --kills 200 --seed 0.
 
-Every run is compared with the same run that nobody disturbed: metrics.jsonl has to be equal, byte for byte. After each kill
-every checkpoint in the folder has to be whole.
+The metrics.jsonl of every run must equal that of an undisturbed run, byte for byte. After each kill every checkpoint in the
+folder must be intact.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ class KillOptions:
     """Which runs to kill, and how often."""
 
     kills: int = 200
-    """Processes to kill; the run that the last one hits is finished, too."""
+    """Processes to kill; the last killed run is still finished."""
     seed: int = 0
-    """Of the moments."""
+    """Seed for the moments of the kills."""
     seconds: float = 600.0
-    """Stop after so much time; what was checked until then counts."""
+    """Stop after this time, with the results so far."""
     steps: int = 24
     """Steps of a run."""
     checkpoint_every: int = 3
 
 
 def random_kills(options: KillOptions, folder: Path) -> dict[str, Any]:
-    """{"kills", "runs", "whole_checkpoints", "seconds"}; AssertionError where a run came out differently."""
+    """Returns {"kills", "runs", "whole_checkpoints", "seconds"}; AssertionError if a run gives other metrics."""
     began, chance = time.monotonic(), random.Random(options.seed)
     corpus = folder / "sums.txt"
     corpus.write_text("\n".join(f"{a} plus {b} is {a + b};" for a in range(60) for b in range(40)))
@@ -87,8 +87,8 @@ def _config(out: Path, corpus: Path, interface: Any, changes: dict[str, Any], op
 
 
 def _finished_before(run: TrainConfig, delay: float | None) -> bool:
-    """Whether the run came to its end in a process of its own before that was killed after ``delay`` seconds."""
-    # Forked, so that a process trains from its first moment on and does not import for seconds.
+    """Run in a new process and kill it after ``delay`` seconds; returns whether it finished first."""
+    # Fork, because a fresh interpreter would spend seconds on imports.
     process = multiprocessing.get_context("fork").Process(target=train, args=(run,))
     process.start()
     process.join(delay)
@@ -100,7 +100,6 @@ def _finished_before(run: TrainConfig, delay: float | None) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and print what was found as JSON."""
     options = tyro.cli(KillOptions, args=arguments)
     torch.set_num_threads(1)  # threads do not survive a fork
     with TemporaryDirectory() as folder:

@@ -2,16 +2,17 @@
 
     python -m benchmarks.riemannian_step --rows "V=32000 d=512" --rounds 20
 
-The reference is `floor`: four products of 2Vd² operations, which the Riemannian gradient and one retraction from it take
-at the least, and torch.optim.Adam on a free parameter of the same shape; both as PyTorch has them. Parametrizations are
-timed as a forward of the weight, a backward to the stored tensor and a step of torch.optim.Adam.
+The reference is `floor`: PyTorch's time for four products of 2Vd² operations, the minimum for a Riemannian gradient and one
+retraction, plus torch.optim.Adam on a free parameter of the same shape. Parametrizations are timed as a forward of the weight,
+a backward to the stored tensor and a step of torch.optim.Adam.
 
-"medium" is torch.set_float32_matmul_precision("medium") around the step: products of TF32 on a GPU, of bfloat16 on a CPU that
-has them. Of ours it reaches the two that project the gradient, and neither the point nor its Gram matrix.
+"medium" is torch.set_float32_matmul_precision("medium") during the step: TF32 products on a GPU, bfloat16 products on a CPU
+that supports them. In our step it applies to the two products that project the gradient, but not to the point or its Gram
+matrix.
 
-Every step is as long: optimizers that divide by one number per matrix instead of one per entry get √(Vd) times the rate.
-The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is what a second step holds
-at most beyond parameter, gradients and optimizer state, each in a process of its own.
+All steps have the same length: optimizers that divide by one number per matrix instead of one per entry get √(Vd) times the
+rate. The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is the peak of the second
+step besides parameter, gradients and optimizer state, each measured in a separate process.
 """
 
 import itertools
@@ -37,12 +38,12 @@ SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (64, 256, 64)
 QUICK_SIZES = ((96, 8), (4, 16, 4))
 SMALL_SIZES = ((8, 4), (64, 16), (256, 32))
 MANY_SHAPES = tuple((8 + 4 * i, min(8 + 4 * i, 4 + i % 29)) for i in range(60))
-GRADIENTS = 4  # different ones, taken in turn
+GRADIENTS = 4  # different gradients, used in turn
 
 
 @dataclass
 class Optimizing:
-    """Steps of the optimizers, each given its share of the next gradient."""
+    """Steps of the optimizers, each with its slice of the next gradient."""
 
     optimizers: Sequence[torch.optim.Optimizer]
     parameters: Sequence[Tensor]
@@ -78,7 +79,7 @@ class Together(Optimizing):
 
 
 class Problem:
-    """A point and gradients of one shape, made when the first contender asks for them."""
+    """A point and gradients of one shape, created on first use."""
 
     def __init__(self, shape: tuple[int, ...], options: Options) -> None:
         self.shape = shape
@@ -121,13 +122,13 @@ class Problem:
         return Optimizing([self._riemannian_adam(points, project_every)], points, self.gradients, precision)
 
     def ours_many(self, loop: bool) -> Step:
-        """Each matrix of the batch a parameter; with one optimizer for all of them, or one for each."""
+        """One parameter for each matrix of the batch, with one optimizer for all or one for each."""
         points = [self._on_stiefel(X) for X in self.point]
         owned = [[X] for X in points] if loop else [points]
         return Optimizing([self._riemannian_adam(own) for own in owned], points, self.gradients)
 
     def _riemannian_adam(self, points: list[Tensor], project_every: int = 1) -> RiemannianAdam:
-        fused = True if self.device.type == "cuda" else None  # there it is what keeps the host from waiting
+        fused = True if self.device.type == "cuda" else None  # avoids syncs on a GPU
         return RiemannianAdam(points, self.rate, project_every=project_every, fused=fused)
 
     def _on_stiefel(self, X: Tensor) -> Tensor:
@@ -141,14 +142,14 @@ class Problem:
         return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], self.gradients, precision)
 
     def pogo(self) -> Step:
-        """With vector Adam, as its README has it; rows=False for orthonormal columns, which it wants in a batch."""
+        """POGO with vector Adam, as in its README; rows=False for orthonormal columns. It requires a batch dimension."""
         pogo, base = load("pogo", "pogo-torch"), load("pogo.base", "pogo-torch")
         batch = [tensor.reshape(-1, *self.shape[-2:]) for tensor in (self.point, *self.gradients)]
         X = nn.Parameter(batch[0].clone())
         return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], batch[1:])
 
     def through(self, parametrized: Callable[[Tensor], nn.Module]) -> Step:
-        """Adam on the tensor that is stored behind the weight."""
+        """Adam on the stored tensor of the weight."""
         module = parametrized(self.point)
         optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
         turns = itertools.cycle(self.gradients)
@@ -167,7 +168,7 @@ class Problem:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """A row for each size; for small points, whose steps are as long as their number of operations, against geoopt alone."""
+    """A row for each size; small points, whose time depends on the number of operations, only against geoopt."""
     for shape in QUICK_SIZES if options.quick else SIZES:
         yield _row(Problem(shape, options))
     for shape in SMALL_SIZES:
@@ -196,7 +197,9 @@ def _row(problem: Problem) -> Row:
         Contender("floor", problem.floor),
         Contender("floor (fused Adam)", lambda: problem.floor(True)),
         Contender("ours", problem.ours),
-        Contender("ours, project_every=8", lambda: problem.ours(8), steps=8),  # one of the eight projects its gradient
+        Contender(
+            "ours, project_every=8", lambda: problem.ours(8), steps=8
+        ),  # one of eight steps projects the gradient
         Contender("ours, medium", lambda: problem.ours(precision="medium")),
     ]
     if batch:

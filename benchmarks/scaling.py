@@ -1,9 +1,9 @@
-"""The operation counts of docs/scaling.md against the measured times, as a Markdown table.
+"""Compare the operation counts of docs/scaling.md with measured times, in a Markdown table.
 
     python -m benchmarks.scaling
 
-Reads results of riemannian_step and interface. Counted is the ratio of operations, measured that of times, in both cases to
-the reference beside it: the same work on products of the same shapes, so that the rate of the machine drops out.
+Reads results of riemannian_step and interface. "counted" is the ratio of operations to the reference's, "measured" the ratio of
+times. The reference multiplies matrices of the same shapes, so the machine's speed cancels.
 """
 
 import json
@@ -29,7 +29,6 @@ class Options:
 
 
 def table(step: list[dict[str, Any]], interface: list[dict[str, Any]]) -> str:
-    """Rows of the results to lines of the table."""
     lines = ["| what | size | against | counted | measured |", "|---|---|---|---:|---:|"]
     for row in step:
         if not row["row"].startswith("V="):

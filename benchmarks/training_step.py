@@ -1,16 +1,16 @@
-"""Time of a whole training step of the reference model with each token interface, and of Hugging Face's Llama.
+"""Time of a full training step of the reference model with each token interface, and of Hugging Face's Llama.
 
     python -m benchmarks.training_step --preset nano --tokens 2048 --device cpu
 
-All models have the same shape, that of the preset as a plain Llama: sequential blocks, no gate and RMSNorm, whatever the
-preset says, since Hugging Face's has nothing else. The arms are built as `manifold-tying train` builds them, with the rates
-and the embedding norm of its recipe; clipping and the schedule are left out. `transformers` is LlamaForCausalLM with
-tied tables, SDPA attention, torch.optim.AdamW and its own loss, which shifts the targets by itself. With --dtype bfloat16
-all run under autocast, with float32 parameters. The reference is transpose tying.
+All models have the preset's shape as a plain Llama (sequential blocks, no gate, RMSNorm), because Hugging Face's Llama
+supports nothing else. The arms are built as in `manifold-tying train`, with the rates and the embedding norm of its recipe,
+but without clipping and schedule. `transformers` is LlamaForCausalLM with tied tables, SDPA attention, torch.optim.AdamW and
+its own loss, which shifts the targets. With --dtype bfloat16 all run under autocast, with float32 parameters. The reference is
+transpose tying.
 
-On CUDA the share of the device's rate is 6 operations per parameter and token, parameters as in transpose tying, and 6 per
-token, position, layer and channel for causal attention, forward and backward, over the time and over the rate of a
-product of two 8192 x 8192 bfloat16 matrices in the same run.
+On CUDA, the share of the matmul rate is the number of operations divided by the time and by the rate of an 8192 x 8192 bfloat16
+matmul in the same run. It counts 6 operations per token and parameter of the transpose-tied model, plus 6 per token, position,
+layer and channel for causal attention, forward and backward.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ from manifold_tying.training.sections import Interface
 
 TITLE = "A whole training step"
 INTERFACES: tuple[Interface, ...] = ("transpose", "untied", "pit-frozen", "pit-trainable", "pit-free")
-BATCHES = 4  # different ones, taken in turn
-RATE_SIZE = 8192  # of the product that a CUDA device's rate is measured by
+BATCHES = 4  # different batches, used in turn
+RATE_SIZE = 8192  # size of the matmul that measures a CUDA device's rate
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class StepOptions(Options):
     """Settings of the measurement."""
 
     preset: str = "nano"
-    """Shape of the model, see manifold_tying.models.PRESETS; made a plain Llama."""
+    """Shape of the model, see manifold_tying.models.PRESETS; changed to a plain Llama."""
     tokens: tuple[int, ...] = (2048,)
-    """Tokens per step, a row for each."""
+    """Tokens per step; one row for each number."""
     sequence_length: int = 128
     compile: bool = False
-    """Further rows with torch.compile."""
+    """Add rows with torch.compile."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for tokens in self.tokens:
             if tokens < 1 or tokens % self.sequence_length:
-                raise ValueError(f"expected tokens in whole sequences of {self.sequence_length}, got {tokens}")
+                raise ValueError(f"expected tokens to be a multiple of {self.sequence_length}, got {tokens}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedSettings(Settings):
-    """Settings of a run whose model has another shape than its preset."""
+    """Settings with a model shape that is not its preset's."""
 
     shape: LlamaConfig
 
@@ -112,8 +112,8 @@ class Problem:
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self.compiled:
             return function
-        # Code compiled for an earlier row would be compiled again with dynamic shapes. A row's contenders are all built
-        # before any of them steps, so nothing of this row is lost.
+        # Otherwise code of an earlier row would be recompiled with dynamic shapes. All contenders of a row are built before
+        # the first step, so this loses nothing.
         torch.compiler.reset()
         return torch.compile(function)
 
@@ -156,7 +156,7 @@ class Problem:
         if self.device.type == "cuda" and isinstance(transpose, Training):
             peak = matmul_rate(self.device, torch.bfloat16, RATE_SIZE)
             shape = self.shape
-            # Half of the 12 that scores and weighted values take over all positions: causal attention needs no more.
+            # Scores and weighted values take 12 over all positions; causal attention needs half.
             attention = 6 * self.options.sequence_length * shape.num_layers * shape.num_heads * shape.head_dim
             operations = 6 * sum(p.numel() for p in transpose.model.parameters()) + attention
             extra["share of matmul rate"] = {name: significant(r * operations / peak) for name, r in per_second.items()}
@@ -165,22 +165,16 @@ class Problem:
 
 
 def plain(shape: LlamaConfig) -> LlamaConfig:
-    """The shape without what Hugging Face's Llama has not."""
+    """The shape without features that Hugging Face's Llama lacks."""
     return dataclasses.replace(shape, parallel_block=False, gated_attention=False, norm="rmsnorm")
 
 
 def rows(options: StepOptions) -> Iterator[Row]:
-    """A row for each number of tokens, eager and, where asked for, compiled."""
+    """A row for each number of tokens, eager and optionally compiled."""
     shape, tokens = plain(preset(options.preset)), options.tokens
     if options.quick:
-        small: dict[str, Any] = {
-            "vocab_size": 300,
-            "hidden_size": 16,
-            "num_layers": 1,
-            "intermediate_size": 32,
-            "head_dim": 4,
-        }
-        shape, tokens = dataclasses.replace(shape, **small), (2 * options.sequence_length,)
+        sizes: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 32}
+        shape, tokens = dataclasses.replace(shape, head_dim=4, **sizes), (2 * options.sequence_length,)
     ways = (False, True) if options.compile else (False,)
     return (_row(Problem(shape, count, compiled, options)) for count in tokens for compiled in ways)
 

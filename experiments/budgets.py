@@ -80,7 +80,7 @@ def trial_specs(candidate: Candidate, settings: Settings) -> list[str]:
     spec = "+".join(part for part in (candidate.interface, candidate.changes) if part)
     interface, own = parse_arm(spec, settings)
     resolved = resolve(TrainConfig(out=Path(), interface=interface, settings=own)).settings
-    # T's rate follows the body's by default, so a trial of one names both
+    # T's rate follows the body's by default, so a trial that changes one sets both.
     names = sorted({name for factors in candidate.trials for name in factors})
     usual = {name: float(getattr(resolved, name)) for name in names}
     return [

@@ -25,7 +25,7 @@ from manifold_tying.training.records import read_lines
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.sections import Interface
 
-# Cosine distance, Procrustes error and principal angle as the paper prints them, of the definition by polar factors.
+# The paper's cosine distance, Procrustes error and principal angle, by its definition with polar factors.
 Printed = tuple[float, float, float]
 FROM_SCRATCH: dict[str, Printed] = {"transpose": (0.1241, 0.4925, 0.1121), "pit": (0.0, 0.0, 0.0024)}
 CONTINUED: dict[str, Printed] = {"transpose": (0.0089, 0.1333, 0.0106), "pit": (0.0, 0.0, 0.0021)}
@@ -56,7 +56,7 @@ def from_scratch(out: Path, settings: Settings, seeds: int, started: Started | N
 
 
 def continued(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Tables 1 and 2 (the lower halves of 4 and 5 are of the same kind), and Figure 3."""
+    """Tables 1 and 2, and Figure 3; the lower halves of Tables 4 and 5 have the same design."""
     arms = [
         Arm(label=TRANSPOSE, spec="transpose", printed=32.52),
         Arm(label="PIT, Z frozen, T = I (the paper's)", spec="pit-frozen+init_transform=identity", printed=15.80),
@@ -82,7 +82,7 @@ def continued(out: Path, settings: Settings, seeds: int, started: Started | None
 
 
 def _consistency(title: str, trained: Trained, printed: dict[str, Printed], model: str) -> Table:
-    """Means over seeds of the six numbers, by both of the paper's definitions."""
+    """Means over seeds of the consistency measures, by both of the paper's definitions."""
     body = []
     for arm in trained.arms:
         found = [_tables_of(folder) for folder in trained.runs(arm).values()]
@@ -112,7 +112,7 @@ def _tables_of(run: Path) -> InterfaceConsistency:
 
 
 def _early(trained: Trained) -> Table:
-    """Training losses of the first steps."""
+    """Training losses at the start and the end of each run."""
     body = []
     for arm in trained.arms:
         curves = [_losses(folder) for folder in trained.runs(arm).values()]
@@ -140,7 +140,7 @@ PIT: Interface = "pit-trainable"
 
 
 def ingredients(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """PIT with a trained Z as the recipe has it, without each of its parts, and plain tables with the part they can have."""
+    """Ablate the recipe of PIT with a trained Z, one part at a time, and add the one part that plain tables can use."""
     trained = train_arms(out, ingredient_arms(settings), settings, seeds, started)
     notes = [f"{size(settings)}, validation. All else is the recipe's and was not tuned again."]
     title = "One ingredient removed at a time"
@@ -148,7 +148,7 @@ def ingredients(out: Path, settings: Settings, seeds: int, started: Started | No
 
 
 def ingredient_arms(settings: Settings) -> list[Arm]:
-    """The recipe's arm first, then what is taken from it."""
+    """The recipe's arm first, then one arm for each part removed, then plain tables."""
     resolved = resolve(TrainConfig(out=Path(), interface=PIT, settings=settings)).settings
     lr, memory = float(resolved.lr or 0.0), float(resolved.memory_lr or 0.0)
     removed = {
@@ -178,9 +178,9 @@ LENGTH_TOKENS = 1_843_200
 
 
 def length(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """The PIT arms by their recipes, and plain tables at the best of their trials at this length (docs/learning-rates.md).
+    """PIT arms with their recipes, and plain tables with their best settings at this length (docs/learning-rates.md).
 
-    Transpose tying does best with the free table's rates, untied tables at the body's rate and a third of the usual std.
+    Transpose tying does best with the free table's rates, untied tables with the body's rate and a third of the usual std.
     """
     free = resolve(TrainConfig(out=Path(), interface="pit-free", settings=settings)).settings
     assert free.table_std is not None, "the settings are resolved"

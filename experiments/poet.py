@@ -8,14 +8,14 @@ from manifold_tying.models import preset
 from manifold_tying.training.config import Settings
 from manifold_tying.training.progress import Started
 
-FULL = "poet-full"  # with a fraction of 1/2, as in all of the paper's ablations
-BUDGETS = (("small", 8), ("medium", 4), ("large", 3))  # h: a side rotates 1/h of its dimensions at an even split
-SHARES = (0.5, 1.0, 0.9, 0.75, 0.25, 0.1, 0.0)  # of the parameters, for R
+FULL = "poet-full"  # with fraction 1/2, as in all of the paper's ablations
+BUDGETS = (("small", 8), ("medium", 4), ("large", 3))  # h: at an even split each side rotates 1/h of its dimensions
+SHARES = (0.5, 1.0, 0.9, 0.75, 0.25, 0.1, 0.0)  # R's shares of the parameters
 SIXTY = "paper: perplexity (Llama-60M, 30B tokens)"
 
 
 def pretraining(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Table 2. Block sizes are the paper's shares of Llama-60M's width: 1/8, 1/4 and 1/2 of 512."""
+    """Table 2. Block sizes scale with the width as in the paper: 1/8, 1/4 and 1/2 of Llama-60M's 512."""
     d = preset(settings.preset).hidden_size
     blocks = [
         Arm(
@@ -44,7 +44,7 @@ def initialization(out: Path, settings: Settings, seeds: int, started: Started |
 
 
 def merging(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Table 6, as far as the run is long enough: the first T_m that is not below its steps stands for never merging."""
+    """Table 6, for each T_m below the number of steps. The smallest other T_m stands for never merging."""
     printed = {400: 25.31, 5: 30.29, 25: 27.27, 50: 25.99, 200: 25.37, 1600: 25.58}
     never = min((every for every in printed if every >= settings.steps), default=None)
     arms = [
@@ -60,7 +60,7 @@ def merging(out: Path, settings: Settings, seeds: int, started: Started | None) 
 
 
 def terms(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Table 7, and beyond it five and six terms and the exact map."""
+    """Table 7, plus five terms, six terms and the exact map."""
     printed = {2: 21.54, 1: 22.56, 3: 20.22, 4: 20.19, 5: None, 6: None}
     arms = [Arm(label=f"k = {k}", spec=f"{FULL}+cayley_terms={k}", printed=ppl) for k, ppl in printed.items()]
     arms += [Arm(label="exact Cayley map", spec=f"{FULL}+cayley_terms=null"), Arm(label="k = 0", spec=None)]
@@ -72,7 +72,7 @@ def terms(out: Path, settings: Settings, seeds: int, started: Started | None) ->
 
 
 def budget(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Figure 5: the same number of parameters, split between R and P."""
+    """Figure 5: a fixed number of parameters, split between R and P."""
     tables = []
     for name, h in BUDGETS:
         title = f"POET, Figure 5: a {name} budget, h = {h}, split between R and P"
@@ -98,7 +98,7 @@ def _ablation(
 
 
 def _errors(trained: Trained) -> Table:
-    """What Figure 10 looks at, at the end of the runs."""
+    """Orthogonality errors as in Figure 10, at the end of the runs."""
     body = []
     for arm in trained.arms:
         values = list(trained.values(arm, "orthogonality_error").values())

@@ -1,7 +1,7 @@
-"""Word problems of one line about small sums and differences, made from templates: a task to adapt a small model to.
+"""One-line word problems about small sums and differences, generated from templates, for adapting a small model.
 
-Stands for what the PIT paper adapts its models to in section B.2, GSM8K with SVAMP beside it: problems to train on, other
-problems in the same wordings to test on, and the same arithmetic in wordings that training never shows.
+They replace GSM8K and SVAMP from section B.2 of the PIT paper: training problems, test problems with the same wordings, and
+the same arithmetic in wordings that never occur in training.
 """
 
 import json
@@ -29,7 +29,7 @@ THINGS = tuple(
     "attributes elements functions classes modules types strings".split()
 )
 FIRST, SECOND = range(3, 9), range(1, 4)  # the two numbers of a problem
-# Each wording with the sign of its second number.
+# (sign of the second number, wording)
 IN_DOMAIN = (
     (1, "from {a} {things} and {b} more?"),
     (1, "have {a} {things} with {b} added?"),
@@ -44,40 +44,40 @@ OUT_OF_DOMAIN = (
     (-1, "remove {b} from {a} {things}?"),
     (-1, "with {a} {things} without {b}?"),
 )
-HELD_OUT_EVERY = 4  # one in so many in-domain problems is for testing, whatever the seed
+HELD_OUT_EVERY = 4  # one in four in-domain problems is for testing, for any seed
 
 
 def problems(count: int, seed: int, kind: Kind) -> list[Problem]:
-    """That many different problems, (question, answer); the text of a problem is question + answer.
+    """Draw different problems (question, answer); the text of a problem is question + answer.
 
-    The answer begins with its space, which byte-level BPE makes part of the number's first token, so that the question alone
-    has the tokens that it has in the text.
+    The answer includes its leading space, which byte-level BPE merges into the number's first token. So the question has the
+    same tokens alone and in the text.
 
     Args:
-        count: how many; they are drawn without repetition.
-        seed: which ones, and in which order. No problem is of two kinds, whatever the seeds.
-        kind: "training", "in-domain" (other problems in the same wordings) or "out-of-domain" (in wordings of its own).
+        count: number of problems, drawn without replacement.
+        seed: selects the problems and their order. The kinds are disjoint for any seeds.
+        kind: "training", "in-domain" (other problems with the same wordings) or "out-of-domain" (other wordings).
 
     Raises:
-        ValueError: an unknown kind, or more problems than there are of it.
+        ValueError: the kind is unknown, or has fewer than ``count`` problems.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(Kind))}")
     found = _all(kind)
     if not 1 <= count <= len(found):
-        raise ValueError(f"expected 1 <= count <= {len(found)}, the problems of kind {kind!r} there are; got {count}")
+        raise ValueError(f"expected 1 <= count <= {len(found)}, the number of {kind!r} problems, got {count}")
     order = np.random.default_rng(seed).permutation(len(found))
     return [found[i] for i in order[:count]]
 
 
 def write_problems(path: Path, count: int, seed: int, kind: Kind = "training") -> Path:
-    """:func:`problems` as JSON lines, {"text": question + answer}: a corpus for ``--data jsonl:PATH``."""
+    """Write :func:`problems` as JSON lines, {"text": question + answer}: a corpus for ``--data jsonl:PATH``."""
     lines = [json.dumps({"text": question + answer}) for question, answer in problems(count, seed, kind)]
     return write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
 def _all(kind: Kind) -> list[Problem]:
-    """Every problem of a kind, in one order."""
+    """Every problem of a kind, in a fixed order."""
     wordings = OUT_OF_DOMAIN if kind == "out-of-domain" else IN_DOMAIN
     found = [
         (wording.format(things=things, a=a, b=b), f" {a + sign * b}")
@@ -95,7 +95,7 @@ def _held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
-BATCH = 256  # questions at a time
+BATCH = 256  # questions decoded together
 
 
 @torch.no_grad()
@@ -105,44 +105,38 @@ def exact_match(
     problems: Sequence[tuple[str, str]],
     device: torch.device | str = "cpu",
 ) -> float:
-    """Share of the problems whose answer the model gives exactly, by greedy decoding up to the end of the document.
+    """Share of the problems, from 0 to 1, that the model answers exactly, by greedy decoding.
 
-    An answer counts if the text up to the token that ends a document is question + answer, to the letter; one that goes on
-    after that is wrong. Before a question stands that token, too, as before every document in training. (There the loss runs
-    over all tokens of a document, the question's as well as the answer's.)
-
-    Questions of one length in tokens are decoded together, so nothing is padded on their side.
+    An answer is right if the text before the end-of-document token is exactly question + answer. A longer answer is wrong. The
+    end-of-document token also precedes each question, as it precedes every document in training. (The training loss covers all
+    tokens of a document, question and answer.) Questions with the same number of tokens are decoded together, without padding.
 
     Args:
-        model: a transformers causal language model, stock or converted; it is moved to the device and left there, in
-            evaluation mode.
-        tokenizer: of the model, with one of the end-of-document tokens that :mod:`manifold_tying.training.data` knows.
-        problems: (question, answer); question + answer is the text, and has the question's tokens at its beginning.
+        model: a transformers causal language model, stock or converted; moved to the device and left in eval mode.
+        tokenizer: the model's, with an end-of-document token known to :mod:`manifold_tying.training.data`.
+        problems: (question, answer); the tokens of question + answer must start with the question's tokens.
         device: where to compute.
 
-    Returns:
-        a number from 0 to 1.
-
     Raises:
-        ValueError: no problems, or a question that runs into its answer as tokens.
+        ValueError: there are no problems, or a token spans the end of a question and the start of its answer.
     """
     if not problems:
-        raise ValueError("expected problems to decode the answers of, got none")
+        raise ValueError("expected at least one problem, got none")
     end = separator_id(tokenizer, "the tokenizer")
-    tokenizer.no_truncation()  # a published tokenizer.json may ask for both
+    tokenizer.no_truncation()  # a published tokenizer.json may enable truncation and padding
     tokenizer.no_padding()
-    by_length = defaultdict[int, list[tuple[list[int], str]]](list)  # questions and the whole text to be decoded
+    by_length = defaultdict[int, list[tuple[list[int], str]]](list)  # (question ids, expected text)
     longest = 0
     for question, answer in problems:
         ids, whole = (tokenizer.encode(text, add_special_tokens=False).ids for text in (question, question + answer))
         if not ids or whole[: len(ids)] != ids:
             raise ValueError(
-                f"expected a question with the tokens that it has in the whole text, got {question!r} before {answer!r}; "
-                "begin the answer with a space, or end the question with a mark"
+                f"expected a question with the same tokens alone and before its answer, got {question!r} before {answer!r}; "
+                "start the answer with a space, or end the question with a punctuation mark"
             )
         by_length[len(ids)].append((ids, tokenizer.decode(whole)))
         longest = max(longest, len(whole) - len(ids))
-    model.to(device).eval()  # type: ignore[arg-type]  # transformers narrows what nn.Module.to takes
+    model.to(device).eval()  # type: ignore[arg-type]  # transformers narrows the arguments of nn.Module.to
     right = 0
     for group in by_length.values():
         for start in range(0, len(group), BATCH):
@@ -155,15 +149,15 @@ def exact_match(
 
 
 def _continue(model: "PreTrainedModel", ids: torch.Tensor, most: int, end: int) -> list[list[int]]:
-    """At most so many tokens after each row of ids (B, N), the likeliest at each place, until the end token."""
-    generate: Any = model.generate  # mypy takes it for a tensor
+    """Greedily continue each row of ids (B, N) by at most ``most`` tokens, up to the end token."""
+    generate: Any = model.generate  # mypy infers a tensor
     out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=most,
         do_sample=False,
         use_cache=True,
-        num_beams=1,  # here and below: whatever the checkpoint's generation_config.json says
+        num_beams=1,  # this and the following override the checkpoint's generation_config.json
         repetition_penalty=1.0,
         eos_token_id=end,
         pad_token_id=end,

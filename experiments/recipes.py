@@ -64,14 +64,13 @@ OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    """Run one of the papers' comparisons and write its tables, beside what the paper prints, to DIR/tables.md.
+    """Run one of the papers' comparisons and write its tables, next to the paper's numbers, to OUT/tables.md.
 
     pit-from-scratch (PIT, Tables 4 and 5), pit-continued (Tables 1 and 2, Figure 3), pit-adaptation (Table 6);
     poet-pretraining (POET, Table 2), poet-initialization (Table 5), poet-merging (Table 6), poet-terms (Table 7 and Figure 10),
-    poet-budget (Figure 5). In no paper: pit-budgets (PIT and the strongest plain tables from scratch at several numbers of
+    poet-budget (Figure 5). Not in a paper: pit-budgets (PIT and the strongest plain tables from scratch at several numbers of
     tokens, each at its best of four trials), pit-length (PIT and plain tables over 1.8 M tokens) and pit-ingredients (a trained
-    memory without each part of its recipe).
-    Repeating the command only runs what is missing.
+    memory without each part of its recipe). A repeated command only trains missing runs.
     """
 
     name: Annotated[Name, tyro.conf.Positional]
@@ -81,15 +80,15 @@ class ReproduceConfig:
     preset: str = "nano"
     """Shape of the model."""
     tokens: int | str | None = None
-    """Training tokens per run; several for pit-budgets, separated by commas. None is 1,843,200 for pit-length, else 184,320."""
+    """Training tokens per run; for pit-budgets also a comma-separated list. None is 1,843,200 for pit-length, else 184,320."""
     arms: str | None = None
-    """pit-budgets: only these arms, separated by commas."""
+    """pit-budgets: comma-separated arms; None is all."""
     dry_run: bool = False
-    """pit-budgets: train nothing; print how many runs are missing and how long they take."""
+    """pit-budgets: only print how many runs are missing and how long they will take."""
     seeds: int = 3
-    """Number of seeds; they are 0, 1, ..."""
+    """Number of seeds: 0, 1, ..."""
     data: str | None = None
-    """Corpus, as for train; None is stdlib, and docstrings if a checkpoint is continued."""
+    """Corpus, as for train; None is docstrings for pit-continued and pit-adaptation, else stdlib."""
     batch_size: int = 8
     """Sequences per step."""
     sequence_length: int = 128
@@ -114,12 +113,12 @@ class ReproduceConfig:
         hidden_size = preset(self.preset).hidden_size
         if self.name != BUDGETS and (self.arms is not None or isinstance(self.tokens, str) or self.dry_run):
             raise ValueError(
-                f"arms, dry_run and several numbers of tokens belong to {BUDGETS}; leave them out of {self.name}"
+                f"only {BUDGETS} takes arms, dry_run and several numbers of tokens; leave them out of {self.name}"
             )
         if unknown := [arm for arm in self.chosen or () if arm not in candidates(hidden_size)]:
             raise ValueError(f"unknown arms {', '.join(unknown)}; choose from {', '.join(candidates(hidden_size))}")
         if self.name not in CONTINUED and (given := [k for k, v in OF_CONTINUED.items() if getattr(self, k) != v]):
-            raise ValueError(f"{', '.join(given)} belong to {', '.join(CONTINUED)}; leave them out of {self.name}")
+            raise ValueError(f"only {' and '.join(CONTINUED)} take {', '.join(given)}; leave them out of {self.name}")
         self.settings()
 
     @property
@@ -137,7 +136,7 @@ class ReproduceConfig:
         return [usual if self.tokens is None else self.tokens]
 
     def settings(self) -> Settings:
-        """Settings of every run, without the checkpoint it starts from and further budgets."""
+        """Settings of every run, except its source checkpoint and further budgets."""
         size = self.batch_size * self.sequence_length
         return Settings(
             preset=self.preset,
@@ -150,7 +149,7 @@ class ReproduceConfig:
 
 
 def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> list[Table]:
-    """Run what is missing, return the tables, and write them to ``OUT/tables.md`` and ``OUT/tables.json``."""
+    """Train the missing runs, return the tables, and write them to ``OUT/tables.md`` and ``OUT/tables.json``."""
     settings = config.settings()
     if config.name in CONTINUED:
         source = config.init_from
@@ -186,7 +185,7 @@ def run_reproduce(config: ReproduceConfig, console: Console) -> None:
 
 
 def _command(config: ReproduceConfig) -> str:
-    """The command line that repeats this."""
+    """The command line that reproduces the result."""
     if called := called_as("reproduce"):
         return called
     words = ["manifold-tying", "reproduce", config.name]
@@ -197,14 +196,14 @@ def _command(config: ReproduceConfig) -> str:
     return shlex.join(words)
 
 
-LR, WIDTH = 4e-3, 128  # peak rate at that width, for AdamW from scratch on transformers' own initial weights
+LR, WIDTH = 4e-3, 128  # AdamW's peak rate at width 128, from scratch with transformers' initial weights
 WEIGHT_DECAY = 0.1
-# The last share of the steps, and its share of the rate: until nothing falls any more.
+# The last quarter of the steps runs at a tenth of the rate, until the loss stops falling.
 SETTLING, SETTLING_RATE = 0.25, 0.1
 
 
 def tied_llama(name: str, positions: int) -> "PreTrainedModel":
-    """transformers' Llama with the sizes of a preset and tied tables, drawn from torch's generator."""
+    """transformers' Llama with the sizes of a preset and tied tables, initialized from torch's global generator."""
     shape, transformers = preset(name), import_transformers()
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -224,10 +223,10 @@ def tied_llama(name: str, positions: int) -> "PreTrainedModel":
 
 
 def trained_source(out: Path, name: str, data: str, steps: int, started: Started | None = None) -> Path:
-    """Folder of a tied checkpoint of that preset, trained for so many steps; what is there already is not done again.
+    """Train a tied checkpoint of a preset, unless it exists, and return its folder.
 
-    A quarter of the steps settle it: a second run from where the first one ended, whose rate falls from a tenth of the peak
-    to a hundredth, as checkpoints that are published were trained to the end of their schedule.
+    The last quarter of the steps is a second run that continues the first one. Its rate falls from a tenth of the peak to a
+    hundredth, because published checkpoints were also trained to the end of their schedule.
     """
     start = out / "start"
     lr = LR * WIDTH / preset(name).hidden_size
@@ -236,14 +235,14 @@ def trained_source(out: Path, name: str, data: str, steps: int, started: Started
         with torch.random.fork_rng():
             torch.manual_seed(0)
             tied_llama(name, positions=4 * Settings.sequence_length).save_pretrained(start)
-        shutil.copy2(made.directory / "tokenizer.json", start)  # last: with it the folder is whole
+        shutil.copy2(made.directory / "tokenizer.json", start)  # last, because it marks the folder as complete
     settling = round(SETTLING * steps)
     falling = _run(out / "run", start, data, steps - settling, lr, 0, started)
     return _run(out / "settled", falling, data, settling, SETTLING_RATE * lr, 1, started) if settling else falling
 
 
 def _run(out: Path, init_from: Path, data: str, steps: int, lr: float, seed: int, started: Started | None) -> Path:
-    """The checkpoint of one run, trained where it is not there yet; the seed is that of the order of the data."""
+    """Train one run, unless it exists, and return its checkpoint; ``seed`` sets the order of the data."""
     if not (out / RESULT).exists():
         settings = Settings(
             init_from=init_from,

@@ -43,7 +43,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What is public is imported where it is first asked for: geoopt takes half as long to import as torch.
+# Import public names on first use: geoopt takes half as long to import as torch.
 _PACKAGES = ("diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),

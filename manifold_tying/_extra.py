@@ -1,4 +1,4 @@
-"""The error for packages of an extra that are not installed."""
+"""Name the extra to install if one of its packages is missing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "manifold_tying":
-            raise  # a mistake of ours
+            raise  # our own bug
         raise ModuleNotFoundError(
             f"{error}: {what} more packages; install the extra: pip install 'manifold-tying[{extra}]' (from a checkout: "
             f"pip install '.[{extra}]')",

@@ -1,8 +1,8 @@
-"""geoopt, without the warnings of its import."""
+"""Import geoopt without its import-time warnings."""
 
 import warnings
 
 with warnings.catch_warnings():
-    # geoopt 0.5.1 compiles its hyperbolic formulas with torch.jit.script, which torch deprecates: not our users' business.
+    # geoopt 0.5.1 uses torch.jit.script, which torch deprecates; users cannot act on the warning.
     warnings.filterwarnings("ignore", message="`torch.jit.script")
     import geoopt as geoopt

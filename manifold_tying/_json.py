@@ -1,4 +1,4 @@
-"""JSON files that may be damaged or foreign: every way in which they cannot be read is one error."""
+"""Read JSON files that may be damaged; every failure becomes one kind of error."""
 
 import json
 import os
@@ -11,8 +11,8 @@ class NotJSON(ValueError):
     """A text is not JSON.
 
     Attributes:
-        reason: what is wrong, without the place.
-        line: where, counted from 1; None where it is not known.
+        reason: what is wrong, without the position.
+        line: line of the error, from 1; None if unknown.
     """
 
     def __init__(self, reason: str, line: int | None = None, place: str | None = None) -> None:
@@ -22,7 +22,7 @@ class NotJSON(ValueError):
 
 
 def parsed(text: str | bytes) -> Any:
-    """The value that a JSON text holds, or NotJSON."""
+    """Parse a JSON text; raises NotJSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -34,7 +34,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """OSError unless the path is a regular file: opening a FIFO waits for a writer, for ever."""
+    """OSError unless the path is a regular file: opening a FIFO would block until something writes to it."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "FIFO, socket or device"
@@ -42,13 +42,13 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file; OSError for anything else."""
+    """Read a regular file; OSError for anything else."""
     check_regular(path)
     return path.read_bytes()
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """The JSON object in a file; ValueError that names the file and ends with the advice otherwise."""
+    """Read a JSON object; otherwise raises ValueError that names the file and ends with the advice."""
     try:
         content = parsed(read_bytes(path).decode())
     except (OSError, ValueError) as error:

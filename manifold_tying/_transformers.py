@@ -1,7 +1,7 @@
-"""Registers the loader of converted checkpoints with transformers, without importing transformers for it (seconds).
+"""Register the loader of converted checkpoints with transformers, without importing transformers, which takes seconds.
 
-transformers has no entry point for quantizers, so wrapt, of the extra ``huggingface``, waits for its table of them. Nothing is
-raised there: what stops it is raised by :func:`import_transformers`, where the user asked for transformers.
+transformers has no entry point for quantizers, so an import hook of wrapt (extra ``huggingface``) registers the loader. The
+hook never raises. :func:`import_transformers` raises the error once the user needs transformers.
 """
 
 import importlib
@@ -14,7 +14,7 @@ _OLDEST = 5  # major version; 4.x has neither `all_tied_weights_keys` nor dicts 
 
 
 def import_transformers() -> Any:
-    """transformers with our loader registered; ModuleNotFoundError that says what to install where it is missing or too old."""
+    """Import transformers and register our loader; ModuleNotFoundError if transformers is missing or too old."""
     how = "install the extra: pip install 'manifold-tying[huggingface]' (from a checkout: pip install '.[huggingface]')"
     try:
         transformers = importlib.import_module("transformers")
@@ -24,20 +24,16 @@ def import_transformers() -> Any:
         raise ModuleNotFoundError(
             f"expected transformers >= {_OLDEST}.0, found {transformers.__version__}; {how}", name="transformers"
         )
-    _register()
+    importlib.import_module("manifold_tying.huggingface.loader")  # the import registers it
     return transformers
 
 
 def register_with_transformers() -> None:
-    """Register the loader where transformers is imported already, else right after it is."""
+    """Register the loader now if transformers is imported already, otherwise right after its import."""
     with suppress(ModuleNotFoundError):
         from wrapt import register_post_import_hook
 
         register_post_import_hook(_try_to_register, "transformers.quantizers.auto")
-
-
-def _register() -> None:
-    importlib.import_module("manifold_tying.huggingface.loader")  # registers by being imported
 
 
 def _too_old() -> bool:
@@ -50,7 +46,7 @@ def _try_to_register(_: Any) -> None:
     if _too_old():
         return
     try:
-        _register()
+        importlib.import_module("manifold_tying.huggingface.loader")
     except Exception:
         logging.getLogger(__name__).warning(
             "Cannot register converted checkpoints with transformers; AutoModel will not read them.", exc_info=True

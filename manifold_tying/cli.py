@@ -10,7 +10,7 @@ from types import ModuleType
 
 from manifold_tying._extra import needs_extra
 
-# name: its configuration and its function, imported when the command is given
+# command: (configuration class, function), imported only when the command runs
 COMMANDS = {
     "train": ("TrainConfig", "run_train"),
     "ablate": ("AblateConfig", "run_ablate"),
@@ -25,9 +25,9 @@ usage: manifold-tying COMMAND [-h] ...
 
   train      Train one model.
   ablate     Train several arms on the same data and compare them.
-  reproduce  Make one of the papers' comparisons; in a checkout only.
+  reproduce  Run one of the papers' comparisons; needs a checkout.
   report     Draw the curves of ablations and runs on one page.
-  convert    Replace the tied tables of a transformers checkpoint by a PIT interface.
+  convert    Replace the tied tables of a transformers checkpoint with a PIT interface.
   export     Write a converted checkpoint as a stock one, or a run's weights as one file.
   inspect    Show a saved model's token interface.
 
@@ -38,7 +38,7 @@ galore-60m, galore-130m, galore-350m, galore-1.3b.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and run it; what the user can mend (ValueError, OSError, a package) is printed, exit status 2."""
+    """Run a command line. Prints errors that the user can fix (ValueError, OSError, a missing package); exit status 2."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if name in ("-h", "--help"):
@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+    except BrokenPipeError:  # a reader such as head has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,18 +68,18 @@ def _run(name: str, arguments: list[str]) -> None:
 
         command = _experiments() if name == "reproduce" else importlib.import_module("manifold_tying.training.commands")
     config = parsed(getattr(command, kind), name, arguments)
-    # Text holds names that users chose, which are never markup: "[/x]" would be an error, "[final]" would vanish.
+    # No markup, because text contains user-chosen names: "[/x]" would raise an error, "[final]" would vanish.
     getattr(command, function)(config, Console(markup=False, emoji=False))
 
 
 def _experiments() -> ModuleType:
-    """The comparisons, which lie beside the package in a checkout; ValueError where they do not."""
+    """Import the comparisons from the checkout; ValueError if the package is not in one."""
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "experiments").is_dir():
         raise ValueError(
-            "reproduce needs the folder experiments/, which lies beside the package in its repository and not in an installed "
-            "package. Run pip install --editable '.[train]' in a checkout, and the command again"
+            "reproduce needs the folder experiments/ of the repository, which an installed package lacks. Run "
+            "pip install --editable '.[train]' in a checkout, then repeat the command"
         )
     if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))  # first, for a user may have a folder of that name
+        sys.path.insert(0, str(checkout))  # first, because the user may have another folder of that name
     return importlib.import_module("experiments.recipes")

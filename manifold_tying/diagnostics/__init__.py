@@ -1,4 +1,4 @@
-"""What a model's constraint does, in numbers."""
+"""Diagnostics of token interfaces, weights and training runs."""
 
 from manifold_tying.diagnostics.bases import principal_angles as principal_angles
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks

@@ -1,4 +1,4 @@
-"""Bases of tall tables and the angles between them, a block of rows at a time: nothing V x d is held in float64."""
+"""Bases of tall tables and the angles between them, in blocks of rows: no float64 copy of a table."""
 
 from collections.abc import Iterator
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from manifold_tying import precision
 
-_BLOCK_ENTRIES = 2**22  # of a block of rows, in float64: 32 MiB
-# Smallest over largest singular value. A polar factor is off by float64's rounding over this ratio.
+_BLOCK_ENTRIES = 2**22  # a block of rows in float64: 32 MiB
+# Smallest accepted ratio of singular values; the error of a polar factor is float64's rounding divided by it.
 _LEAST_RATIO = 1e-10
 
 
 def table_blocks(table: Tensor) -> Iterator[Tensor]:
-    """The rows of a table (V, d) in float64, in blocks of several times d rows."""
+    """The rows of a table (V, d) in float64, in blocks of at least 4 d rows."""
     d = table.shape[1]
     for block in table.detach().split(max(4 * d, _BLOCK_ENTRIES // d)):
         yield block.double()
 
 
 def check_table(table: Tensor, name: str) -> None:
-    """ValueError unless the table is a finite floating (V, d) with V >= d >= 1."""
+    """ValueError unless the table is floating, finite and (V, d) with V >= d >= 1."""
     if table.ndim != 2:
         raise ValueError(f"expected {name} (V, d), got {tuple(table.shape)}")
     precision.check_tall(table, name)
@@ -28,20 +28,18 @@ def check_table(table: Tensor, name: str) -> None:
 
 
 def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """H and H⁻¹, float64 (d, d), of the polar factors table = U H of a table (V, d), so that U = table H⁻¹.
+    """H and H⁻¹, float64 (d, d), of the polar decomposition table = U H, so that U = table H⁻¹.
 
-    H comes from the triangular factor of a QR factorization of row blocks, not from the Gram matrix, which would square the
-    condition. ValueError where the table does not have full column rank: U is not determined there.
+    H comes from a QR factorization of row blocks; the Gram matrix would square the condition number.
     """
-    d = table.shape[1]
-    R = torch.zeros(0, d, dtype=torch.float64, device=table.device)
+    R = torch.zeros(0, table.shape[1], dtype=torch.float64, device=table.device)
     for rows in table_blocks(table):
         R = torch.linalg.qr(torch.cat([R, rows]), mode="r")[1]
     _, h, Vh = torch.linalg.svd(R)
     if not h[-1] > _LEAST_RATIO * h[0]:
         raise ValueError(
             f"expected {name} of full column rank, got singular values from {h[-1]:.1e} to {h[0]:.1e}: its polar factor is "
-            "not determined. Look for zero, constant or duplicate columns"
+            "not unique. Look for zero, constant or duplicate columns"
         )
     return precision.sym((Vh.mT * h) @ Vh), precision.sym((Vh.mT / h) @ Vh)
 
@@ -55,10 +53,9 @@ def basis_product(A: Tensor, inverse_A: Tensor, B: Tensor, inverse_B: Tensor) ->
 
 
 def angles_of(cosines: Tensor, residual_gram: Tensor) -> Tensor:
-    """Angles from their cosines, descending, and from SᵀS with S = Q - U UᵀQ, whose singular values are the sines.
+    """Principal angles from their cosines, descending, and SᵀS, S = Q - U UᵀQ, whose singular values are the sines.
 
-    A cosine says nothing about angles below √eps, a sine nothing about those as near to π/2; the two together both.
-    (Björck and Golub 1973.)
+    Cosines lose angles below √eps, sines those within √eps of π/2. (Björck and Golub 1973.)
     """
     sines = torch.linalg.eigvalsh(residual_gram).clamp_min(0).sqrt()
     return torch.atan2(sines, cosines)
@@ -67,7 +64,7 @@ def angles_of(cosines: Tensor, residual_gram: Tensor) -> Tensor:
 def vector_angles(a: Tensor, b: Tensor) -> Tensor:
     """Angles between the vectors a and b (..., d), as 2 atan2(‖â - b̂‖, ‖â + b̂‖): (...), float64, exact at 0 and at π.
 
-    NaN where one is zero. (Kahan.)
+    NaN if one vector is zero. (Kahan.)
     """
     a, b = (v.detach().double() for v in (a, b))
     a, b = (v / torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a, b))
@@ -77,8 +74,8 @@ def vector_angles(a: Tensor, b: Tensor) -> Tensor:
 def principal_angles(A: Tensor, B: Tensor) -> Tensor:
     """The d principal angles between the column spaces of A and B, both (V, d): (d,), float64, radians, ascending.
 
-    The largest is exact however small it is, the others to 1e-8 of it at least. O(V d²) operations, and O(d²) memory and a
-    few blocks of rows beside the tables.
+    The largest angle is accurate at any size, the others to at least 1e-8 of it. Takes O(V d²) operations and, besides the
+    tables, O(d²) memory and a few blocks of rows.
     """
     if A.shape != B.shape:
         raise ValueError(f"expected two tables of one shape (V, d), got {tuple(A.shape)} and {tuple(B.shape)}")

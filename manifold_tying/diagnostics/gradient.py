@@ -1,6 +1,5 @@
-"""The gradient of a token table by its two sources: the lookup, which reads it, and the head, which writes with it."""
+"""Split the gradient of a token table by source: the lookup (as embedding) and the head (as unembedding)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +14,38 @@ from manifold_tying.tying import TokenInterface
 
 @dataclass(frozen=True, slots=True)
 class SideGradients:
-    """∂ℓ/∂θ = lookup + head of one parameter of the token interface, detached."""
+    """The two terms of ∂ℓ/∂θ = lookup + head for one parameter of the token interface, detached."""
 
     lookup: Tensor
-    """Through the embeddings: non-zero for tokens of the batch only, where θ is a table."""
+    """Through the embeddings. If θ is a table, only the rows of the batch's tokens are non-zero."""
     head: Tensor
-    """Through the logits, hidden states held fixed: for every token, since every one has a probability."""
+    """Through the logits, with hidden states held fixed. Non-zero for every token, since each has a probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketGradients:
-    """The two parts over the rows of one frequency bucket."""
+    """Both terms over the rows of one frequency bucket."""
 
     bucket: str
     tokens: int
     touched: int
-    """Rows that the lookup reaches."""
+    """Rows with a non-zero lookup gradient."""
     lookup_norm: float
     head_norm: float
     angle: float
-    """Between the two parts, radians, NaN where one is zero; above π/2 they pull against each other."""
+    """Angle between the two terms in radians, NaN if one is zero; above π/2 they oppose each other."""
 
 
 def split_gradient(
     model: nn.Module, ids: Tensor, targets: Tensor, *, ignore_index: int = -100
 ) -> dict[str, SideGradients]:
-    """The gradient of the mean cross-entropy for each trainable parameter of the token interface, by side, by name.
+    """The gradient of the mean cross-entropy, split by side, for each trainable parameter of the token interface, by name.
 
-    With h the hidden states that the head multiplies: head = ∂ℓ/∂θ at fixed h, and lookup = (∂ℓ/∂h) (∂h/∂θ), since h
-    depends on θ through the embeddings alone. Two backward passes, exact for every interface: for transpose tying the two
-    terms that a shared table has, sparse and dense, for PIT the same for Z and for L, for untied tables one of them is 0.
-    Z's is the Euclidean gradient, before any projection to the tangent space. No ``.grad`` is touched; dropout, if the model
-    is in training mode, is drawn once for both.
+    Let h be the hidden states that the head multiplies. Then head = ∂ℓ/∂θ at fixed h, and lookup = (∂ℓ/∂h) (∂h/∂θ), since h
+    depends on θ only through the embeddings. This takes two backward passes and is exact for every interface. Transpose tying
+    has a sparse and a dense term for its table, PIT has both terms for Z and for L, and untied tables have one each. Z's
+    gradient is Euclidean, not projected to the tangent space. ``.grad`` does not change. In training mode, both passes share
+    one dropout mask.
 
     Args:
         model: the reference model, or a Hugging Face causal language model.
@@ -54,77 +53,66 @@ def split_gradient(
         targets: (B, N), the token after each of ids, or ``ignore_index``.
 
     Raises:
-        ValueError: the interface has nothing to train, as where a memory is frozen.
+        ValueError: the interface has no trainable parameters, for example because its memory is frozen.
     """
     if targets.shape != ids.shape or ids.ndim != 2:
         raise ValueError(f"expected ids and targets (B, N), got {tuple(ids.shape)} and {tuple(targets.shape)}")
     interface: Any = getattr(model, "interface", None)
-    if isinstance(interface, TokenInterface):
-        parameters = {f"interface.{name}": p for name, p in interface.named_parameters() if p.requires_grad}
-        _check_any(parameters)
-        with torch.enable_grad():
+    ours = isinstance(interface, TokenInterface)
+    embedding, head = (interface, interface) if ours else embedding_and_head(model)
+    wanted = {p for side in (embedding, head) for p in side.parameters() if p.requires_grad}
+    if not wanted:
+        raise ValueError("expected a token interface with trainable parameters, got none: unfreeze its table or memory")
+    parameters = {name: p for name, p in model.named_parameters() if p in wanted}
+    with torch.enable_grad():
+        if ours:
             hidden = model.hidden(ids)  # type: ignore[operator]
             fixed = hidden.detach().requires_grad_()
             loss = interface.loss(fixed, targets, ignore_index=ignore_index)
-        return _split(parameters, hidden, fixed, loss)
-    sides = embedding_and_head(model)
-    wanted = {p for side in sides for p in side.parameters() if p.requires_grad}
-    parameters = {name: p for name, p in model.named_parameters() if p in wanted}
-    _check_any(parameters)
+        else:
+            hidden, fixed, loss = _hugging_face(model, head, ids, targets, ignore_index)
+    inputs = list(parameters.values())
+    through_hidden, *by_head = torch.autograd.grad(loss, [fixed, *inputs], allow_unused=True, materialize_grads=True)
+    by_lookup = torch.autograd.grad(hidden, inputs, through_hidden, allow_unused=True, materialize_grads=True)
+    return {name: SideGradients(*terms) for name, *terms in zip(parameters, by_lookup, by_head, strict=True)}
+
+
+def _hugging_face(
+    model: nn.Module, head: nn.Module, ids: Tensor, targets: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The head's input, a detached copy that the head reads instead, and the loss."""
     cut: list[tuple[Tensor, Tensor]] = []
 
     def detach(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         cut.append((inputs[0], inputs[0].detach().requires_grad_()))
         return (cut[-1][1], *inputs[1:])
 
-    hook = sides[1].register_forward_pre_hook(detach)
+    hook = head.register_forward_pre_hook(detach)
     try:
-        with torch.enable_grad():
-            logits = model(ids, use_cache=False).logits
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=ignore_index
-            )
+        logits = model(ids, use_cache=False).logits.flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
     finally:
         hook.remove()
     if len(cut) != 1:
         raise ValueError(f"expected one call of the head of {type(model).__name__} per forward, got {len(cut)}")
-    return _split(parameters, *cut[0], loss)
-
-
-def _check_any(parameters: dict[str, nn.Parameter]) -> None:
-    if not parameters:
-        raise ValueError("expected a token interface with trainable parameters, got none: unfreeze its table or memory")
-
-
-def _split(
-    parameters: dict[str, nn.Parameter], hidden: Tensor, fixed: Tensor, loss: Tensor
-) -> dict[str, SideGradients]:
-    grad: Callable[..., Any] = torch.autograd.grad
-    inputs = list(parameters.values())
-    through_hidden, *head = grad(loss, [fixed, *inputs], allow_unused=True, materialize_grads=True)
-    lookup = grad(hidden, inputs, through_hidden, allow_unused=True, materialize_grads=True)
-    return {name: SideGradients(*sides) for name, *sides in zip(parameters, lookup, head, strict=True)}
+    return *cut[0], loss
 
 
 def gradient_anatomy(sides: SideGradients, counts: Tensor) -> list[BucketGradients]:
-    """Norms of the two parts of a table's gradient (V, d), and the angle between them, by token frequency.
+    """Norms of the two terms of a table's gradient (V, d), and the angle between them, by token frequency.
 
     Args:
-        sides: of the table or of the memory, from :func:`split_gradient`.
+        sides: gradients of the table or memory, from :func:`split_gradient`.
         counts: (V,), how often each token occurs, in the corpus or in the batch.
     """
     if sides.lookup.ndim != 2 or counts.shape != sides.lookup.shape[:1]:
-        raise ValueError(
-            f"expected gradients of a table (V, d) and counts (V,), got {tuple(sides.lookup.shape)} and {tuple(counts.shape)}"
-        )
+        shapes = f"{tuple(sides.lookup.shape)} and {tuple(counts.shape)}"
+        raise ValueError(f"expected gradients of a table (V, d) and counts (V,), got {shapes}")
     result = []
     for bucket, tokens in frequency_buckets(counts):
         lookup, head = sides.lookup[tokens].double(), sides.head[tokens].double()
         norms = torch.linalg.matrix_norm(lookup).item(), torch.linalg.matrix_norm(head).item()
         touched = int((lookup != 0).any(1).sum())
-        result.append(
-            BucketGradients(
-                bucket, len(tokens), touched, *norms, vector_angles(lookup.flatten(), head.flatten()).item()
-            )
-        )
+        angle = vector_angles(lookup.flatten(), head.flatten()).item()
+        result.append(BucketGradients(bucket, len(tokens), touched, *norms, angle))
     return result

@@ -1,4 +1,4 @@
-"""The two tables of a saved model, read from safetensors alone: nothing of a checkpoint is executed or unpickled."""
+"""Read the two tables of a saved model from safetensors; never executes or unpickles anything in a checkpoint."""
 
 import warnings
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _MEMORY, _FREE = "parametrizations.memory.original", "table"
 
 
 class SavedTables(NamedTuple):
-    """What a folder says about its token interface."""
+    """The tables in a folder."""
 
     E: Tensor  # (V, d)
     W_out: Tensor  # (d, V)
@@ -35,21 +35,21 @@ class SavedTables(NamedTuple):
 
 
 def inspect_tables(path: str | Path) -> SavedTables:
-    """E (V, d), W_out (d, V) and a line of description of a saved model; only these tensors are read.
+    """E (V, d), W_out (d, V) and a one-line description of a saved model; reads no other tensors.
 
     Args:
-        path: a run of ``manifold-tying train`` (its newest checkpoint), one of its checkpoints, or a folder in Hugging
-            Face's form with config.json. The weights may be one safetensors file or shards.
+        path: a run of ``manifold-tying train`` (reads its newest checkpoint), one of its checkpoints, or a Hugging Face model
+            folder with config.json. The weights may be one safetensors file or shards.
 
     Raises:
-        ValueError: a file is missing or damaged, holds no table, or NaN or Inf in one; says which and what to do.
+        ValueError: a file is missing or damaged, or has no table, or a table contains NaN or Inf.
         ImportError: safetensors is not installed.
     """
     return saved_interface(path)[0]
 
 
 def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
-    """:func:`inspect_tables`, and the PIT interface that the tables are of, where they are of one."""
+    """:func:`inspect_tables`, and the PIT interface that the tables come from, if any."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"expected the folder of a run, a checkpoint or a Hugging Face model, got {folder}")
@@ -62,24 +62,26 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
         found = _of_hugging_face(folder)
     else:
         raise ValueError(
-            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or a saved model"
+            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or saved model"
         )
     for name, table in zip(("E", "W_out"), found[0][:2], strict=True):
         if table.ndim != 2 or not table.is_floating_point() or not torch.isfinite(table).all():
             raise ValueError(
-                f"expected finite floating-point tables of two dimensions in {folder}, but {name} ({table.dtype}, shape "
-                f"{tuple(table.shape)}) is not or holds NaN or Inf: the weights are damaged, or the training diverged"
+                f"expected finite floating-point tables of two dimensions in {folder}, got {name} of {table.dtype} and shape "
+                f"{tuple(table.shape)}, possibly with NaN or Inf: the weights are damaged, or the training diverged"
             )
     return found
 
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = read_object(folder / "state.json", DAMAGED)
-    sharded = not (folder / WHOLE).exists() and any(folder.glob("shard-*"))
-    tensors = _of_shards(folder, state) if sharded else _of_one_file(folder)
+    if not (folder / WHOLE).exists() and any(folder.glob("shard-*")):
+        tensors = _of_shards(folder, state)
+    else:
+        tensors = _below(_OURS, folder, dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE))
     if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
-        raise ValueError(f"{folder} holds no token interface that is known here; it has {found}")
+        raise ValueError(f"expected a token interface of this package in {folder}, got {found}")
     step, config = state.get("step"), state.get("config")
     if type(step) is not int or not isinstance(config, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
@@ -92,20 +94,20 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
 
 
-def _of_one_file(folder: Path) -> dict[str, Tensor]:
-    where = dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE)
-    names = [name for name in where if name.startswith(_OURS)]
-    return {name.removeprefix(_OURS): tensor for name, tensor in read_tensors(folder, where, names).items()}
+def _below(prefix: str, folder: Path, where: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read the tensors whose names start with the prefix; removes it from the names."""
+    names = [name for name in where if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(folder, where, names).items()}
 
 
 def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The interface of a checkpoint that several processes saved, each its own rows."""
+    """The interface in a checkpoint of a distributed run, to which each process wrote its own rows."""
     import torch.distributed.checkpoint as dcp
 
     files = state.get("files")
     if not isinstance(files, dict) or (missing := [name for name in files if not (folder / name).is_file()]):
         raise ValueError(f"{folder} lacks shards that its state.json names ({_some(missing if files else ())})")
-    read_shapes(sorted(folder.glob("shard-*.safetensors")))  # names the file that is damaged
+    read_shapes(sorted(folder.glob("shard-*.safetensors")))  # its error names the damaged file
     reader = dcp.HuggingFaceStorageReader(str(folder))
     metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors = {
@@ -126,15 +128,15 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
     stored = tensors[_FREE if free else _MEMORY]
     if stored.ndim != 2:
         raise ValueError(f"expected a memory (V, d) in {folder}, got a tensor of shape {tuple(stored.shape)}")
-    with torch.device("meta"):  # the tensors are there already
+    with torch.device("meta"):
         pit = PIT(*stored.shape, memory="free" if free else "frozen", **options)
     try:
         if "bridge" in tensors:
             pit.bridge = torch.nn.Parameter(tensors["bridge"])
         pit.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{folder} holds another kind of PIT than this version's: {error}") from error
-    for module in pit.modules():  # buffers that say a dtype and are in no file
+        raise ValueError(f"the PIT interface in {folder} does not match this version's: {error}") from error
+    for module in pit.modules():  # empty buffers, not stored, that track a dtype
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
     if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
@@ -149,33 +151,27 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     family = f"Hugging Face {config.get('model_type', 'model')}"
     stored = tuple(_OURS + name for name in (_MEMORY, _FREE))
     converted = [name[: name.rindex(_OURS) + len(_OURS)] for name in where if name.endswith(stored)]
-    if converted:  # by this package; the two halves share one interface
-        names = [name for name in where if name.startswith(converted[0])]
-        tensors = {
-            name.removeprefix(converted[0]): tensor for name, tensor in read_tensors(folder, where, names).items()
-        }
-        pit = _pit(tensors, folder, config.get("quantization_config") or {})
+    if converted:  # by this package; both halves share one interface
+        pit = _pit(_below(converted[0], folder, where), folder, config.get("quantization_config") or {})
         kind = "PIT" if pit.bridge is None else "PIT with a bridge"
         return SavedTables(*pit.materialize(), f"{family}, {kind}"), pit
     if entry is not None:
-        raise ValueError(
-            f"{folder} is a converted checkpoint by its config.json, but has no memory; it has {_some(where)}"
-        )
+        raise ValueError(f"config.json says that {folder} is converted, but it has no memory; it has {_some(where)}")
     embedding, head, tied = table_names(folder, where)
     if embedding is None:
         raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
     E = read_tensors(folder, where, [embedding])[embedding]
     if E.ndim != 2:
         raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
-    if head is None and not tied:
-        raise ValueError(
-            f"{folder} is untied by its config.json and has no head; a shard may be missing: {_some(where)}"
-        )
-    if head is None:
+    if head is None and tied:
         return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
+    if head is None:
+        raise ValueError(
+            f"config.json says that {folder} is untied, but it has no head; a shard may be missing: {_some(where)}"
+        )
     table = read_tensors(folder, where, [head])[head]
     if table.shape != E.shape:
-        raise ValueError(f"expected {head} of shape {tuple(E.shape)} as {embedding}, got {tuple(table.shape)}")
+        raise ValueError(f"expected {head} to have {embedding}'s shape {tuple(E.shape)}, got {tuple(table.shape)}")
     tying = "tied" if torch.equal(E, table) else "untied"
     return SavedTables(E, table.mT, f"{family}, {embedding} and {head}, {tying}"), None
 

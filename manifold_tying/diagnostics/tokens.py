@@ -1,4 +1,4 @@
-"""Tokens: nearest anchors, drift between checkpoints, frequency buckets and row norms."""
+"""Diagnostics of single tokens: nearest anchors, drift between checkpoints, frequency buckets and row norms."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifold_tying.diagnostics.bases import table_blocks
 
-_QUERIES = 1024  # tokens whose similarities to the vocabulary are held at a time
+_QUERIES = 1024  # tokens per block of similarities to the vocabulary
 
 
 class Anchors(NamedTuple):
@@ -24,20 +24,18 @@ class TokenDrift:
 
     tokens: Tensor  # (n,), int64
     cosines: Tensor  # (n,), float64: between a token's vector before and after
-    neighbours_kept: Tensor  # (n,), float64: share of its k nearest other tokens that are the same after
+    neighbours_kept: Tensor  # (n,), float64: share of the k nearest other tokens that stay among them
 
 
 def nearest_anchors(states: Tensor, anchors: Tensor, k: int = 1) -> Anchors:
-    """The k anchors (V, d) with the largest cosine to each state (n, d), in float64, a block of anchors at a time.
+    """The k anchors (V, d) with the largest cosine to each state (n, d), in float64, in blocks of anchors.
 
-    Anchors of the input side are the rows of E, those of the output side the columns of W_out, given as W_outᵀ: with the
-    columns' lengths, which the logits h W_out keep, the head ranks them by more than direction. An anchor or a state that
-    is zero has cosine 0.
+    Input-side anchors are the rows of E, output-side anchors the columns of W_out, passed as W_outᵀ. The head ranks the columns
+    differently, because the logits h W_out also depend on their lengths. A zero anchor or state has cosine 0.
     """
     if states.ndim != 2 or anchors.ndim != 2 or states.shape[1] != anchors.shape[1]:
-        raise ValueError(
-            f"expected states (n, d) and anchors (V, d), got {tuple(states.shape)} and {tuple(anchors.shape)}"
-        )
+        shapes = f"{tuple(states.shape)} and {tuple(anchors.shape)}"
+        raise ValueError(f"expected states (n, d) and anchors (V, d), got {shapes}")
     if not 1 <= k <= len(anchors):
         raise ValueError(f"expected k in [1, {len(anchors)}], got {k}")
     directions = _directions(states.detach().double())
@@ -54,16 +52,16 @@ def nearest_anchors(states: Tensor, anchors: Tensor, k: int = 1) -> Anchors:
 
 
 def token_drift(before: Tensor, after: Tensor, *, tokens: Tensor | None = None, neighbours: int = 5) -> TokenDrift:
-    """What became of tokens between two tables (V, d) of one vocabulary, two checkpoints of E or of W_outᵀ.
+    """How far tokens moved between two tables (V, d) of one vocabulary, such as E or W_outᵀ of two checkpoints.
 
-    The cosine sees a common rotation of hidden space as drift; the neighbours do not, they say whether a token still means
-    the same among the others.
+    The cosine counts a common rotation of hidden space as drift. The neighbours do not: they show whether a token keeps its
+    meaning relative to the others.
 
     Args:
         before: the first table.
-        after: the second.
-        tokens: ids (n,) to look at; None takes all, at O(V² d) operations: for a large vocabulary give a sample.
-        neighbours: how many nearest other tokens to compare.
+        after: the second table.
+        tokens: ids (n,); None takes all, at O(V² d) operations. Pass a sample of a large vocabulary.
+        neighbours: number of nearest other tokens to compare.
     """
     if before.shape != after.shape or before.ndim != 2:
         raise ValueError(f"expected two tables of one shape (V, d), got {tuple(before.shape)} and {tuple(after.shape)}")
@@ -71,9 +69,8 @@ def token_drift(before: Tensor, after: Tensor, *, tokens: Tensor | None = None, 
         raise ValueError(f"expected neighbours in [1, {len(before) - 1}], got {neighbours}")
     tokens = torch.arange(len(before), device=before.device) if tokens is None else tokens
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not ((tokens >= 0) & (tokens < len(before))).all():
-        raise ValueError(
-            f"expected int64 token ids (n,) in [0, {len(before)}), got {tokens.dtype} {tuple(tokens.shape)}"
-        )
+        found = f"{tokens.dtype} {tuple(tokens.shape)}"
+        raise ValueError(f"expected int64 token ids (n,) in [0, {len(before)}), got {found}")
     cosines, kept = [], []
     for part in tokens.split(_QUERIES):
         first, second = before[part], after[part]
@@ -85,10 +82,10 @@ def token_drift(before: Tensor, after: Tensor, *, tokens: Tensor | None = None, 
 
 
 def _others(states: Tensor, table: Tensor, own: Tensor, k: int) -> Tensor:
-    """The k nearest tokens other than the own one, (n, k); its duplicates count."""
+    """The k nearest tokens to each token other than itself, (n, k); its duplicates count."""
     ids = nearest_anchors(states, table, k + 1).ids
     is_own = ids == own[:, None]
-    is_own[:, -1] |= ~is_own.any(1)  # more than k duplicates hide it: then the last has to go
+    is_own[:, -1] |= ~is_own.any(1)  # if over k duplicates crowd it out, drop the last one instead
     return ids[~is_own].view(len(own), k)
 
 
@@ -114,32 +111,30 @@ class RowNorms:
 
     buckets: list[BucketNorms]
     rank_correlation: float
-    """Spearman's, of norm and count over all tokens, in [-1, 1]; NaN where one of them is constant."""
+    """Spearman's correlation of norm and count over all tokens; NaN if one of them is constant."""
 
 
 def frequency_buckets(counts: Tensor) -> list[tuple[str, Tensor]]:
-    """(label, token ids) of the tokens that never occur, then per power of ten: 0, 1-9, 10-99, ...; empty ones left out."""
+    """(label, token ids) for each nonempty bucket of counts: 0, 1-9, 10-99, ..."""
     if counts.ndim != 1 or counts.is_floating_point() or counts.dtype == torch.bool or (counts < 0).any():
-        raise ValueError(
-            f"expected whole counts (V,) >= 0, got {counts.dtype} {tuple(counts.shape)}; use torch.bincount"
-        )
-    buckets = [("0", (counts == 0).nonzero()[:, 0])]
+        found = f"{counts.dtype} {tuple(counts.shape)}"
+        raise ValueError(f"expected integer counts (V,) >= 0, got {found}; use torch.bincount")
+    buckets = [("0", counts == 0)]
     low = 1
     while (counts >= low).any():
-        label = "1-9" if low == 1 else f"{low}-{10 * low - 1}"
-        buckets.append((label, ((counts >= low) & (counts < 10 * low)).nonzero()[:, 0]))
+        buckets.append((f"{low}-{10 * low - 1}", (counts >= low) & (counts < 10 * low)))
         low *= 10
-    return [(label, tokens) for label, tokens in buckets if len(tokens)]
+    return [(label, inside.nonzero()[:, 0]) for label, inside in buckets if inside.any()]
 
 
 def row_norms(table: Tensor, counts: Tensor) -> RowNorms:
-    """Norms of the rows of a table (V, d), a memory's or an embedding's, against how often each token occurs, counts (V,).
+    """Row norms of a table (V, d), such as a memory or an embedding, against token counts (V,).
 
-    The rows of an orthonormal memory have squared norms that sum to d: a token can only gain what others lose.
+    The squared row norms of an orthonormal memory sum to d, so a token can only gain what others lose.
     """
     if table.ndim != 2 or counts.shape != table.shape[:1]:
         raise ValueError(f"expected a table (V, d) and counts (V,), got {tuple(table.shape)} and {tuple(counts.shape)}")
-    from scipy.stats import spearmanr  # here, for it takes longer to import than the rest of the package
+    from scipy.stats import spearmanr  # imports more slowly than the rest of the package
 
     norms = torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float64)
     buckets = [

@@ -1,4 +1,4 @@
-"""Logit lens and transition trace: what a token means at each layer (PIT, section 3, figure 2)."""
+"""Logit lens and transition trace: how a token's meaning changes from layer to layer (PIT, section 3, figure 2)."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class Stream(NamedTuple):
-    """f_0 (what enters the first block), f_1, ..., f_m (what leaves each) of one position, and how the head reads them."""
+    """The residual stream at one position: the first block's input f_0 and all block outputs f_1, ..., f_m."""
 
     states: Tensor  # (m + 1, d), before the final norm
-    read: Callable[[Tensor], Tensor]  # a state (..., d) to the normed state that the head multiplies, (..., d)
-    score: Callable[[Tensor], Tensor]  # that to logits, (..., V)
+    read: Callable[[Tensor], Tensor]  # final norm, (..., d) to (..., d)
+    score: Callable[[Tensor], Tensor]  # normed states (..., d) to logits (..., V)
 
 
 @torch.no_grad()
 def residual_stream(model: nn.Module, ids: Tensor, position: int = -1) -> Stream:
-    """The states of one position of token ids (N,), by hooks: the model is not changed.
+    """The states at one position of token ids (N,), collected by temporary hooks.
 
-    The reference model, or a Hugging Face causal language model whose final norm is the module that made its last hidden
-    state. ValueError where the readout of the last state is not the model's own prediction.
+    Takes the reference model, or a Hugging Face causal language model whose final norm outputs its last hidden state. Raises
+    ValueError if reading out the last state does not give the model's own prediction.
     """
-    if ids.ndim != 1 or not 0 < len(ids) or not -len(ids) <= position < len(ids):
+    if ids.ndim != 1 or not -len(ids) <= position < len(ids):
         raise ValueError(f"expected token ids (N,) and a position among them, got {tuple(ids.shape)} and {position}")
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -47,20 +47,19 @@ def residual_stream(model: nn.Module, ids: Tensor, position: int = -1) -> Stream
     found = stream.score(stream.read(stream.states[-1:]))[0].float()
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
         raise ValueError(
-            f"the last state of {type(model).__name__}, normed and multiplied by its head, is not its prediction (off by "
-            f"{(found - expected).abs().max():.1e}): its head does something that the lens does not know"
+            f"the lens does not support {type(model).__name__}: its final norm and head applied to the last state do not give "
+            f"its prediction (off by {(found - expected).abs().max():.1e}), so the model computes more"
         )
     return stream
 
 
 def _reference(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
     states: list[Tensor] = []
+    first = model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, position]))
     with ExitStack() as hooks:
-        first = model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, position]))
-        after = [
-            block.register_forward_hook(lambda _, __, out: states.append(out[0, position])) for block in model.blocks
-        ]
-        for hook in (first, *after):
+        hooks.callback(first.remove)
+        for block in model.blocks:
+            hook = block.register_forward_hook(lambda _, __, out: states.append(out[0, position]))
             hooks.callback(hook.remove)
         logits = model(ids)
     return Stream(torch.stack(states), model.norm, model.interface.logits), logits
@@ -75,23 +74,21 @@ def _hugging_face(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tenso
             hooks.callback(hook.remove)
         output = model(ids, output_hidden_states=True, use_cache=False)
     last = output.hidden_states[-1]
-    # by storage, for some models reshape the norm's output; the calls hold theirs, so that none is used twice
-    made = [(module, inputs[0]) for module, inputs, out in calls if inputs and _is_view(out, last)]
+    # Compare storage, because some models reshape the norm's output. ``calls`` keeps outputs alive, so no address is reused.
+    made = [
+        (module, inputs[0])
+        for module, inputs, out in calls
+        if inputs and isinstance(out, Tensor) and out.data_ptr() == last.data_ptr() and out.numel() == last.numel()
+    ]
     if not made:
-        raise ValueError(
-            f"found no final norm in {type(model).__name__}: expected a module whose output is hidden_states[-1]"
-        )
-    norm, before = made[0]  # the innermost comes first
+        raise ValueError(f"found no final norm in {type(model).__name__}: no module outputs hidden_states[-1]")
+    norm, before = made[0]  # the innermost module comes first
     states = [state[0, position] for state in output.hidden_states[:-1]] + [before[0, position]]
     return Stream(torch.stack(states), norm, lambda state: _scaled(model.config, head(state))), output.logits
 
 
-def _is_view(out: Any, of: Tensor) -> bool:
-    return isinstance(out, Tensor) and out.data_ptr() == of.data_ptr() and out.numel() == of.numel()
-
-
 def _scaled(config: Any, logits: Tensor) -> Tensor:
-    """What some models do after the head: Granite divides, Cohere multiplies, Gemma caps."""
+    """The steps that some models add after the head: Granite divides, Cohere multiplies, Gemma caps."""
     text = config.get_text_config()
     logits = logits / getattr(text, "logits_scaling", 1) * (getattr(text, "logit_scale", None) or 1)
     cap = getattr(text, "final_logit_softcapping", None)
@@ -103,39 +100,39 @@ Decode = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Smoothness:
-    """How smooth a trace is. The paper says smooth and erratic without a number; these four are ours, each 0 at best."""
+    """How smooth a trace is, in four numbers, best at 0. The paper says "smooth" and "erratic" without defining a measure."""
 
     label_changes: float
-    """Share of steps between layers at which the lens's top token changes: "appears to change its nearest meaning"."""
+    """Share of steps between layers that change the lens's top token: "appears to change its nearest meaning"."""
     distribution_step: float
     """Mean total variation distance between the lens's distributions of successive layers, in [0, 1]."""
     turn: float
-    """Mean angle between successive states as the head reads them, radians: the path "in raw hidden-state space"."""
+    """Mean angle in radians between successive states after the final norm: the path "in raw hidden-state space"."""
     side_disagreement: float
-    """Share of layers at which the nearest anchor of the input side is another token than that of the output side."""
+    """Share of layers whose nearest input-side and output-side anchors are different tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionTrace:
     """The medium token, layer by layer, f_0 (the embedding) to f_m: (m + 1, ...) each.
 
-    By the logit lens, top tokens and their probabilities, and as a point of hidden space, the nearest tokens of both sides.
+    Holds the top tokens of the logit lens, and the anchors of both sides nearest to each state.
     """
 
     states: Tensor
-    """(m + 1, d): f_l through the final norm, as the head reads it. The last one is the prediction's."""
+    """(m + 1, d): f_l after the final norm, the head's input. The last one gives the prediction."""
     top: Tensor
-    """(m + 1, k) token ids, int64: largest logits f_l W_out first."""
+    """(m + 1, k) token ids, int64, by descending logit f_l W_out."""
     probabilities: Tensor
     """(m + 1, k), float32."""
     input_anchors: Anchors
     """Rows of E nearest to f_l before the final norm."""
     output_anchors: Anchors
-    """Columns of W_out nearest to f_l after it."""
+    """Columns of W_out nearest to f_l after the final norm."""
     smoothness: Smoothness
 
     def rows(self, decode: Decode = str) -> list[tuple[str, ...]]:
-        """(layer, top tokens with probabilities, nearest input anchor, nearest output anchor) per layer, as text."""
+        """(layer, top tokens with probabilities, nearest input anchor, nearest output anchor) for each layer, as text."""
         sides = (self.input_anchors, self.output_anchors)
         rows = []
         for layer, (tokens, shares) in enumerate(zip(self.top.tolist(), self.probabilities.tolist(), strict=True)):
@@ -147,10 +144,10 @@ class TransitionTrace:
 
 @torch.no_grad()
 def transition_trace(model: nn.Module, ids: Tensor, *, position: int = -1, top: int = 5) -> TransitionTrace:
-    """The transition trace of the token at one position of ids (N,), by default the last: the medium of the next one.
+    """The transition trace at one position of ids (N,): from that token to the prediction of the next one.
 
-    The model is the reference model or a Hugging Face causal language model. Each state goes through the final norm and
-    the model's own head, so the last layer's line is the model's prediction (checked on each call).
+    Takes the reference model or a Hugging Face causal language model. Each state goes through the final norm and the model's
+    own head, so the last layer gives the model's prediction (checked on each call).
     """
     stream = residual_stream(model, ids, position)
     E, W_out = interface_tables(model)
@@ -173,16 +170,12 @@ def _mean(values: Tensor) -> float:
     return values.double().mean().item()
 
 
-_FAINT = "#d8dee4"
-_LETTERS = 10  # of a token, in a cell
-
-
 def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> "Figure":
-    """One panel per trace: a column per layer, the band's colour is the token that the state is nearest to.
+    """Draw one panel per trace, with a column per layer and three bands; save it with ``.savefig(path)``.
 
-    Three bands: nearest row of E, nearest column of W_out, and the logit lens's top token; the fainter a cell, the smaller
-    the cosine or the probability. One colour per token in all panels (twenty, then they repeat), so that a smooth
-    transition is a band of few long stretches and an erratic one is many-coloured. Save it with ``.savefig(path)``.
+    The bands show the nearest row of E, the nearest column of W_out, and the logit lens's top token. A fainter cell has a
+    smaller cosine or probability. A token has one colour in all panels (twenty colours, then they repeat), so a smooth
+    transition shows few long stretches and an erratic one many colours.
     """
     try:
         from matplotlib import colormaps
@@ -198,7 +191,7 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
     bands = {name: _bands(trace) for name, trace in traces.items()}
     tokens = list(dict.fromkeys(v for panel in bands.values() for ids, _ in panel.values() for v in ids))
     palette = colormaps["tab20"]
-    colours = {v: palette(i % palette.N) for i, v in enumerate(tokens)}  # more tokens than colours share them
+    colours = {v: palette(i % palette.N) for i, v in enumerate(tokens)}
     layers = max(len(trace.top) for trace in traces.values())
     figure = Figure(figsize=(1.6 + 0.85 * layers, 0.6 + 1.5 * len(traces)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -212,7 +205,7 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
 
 
 def _bands(trace: TransitionTrace) -> dict[str, tuple[list[int], list[float]]]:
-    """Per band the token of each layer and how strongly it holds, in [0, 1]."""
+    """For each band, the token of each layer and its cosine or probability in [0, 1]."""
     sides = {"input side": trace.input_anchors, "output side": trace.output_anchors}
     bands = {name: (side.ids[:, 0].tolist(), side.cosines[:, 0].clamp(0, 1).tolist()) for name, side in sides.items()}
     return bands | {"logit lens": (trace.top[:, 0].tolist(), trace.probabilities[:, 0].tolist())}
@@ -228,12 +221,11 @@ def _panel(
 
     for row, (tokens, strengths) in enumerate(bands.values()):
         for layer, (token, strength) in enumerate(zip(tokens, strengths, strict=True)):
-            cell = Rectangle((layer - 0.5, row - 0.5), 1, 1, edgecolor=_FAINT, linewidth=0.5)
-            cell.set_facecolor(colours[token])
-            cell.set_alpha(0.15 + 0.85 * strength)
+            style: dict[str, Any] = {"facecolor": colours[token], "edgecolor": "#d8dee4", "linewidth": 0.5}
+            cell = Rectangle((layer - 0.5, row - 0.5), 1, 1, alpha=0.15 + 0.85 * strength, **style)
             axes.add_patch(cell)
-            # a dollar sign would start a formula
-            text = decode(token).strip()[:_LETTERS].replace("$", r"\$") or repr(decode(token))[1:-1]
+            # At most ten letters fit a cell. An unescaped dollar sign would start a formula.
+            text = decode(token).strip()[:10].replace("$", r"\$") or repr(decode(token))[1:-1]
             axes.text(layer, row, text, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set(xlim=(-0.5, layer + 0.5), ylim=(len(bands) - 0.5, -0.5))
     axes.set_xticks(range(layer + 1), [str(i) for i in range(layer + 1)], fontsize=8)

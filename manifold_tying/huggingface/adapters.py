@@ -31,9 +31,7 @@ def train_interface(peft_model: nn.Module) -> None:
         raise ValueError(f"expected a PeftModel from peft.get_peft_model, got {type(model).__name__}")
     base = model.get_base_model()
     embedding, _ = halves(base)
-    frozen = (
-        base.config.quantization_config["memory"] == "frozen"
-    )  # from the config, because PEFT has frozen every parameter
+    frozen = base.config.quantization_config["memory"] == "frozen"  # PEFT has frozen every parameter, so ask the config
     for name, parameter in embedding.interface.named_parameters():
         parameter.requires_grad_(not (frozen and "memory" in name))
     model.save_pretrained = MethodType(_save_with_interface, model)

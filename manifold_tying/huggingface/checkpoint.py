@@ -20,7 +20,7 @@ from manifold_tying.huggingface.folder import (
     recorded_options,
     weight_map,
 )
-from manifold_tying.huggingface.install import halves, record
+from manifold_tying.huggingface.install import half_names, halves, record
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying import PIT, FreePIT
@@ -149,8 +149,7 @@ def check_memory(interface: PIT) -> None:
         )
 
 
-ASSUME_TYING = ("gemma", "cohere")
-"""Model families whose serving converters assume tied tables."""
+ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 
 
 @torch.no_grad()
@@ -203,9 +202,8 @@ def _parse_dtypes(config: "PreTrainedConfig") -> None:
 
 def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, torch.Tensor]:
     """State dict of the equivalent stock model. Keeps the stock model's own parametrizations, such as weight norm."""
-    embedding, head = halves(model)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, outside = names[id(embedding)], names[id(head)]
+    embedding, _ = halves(model)
+    inside, outside = half_names(model)
     replaced = (f"{inside}.interface.", f"{outside}.interface.")
     state = {
         name: tensor

@@ -7,20 +7,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from manifold_tying.huggingface.install import install, make_halves, own_config, swap
+from manifold_tying.huggingface.install import install, own_config, swap
 from manifold_tying.huggingface.modules import PITEmbedding, PITHead
 from manifold_tying.huggingface.rotation import (
-    Changes,
     Rotation,
-    can_rotate,
+    check_plain,
     check_rotated,
     even_gain,
     logits_with_gain,
     rotate_body,
     rotation,
-    undo,
 )
 from manifold_tying.huggingface.tables import Source, failure, read_tables, undisturbed
 from manifold_tying.manifolds import Retraction
@@ -78,9 +76,7 @@ def convert(
     turned = None
     if transform == "rotation":
         if bridge or tables.untied:
-            raise ValueError(
-                "transform='rotation' needs a tied model and no bridge; pass bridge=False, or choose another transform"
-            )
+            raise ValueError("transform='rotation' needs a tied model without a bridge; choose another transform")
         turned = rotation(model, tables.weight)
     interface = PIT.from_embedding(  # before any change, because it validates the table and options
         tables.weight if turned is None else turned.table,
@@ -94,14 +90,9 @@ def convert(
             f"{type(model).__name__} had two tables; kept the {source} table. Train the model again",
             stacklevel=2,
         )
-    embedding, head = make_halves(
-        interface,
-        tables.weight.dtype,
-        scale=tables.scale,
-        padding_idx=tables.padding_idx,
-        bias=tables.bias,
-        rotated=turned is not None,
-    )
+    dtype, padding_idx = tables.weight.dtype, tables.padding_idx
+    embedding = PITEmbedding(interface, dtype, scale=tables.scale, padding_idx=padding_idx, rotated=turned is not None)
+    head = PITHead(interface, dtype, tables.bias)
     _try(model, embedding, head, turned)
     own_config(model)
     install(model, embedding, head)
@@ -110,20 +101,21 @@ def convert(
 
 def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turned: Rotation | None) -> None:
     """Install both halves, rotate the body and run the model. On failure restore everything and raise ValueError."""
-    changes: Changes = []
+    changes: list[tuple[nn.Parameter, Tensor]] = []
+    error = None
     with undisturbed(model):
         reference = None if turned is None else logits_with_gain(model, even_gain(turned))
         stock = swap(model, embedding, head)
         try:
-            if turned is None or reference is None:
-                error = None if _has_meta(model) else failure(model)
-            else:
+            if turned is not None and reference is not None:
                 rotate_body(model, turned, changes)
                 check_rotated(model, turned, reference)
-                error = None
+            elif not any(p.is_meta for p in model.parameters()):
+                error = failure(model)
         except BaseException:
             swap(model, *stock)
-            undo(changes)
+            for parameter, data in reversed(changes):
+                parameter.data = data
             raise
         if error is not None:
             swap(model, *stock)
@@ -132,10 +124,6 @@ def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turne
                     f"{type(model).__name__} does not run with another embedding and head; it may read their weights directly. "
                     f"It cannot be converted and is unchanged: {type(error).__name__}: {error}"
                 ) from error
-
-
-def _has_meta(model: "PreTrainedModel") -> bool:
-    return any(p.is_meta for p in model.parameters())
 
 
 @torch.no_grad()
@@ -175,8 +163,9 @@ def conversion_losses(
                 losses[choice] = float(model(**inputs).loss)
             finally:
                 swap(model, *before)
-        if not tables.untied and "inputs_embeds" not in inputs and can_rotate(model):
-            with suppress(ValueError):  # Llama-like blocks with other parts around them
+        if not tables.untied and "inputs_embeds" not in inputs:
+            with suppress(ValueError):  # not Llama-like
+                check_plain(model)  # before the copy
                 losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
     finally:
         model.train(training)

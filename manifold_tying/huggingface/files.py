@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from manifold_tying.huggingface.folder import read_shapes
-from manifold_tying.huggingface.install import halves
+from manifold_tying.huggingface.install import half_names, halves
 from manifold_tying.huggingface.modules import PITEmbedding
 
 if TYPE_CHECKING:
@@ -101,10 +99,8 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
     if len({os.path.dirname(file) for file in files}) > 1:
         raise ValueError(f"expected all shards in one folder, but the index names {', '.join(files)}; fix the index")
     found = read_shapes(files)
-    embedding, head = halves(model)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, outside = names[id(embedding)], names[id(head)]
-    expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in embedding.named_parameters()}
+    inside, outside = half_names(model)
+    expected = {f"{inside}.{name}": list(tensor.shape) for name, tensor in halves(model)[0].named_parameters()}
     stored = _below(inside, _renamed(inside, outside, found)) | _below(outside, found)
     if stored != expected:
         raise ValueError(
@@ -134,5 +130,5 @@ def _below(half: str, found: Mapping[str, list[int]]) -> dict[str, list[int]]:
     }
 
 
-def _listed(shapes: Mapping[str, Sequence[int] | Tensor]) -> str:
+def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape in sorted(shapes.items())) or "none"

@@ -18,12 +18,9 @@ from manifold_tying.tying import Memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-METHOD = "manifold-tying"
-"""``quant_method`` in config.json; selects this package in transformers."""
-FORMAT = 2
-"""Format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)."""
-REQUIRES = "manifold-tying[huggingface]"
-"""config.json's ``requires`` entry: the package needed to read the tables."""
+METHOD = "manifold-tying"  # quant_method in config.json; selects this package in transformers
+FORMAT = 2  # format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)
+REQUIRES = "manifold-tying[huggingface]"  # config.json's "requires" entry: the package needed to read the tables
 
 
 def _is_number(value: object) -> bool:
@@ -34,14 +31,13 @@ def _is_scale(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value) and value != 0
 
 
-def _is_pair(value: object) -> bool:
-    return (
-        isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)) and 0 < value[0] < value[1]
-    )
+def _is_bounds(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
+    return value is None or (is_pair and 0 < value[0] < value[1])
 
 
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_padding(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 
 
 def _one_of(names: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
@@ -53,10 +49,10 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "memory": _one_of(get_args(Memory)),
     "retraction": _one_of(get_args(Retraction)),
     "diagonal": _one_of(get_args(Diagonal)),
-    "bounds": ((lambda value: value is None or _is_pair(value)), "null or two positive numbers in ascending order"),
+    "bounds": (_is_bounds, "null or two positive numbers in ascending order"),
     "bridge": _IS_BOOL,
     "scale": (_is_scale, "a finite number other than 0"),
-    "padding_idx": ((lambda value: value is None or _is_index(value)), "null or a token id"),
+    "padding_idx": (_is_padding, "null or a token id"),
     "rotated": _IS_BOOL,
 }
 _NOT_FREE = {"retraction", "diagonal", "bounds"}  # a free table has none of them
@@ -127,16 +123,11 @@ def weight_map(folder: Path) -> dict[str, str]:
             f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
             "with transformers, if you trust them, and save the model again with safe_serialization=True"
         )
-    where = read_object(folder / INDEX, DAMAGED).get("weight_map")
-    if not isinstance(where, dict) or not where or not all(map(_is_safetensors_here, where.values())):
-        raise ValueError(
-            f"{folder / INDEX} is damaged: expected a weight_map from parameters to safetensors files of this folder"
-        )
+    where: Any = read_object(folder / INDEX, DAMAGED).get("weight_map")
+    files = where.values() if isinstance(where, dict) else ()
+    if not files or not all(isinstance(file, str) and re.fullmatch(r"[^/\\]*\.safetensors", file) for file in files):
+        raise ValueError(f"{folder / INDEX} is damaged: expected a weight_map to safetensors files of this folder")
     return where
-
-
-def _is_safetensors_here(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and not {"/", "\\"} & {*name}
 
 
 def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
@@ -233,10 +224,6 @@ def table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str
         model_class(folder)
     except (ValueError, ModuleNotFoundError):
         return _usual_names(folder, where)
-    return _names_of_class(folder, where)
-
-
-def _names_of_class(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
     model = build_empty(folder)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = _accessed(model, "input"), _accessed(model, "output")
@@ -246,7 +233,9 @@ def _names_of_class(folder: Path, where: Mapping[str, str]) -> tuple[str | None,
             "(get_input_embeddings, get_output_embeddings)"
         )
     inside, outside = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
-    tied = _tied_with(inside, model.all_tied_weights_keys)
+    pairs: Mapping[str, str] = model.all_tied_weights_keys
+    source = pairs.get(inside, inside)
+    tied = {source, *(target for target, of in pairs.items() if of == source)} - {inside}
     table, score = _stored(model, (inside, *sorted(tied)), where), _stored(model, (outside,), where)
     return table, None if score == table else score, outside in tied
 
@@ -256,12 +245,6 @@ def _accessed(model: Any, side: str) -> Any:
         return getattr(model, f"get_{side}_embeddings")()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _tied_with(name: str, pairs: Mapping[str, str]) -> set[str]:
-    """All other names of the tensor."""
-    source = pairs.get(name, name)
-    return ({target for target, of in pairs.items() if of == source} | {source}) - {name}
 
 
 def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:
@@ -299,8 +282,6 @@ def _usual_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, st
     heads = [name for name in where if _HEAD.search(name)]
     for what, found in (("embedding table", embeddings), ("head", heads)):
         if len(found) > 1:
-            raise ValueError(
-                f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which one reads the tokens"
-            )
+            raise ValueError(f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which to use")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
     return next(iter(embeddings), None), next(iter(heads), None), tied

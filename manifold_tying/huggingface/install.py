@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def make_halves(
-    interface: PIT,
-    dtype: torch.dtype,
-    *,
-    scale: float,
-    padding_idx: int | None,
-    bias: nn.Parameter | None,
-    rotated: bool = False,
-) -> tuple[PITEmbedding, PITHead]:
-    """Build an embedding and a head that share ``interface``, in the model's dtype."""
-    embedding = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
-    return embedding, PITHead(interface, dtype, bias)
-
-
 def install(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead) -> None:
     """Install the embedding and head; if the model rejects them, it is unchanged."""
     swap(model, embedding.train(model.training), head.train(model.training))
@@ -47,9 +33,7 @@ def swap(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> tup
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(head)
         if model.get_input_embeddings() is not embedding or model.get_output_embeddings() is not head:
-            raise ValueError(
-                f"{type(model).__name__} ignores the embedding and head that are set; it cannot be converted"
-            )
+            raise ValueError(f"{type(model).__name__} ignores a new embedding and head; it cannot be converted")
     except BaseException as error:
         with suppress(NotImplementedError):
             model.set_input_embeddings(before[0])
@@ -73,16 +57,12 @@ def own_config(model: "PreTrainedModel") -> None:
 
 def record(model: "PreTrainedModel") -> None:
     """Tell transformers which names share a tensor, what stays float32, and what to write to config.json."""
-    embedding, head = halves(model)
+    embedding, _ = halves(model)
     entry = {"quant_method": METHOD, "format": FORMAT, **options(embedding)}
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, outside = names[id(embedding)], names[id(head)]
+    inside, outside = half_names(model)
     shared = {f"{outside}.interface.{n}": f"{inside}.interface.{n}" for n, _ in embedding.interface.named_parameters()}
-    replaced = (
-        f"{inside}.weight",
-        f"{outside}.weight",
-        f"{outside}.interface.",
-    )  # keeps the head's bias, which BERT ties too
+    # Keep the head's bias, which BERT ties too.
+    replaced = (f"{inside}.weight", f"{outside}.weight", f"{outside}.interface.")
     others = {
         target: source
         for target, source in model.all_tied_weights_keys.items()
@@ -113,6 +93,13 @@ def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
     if embedding.interface is not head.interface:
         raise ValueError("embedding and head are untied: they hold two interfaces. Convert the original model again")
     return embedding, head
+
+
+def half_names(model: nn.Module) -> tuple[str, str]:
+    """Module names of the converted embedding and head."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = halves(model)
+    return names[embedding], names[head]
 
 
 def options(embedding: PITEmbedding) -> dict[str, Any]:
@@ -176,7 +163,6 @@ def resize_token_embeddings(
     Returns:
         The new embedding.
     """
-
     embedding, head = halves(model)
     old = embedding.interface
     V = old.vocab_size if new_num_tokens is None else new_num_tokens
@@ -187,10 +173,14 @@ def resize_token_embeddings(
     if V < old.hidden_size:
         raise ValueError(f"expected at least d = {old.hidden_size} tokens, because ZᵀZ = I needs V >= d; got {V}")
     new = _resized(old, V, interface_options(old), mean_resizing, embedding.weight.dtype)
-    bias = None if head.bias is None else _padded(head.bias, V)
+    bias = None
+    if head.bias is not None:
+        padded = nn.functional.pad(head.bias.detach(), (0, V - old.vocab_size))
+        bias = nn.Parameter(padded, requires_grad=head.bias.requires_grad)
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
-    install(model, *make_halves(new, dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated))
+    resized = PITEmbedding(new, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
+    install(model, resized, PITHead(new, dtype, bias))
     for module in model.modules() if bias is not None else ():
         for name, parameter in module._parameters.items():
             if parameter is head.bias:  # RoBERTa registers it twice
@@ -204,7 +194,7 @@ def resize_token_embeddings(
         "the body did not change",
         stacklevel=2,
     )
-    return halves(model)[0]
+    return resized
 
 
 @torch.no_grad()
@@ -220,13 +210,8 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
                 f"singular value {smallest:.0e}), so ZᵀZ = I is impossible; keep more tokens"
             )
     else:
-        added = V - old.vocab_size
-        rows = (
-            Z.mean(0).expand(added, -1)
-            if mean_resizing
-            else torch.randn_like(Z[:1].expand(added, -1)) * Z.square().mean().sqrt()
-        )
-        Y = torch.cat([Z, rows])
+        rows = Z.mean(0).expand(V - old.vocab_size, -1)
+        Y = torch.cat([Z, rows if mean_resizing else torch.randn_like(rows) * Z.square().mean().sqrt()])
     new = PIT(V, old.hidden_size, **options).to(Z.device, old._table().dtype)
     if isinstance(new, FreePIT):
         new.table.copy_(Y).requires_grad_(old._table().requires_grad)
@@ -238,12 +223,6 @@ def _resized(old: PIT, V: int, options: dict, mean_resizing: bool, dtype: torch.
     if old.bridge is not None:
         new.bridge = old.bridge
     return new.to(dtype)
-
-
-def _padded(bias: nn.Parameter, V: int) -> nn.Parameter:
-    values = torch.zeros(V, dtype=bias.dtype, device=bias.device)
-    values[: len(bias)] = bias.detach()[:V]
-    return nn.Parameter(values, requires_grad=bias.requires_grad)
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from manifold_tying import linalg, precision
 from manifold_tying.huggingface.checkpoint import check_memory
 from manifold_tying.huggingface.files import check_files
 from manifold_tying.huggingface.folder import FORMAT, METHOD, check_entry
-from manifold_tying.huggingface.install import halves, install, make_halves
+from manifold_tying.huggingface.install import halves, install
+from manifold_tying.huggingface.modules import PITEmbedding, PITHead
 from manifold_tying.parametrizations import mark_point, parametrized
 from manifold_tying.tying import PIT
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_quantization_config(METHOD)
 class InterfaceConfig(QuantizationConfigMixin):
-    """The config.json entry, see ``_install.options``."""
+    """The config.json entry, see ``install.options``."""
 
     def __init__(self, quant_method: str = METHOD, format: int = 0, **options: Any) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # transformers expects its own enum
@@ -72,9 +73,8 @@ class InterfaceLoader(HfQuantizer):
         del model.hf_quantizer
         del model.is_quantized, model.quantization_method
         for module in model.modules():
-            if isinstance(
-                own := getattr(module, "config", None), PreTrainedConfig
-            ):  # some modules store a number as config
+            own = getattr(module, "config", None)
+            if isinstance(own, PreTrainedConfig):  # some modules store a number as config
                 own.__dict__.pop("_is_quantized", None)
         model.config.quantization_config = self.quantization_config.to_dict()
 
@@ -101,8 +101,8 @@ def install_empty(model: "PreTrainedModel", config: InterfaceConfig, dtype: torc
         if bridge:
             interface.bridge = nn.Parameter(torch.empty(d, d, dtype=interface._table().dtype))
     interface = interface.to(precision.compute_dtype(dtype))
-    bias = getattr(head, "bias", None)
-    new = make_halves(interface.to(dtype), dtype, scale=scale, padding_idx=padding_idx, bias=bias, rotated=rotated)
+    interface = interface.to(dtype)
+    new = PITEmbedding(interface, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
     if config.format == 1:
-        new[0].weight = nn.Parameter(new[0].weight.new_empty(0), requires_grad=False)
-    install(model, *new)
+        new.weight = nn.Parameter(new.weight.new_empty(0), requires_grad=False)
+    install(model, new, PITHead(interface, dtype, getattr(head, "bias", None)))

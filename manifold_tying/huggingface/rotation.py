@@ -20,9 +20,6 @@ _PROJECTIONS = {"self_attn": (("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": 
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Bounds on the relative error of logits (Frobenius). Rounding: 8e-7 (float32), 4e-3, 3e-2; an unrotated part: about 1."""
 
-Changes = list[tuple[nn.Parameter, Tensor]]
-"""Changed parameters with their previous data."""
-
 
 @dataclass(frozen=True)
 class Rotation:
@@ -51,7 +48,7 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
             its projections, all plain linear layers without constraints or adapters), or the model's dtype cannot hold the
             new gain.
     """
-    _check_plain(model)
+    check_plain(model)
     final = final_norm(model)
     squares, Q = torch.linalg.eigh(table.double().mT @ table.double())
     gain = squares * (Q.mT * final.weight.double() * Q.mT).sum(1)
@@ -103,10 +100,10 @@ def even_gain(by: Rotation) -> float:
 
 
 @torch.no_grad()
-def rotate_body(model: "PreTrainedModel", by: Rotation, changes: Changes) -> None:
+def rotate_body(model: "PreTrainedModel", by: Rotation, changes: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Rotate all layers that read or write the residual stream; the caller replaces the embedding and head.
 
-    Appends the old data of every parameter to ``changes``, see :func:`undo`. Embedding and head must be
+    Appends every changed parameter with its old data to ``changes``. Embedding and head must be
     ``PIT.from_embedding(by.table, transform="embedding")``; a head that used the table itself would be off by Λ².
     """
     blocks, final = _parts(model)
@@ -128,22 +125,6 @@ def rotate_body(model: "PreTrainedModel", by: Rotation, changes: Changes) -> Non
             if output.bias is not None:
                 change(output.bias, output.bias.double() @ by.Q)
     change(final.weight, by.gain)
-
-
-def undo(changes: Changes) -> None:
-    """Restore the parameters' previous data."""
-    while changes:
-        parameter, data = changes.pop()
-        parameter.data = data
-
-
-def can_rotate(model: "PreTrainedModel") -> bool:
-    """Whether :func:`rotation` supports the model's blocks."""
-    try:
-        _check_plain(model)
-    except ValueError:
-        return False
-    return True
 
 
 def final_norm(model: "PreTrainedModel") -> Any:
@@ -174,8 +155,8 @@ def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
     return blocks, final
 
 
-def _check_plain(model: "PreTrainedModel") -> None:
-    """ValueError unless every projection is a plain ``nn.Linear`` with a weight in memory."""
+def check_plain(model: "PreTrainedModel") -> None:
+    """ValueError unless the blocks are Llama-like and every projection is a plain ``nn.Linear`` with a weight in memory."""
     other = []
     for name, layer in _parts(model)[0].named_modules():
         if name.endswith("_proj"):

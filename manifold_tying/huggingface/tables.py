@@ -144,46 +144,38 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
             f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
         )
     check_model(model)
+    kind = type(model).__name__
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError as error:  # transformers raises this if there is none
-        raise ValueError(
-            f"expected a model with a token embedding, but {type(model).__name__} has none: {error}"
-        ) from error
+        raise ValueError(f"expected a model with a token embedding, but {kind} has none: {error}") from error
     if isinstance(embedding, PITEmbedding):
-        raise ValueError(
-            f"{type(model).__name__} is already converted; export it first to convert it with other options"
-        )
+        raise ValueError(f"{kind} is already converted; export it first to convert it with other options")
     if head is None:
-        raise ValueError(
-            f"expected a causal language model, but {type(model).__name__} has no head (get_output_embeddings)"
-        )
+        raise ValueError(f"expected a causal language model, but {kind} has no head (get_output_embeddings)")
     table, out = _weight(embedding, "embedding"), _weight(head, "head")
-    if others := _other_names(model, embedding, head):
+    if others := _other_names(model, embedding, head, table):
         raise ValueError(
-            f"expected one embedding and one head, but {type(model).__name__} also has a token table under "
-            f"{', '.join(others)}, as encoder-decoder models do; such models cannot be converted"
+            f"expected one embedding and one head, but {kind} also has a token table under {', '.join(others)}, as "
+            "encoder-decoder models do; such models cannot be converted"
         )
     if table.shape != out.shape:
-        raise ValueError(
-            f"expected embedding and head of the same shape (V, d), got {tuple(table.shape)} and {tuple(out.shape)}"
-        )
-    scale = _scale(embedding)
-    bias = _bias(head)
+        shapes = f"{tuple(table.shape)} and {tuple(out.shape)}"
+        raise ValueError(f"expected embedding and head of the same shape (V, d), got {shapes}")
+    scale, bias = _scale(embedding, table), _bias(head, out)
     untied = out is not table and not torch.equal(out, table)
     if untied and source is None:
         raise ValueError(
-            f"{type(model).__name__} has different tables for embedding and head, but PIT has one memory for both. Choose the "
-            'table to keep with source="input" or source="output", and train the model again'
+            f"{kind} has different tables for embedding and head, but PIT has one memory for both. Choose the table to keep "
+            'with source="input" or source="output", and train the model again'
         )
     padding_idx = getattr(embedding, "padding_idx", None)
     return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
 
 
-def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> list[str]:
+def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module, table: Tensor) -> list[str]:
     """Names, other than the embedding's first and the head's, of modules with the embedding's or another token table."""
-    table, found, alike, seen = embedding._parameters["weight"], [], {}, set()
-    assert table is not None
+    found, alike, seen = [], {}, set()
     for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if module not in (embedding, head) or module in seen:
@@ -200,9 +192,8 @@ def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module
 
 def _weight(module: nn.Module, side: str) -> Tensor:
     weight = module._parameters.get("weight")
-    kind = type(module).__name__
     if weight is None or weight.ndim != 2:
-        raise ValueError(f"expected the {side} to own a parameter weight (V, d), got {kind}")
+        raise ValueError(f"expected the {side} to own a parameter weight (V, d), got {type(module).__name__}")
     if weight.is_meta:
         raise ValueError(f"expected the {side}'s weight in memory, but it is offloaded or on the meta device; load it")
     if not torch.isfinite(weight).all():
@@ -211,17 +202,14 @@ def _weight(module: nn.Module, side: str) -> Tensor:
 
 
 @torch.no_grad()
-def _scale(embedding: nn.Module) -> float:
+def _scale(embedding: nn.Module, table: Tensor) -> float:
     """Factor s of an embedding that computes s · (rows of its weight); usually 1 (Gemma 3: √d)."""
-    weight = embedding._parameters["weight"]
-    assert weight is not None
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randn(8, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
+    small = _small_table(table)
     module: Any = embedding
     padding_idx = getattr(module, "padding_idx", None)
     module.padding_idx = None  # it may exceed the 8 rows, and does not affect the result
     try:
-        out = _tried(module, {"weight": small}, torch.arange(8, device=weight.device))
+        out = _tried(module, {"weight": small}, torch.arange(8, device=table.device))
     finally:
         module.padding_idx = padding_idx
     scale = float((out * small).sum() / small.square().sum())
@@ -236,12 +224,9 @@ def _scale(embedding: nn.Module) -> float:
 
 
 @torch.no_grad()
-def _bias(head: nn.Module) -> nn.Parameter | None:
+def _bias(head: nn.Module, table: Tensor) -> nn.Parameter | None:
     """Bias of a head that computes h weightᵀ + bias; ValueError if it computes anything else."""
-    weight, bias = head._parameters["weight"], head._parameters.get("bias")
-    assert weight is not None
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randn(8, weight.shape[1], generator=generator, dtype=torch.float64).to(weight.device)
+    small, bias = _small_table(table), head._parameters.get("bias")
     parts = {"weight": small, **({} if bias is None else {"bias": small[:, 0].clone()})}
     out = _tried(head, parts, small)
     expected = small @ small.T + (0 if bias is None else small[:, 0])
@@ -250,6 +235,11 @@ def _bias(head: nn.Module) -> nn.Parameter | None:
             f"expected a head that computes h Wᵀ + bias; {type(head).__name__} computes more, which conversion would lose"
         )
     return bias
+
+
+def _small_table(table: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, table.shape[1], generator=generator, dtype=torch.float64).to(table.device)
 
 
 def _tried(module: nn.Module, parts: dict[str, Tensor], x: Tensor) -> Tensor:

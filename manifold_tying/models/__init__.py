@@ -1,4 +1,4 @@
-"""The reference language model: one Llama-like decoder that takes its token interface from outside, and its presets."""
+"""The reference language model, a Llama-like decoder around any token interface, and its presets."""
 
 from manifold_tying.models._config import PRESETS, LlamaConfig, preset
 from manifold_tying.models._llama import Llama

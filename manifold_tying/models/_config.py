@@ -1,4 +1,4 @@
-"""Sizes and switches of the reference model, and its presets: the two papers' architectures and two small ones for CPUs."""
+"""Configuration of the reference model, and presets: the two papers' architectures and three small ones for CPUs."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,8 +14,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"
 class LlamaConfig:
     """Architecture of a :class:`Llama`, except its token interface.
 
-    Round-trips through ``dataclasses.asdict`` and JSON. The defaults of the switches give a plain Llama: sequential blocks,
-    no gate, RMSNorm.
+    Round-trips through ``dataclasses.asdict`` and JSON. By default a plain Llama: sequential blocks, no gate, RMSNorm.
     """
 
     vocab_size: int
@@ -27,20 +26,20 @@ class LlamaConfig:
     intermediate_size: int
     """Width of the SwiGLU branch."""
     head_dim: int = 0
-    """Width of a head. 0 is replaced by ``hidden_size // num_heads``; an explicit value may make the heads together wider or
-    narrower than the hidden size. ``dataclasses.replace`` keeps the computed value: pass ``head_dim=0`` when sizes change."""
+    """Width of a head; 0 means ``hidden_size // num_heads``. With an explicit value, all heads together may be wider or
+    narrower than the hidden size. ``dataclasses.replace`` keeps the computed value: pass ``head_dim=0`` if sizes change."""
     rope_theta: float = 10_000.0
     norm: NormName = "rmsnorm"
     norm_eps: float = 1e-5
     parallel_block: bool = False
-    """Both branches read the same norm and are added at once, as in PIT's models, instead of sequentially."""
+    """Attention and mlp read the same norm and are added in parallel, as in PIT's models."""
     gated_attention: bool = False
     """One learnable factor per channel of the concatenated heads, before the output projection."""
     embedding_norm: bool = False
-    """RMS-normalize the looked-up embeddings, without a gain, before the first block. Otherwise T⁻¹ of a PIT interface sets
-    the scale of the residual stream, and the embeddings vanish in it as T grows to sharpen the logits."""
+    """RMS-normalize the looked-up embeddings, without a gain, before the first block. Otherwise T⁻¹ of a PIT interface scales
+    the embeddings, which vanish in the residual stream as T grows to sharpen the logits."""
     embedding_scale: float = 1.0
-    """Multiplies the looked-up embeddings, after their norm if there is one; √d in Gemma."""
+    """Factor of the looked-up embeddings, after their norm if there is one; √d in Gemma."""
     initializer_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -54,25 +53,23 @@ class LlamaConfig:
             raise ValueError(f"unknown norm {self.norm!r}; choose one of {', '.join(get_args(NormName))}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, "
-                f"num_kv_heads={self.num_kv_heads}; each key/value head serves the same number of query heads"
+                f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; each "
+                "key/value head serves the same number of query heads"
             )
         if self.head_dim == 0:
             if self.hidden_size % self.num_heads:
-                raise ValueError(
-                    f"num_heads must divide hidden_size, got hidden_size={self.hidden_size}, "
-                    f"num_heads={self.num_heads}; or give head_dim explicitly"
-                )
+                sizes = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}"
+                raise ValueError(f"num_heads must divide hidden_size, got {sizes}; or give head_dim explicitly")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim must be even, got {self.head_dim}: rotary embeddings turn pairs of channels; "
-                "change num_heads or give an even head_dim"
+                f"head_dim must be even, got {self.head_dim}: rotary embeddings rotate pairs of channels; change num_heads or "
+                "give an even head_dim"
             )
 
 
 def _pit(d: int, layers: int, heads: int, kv_heads: int, intermediate: int, head_dim: int = 64) -> LlamaConfig:
-    """A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, because it counts "scale and shift"."""
+    """A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, because the paper counts "scale and shift"."""
     return LlamaConfig(
         vocab_size=32_000,
         hidden_size=d,
@@ -115,16 +112,16 @@ def _small(vocab: int, d: int, layers: int, heads: int, kv_heads: int, intermedi
 
 
 PRESETS: dict[str, LlamaConfig] = {
-    "bytes": _small(257, 64, 4, 4, 1, 192),  # every byte and the separator: hardly more tokens than channels
+    "bytes": _small(257, 64, 4, 4, 1, 192),  # every byte and the separator; V is only 4 d
     "nano": _small(4096, 128, 4, 4, 1, 384),
     "mini": _small(8192, 256, 6, 8, 2, 704),
     "pit-0.3b": _pit(1024, 24, 16, 4, 2816),
     "pit-0.6b": _pit(1280, 32, 20, 5, 3584),
-    # Table 3 contradicts itself here. 24 heads of width 64 make 1536, not d = 1600, and 1.157 B parameters instead of the
-    # printed 1.17 B. That total (1.168 B) follows from the appendix's d_kv = d/4 = 400: 25 query heads and 6.25 key/value
-    # heads, which cannot be built; 25 and 5 make 1.157 B again. We keep the printed total, the head counts 24 and 6 and the
-    # mlp width (no multiple of 256), and use width 68: the even number above 1600 / 24 = 66.7 makes 1.173 B (66 makes
-    # 1.16499 B, which prints as 1.16).
+    # Table 3 contradicts itself here. 24 heads of width 64 give 1536, not d = 1600, and 1.157 B parameters instead of the
+    # printed 1.17 B. That total (1.168 B) follows from the appendix's d_kv = d/4 = 400, but 6.25 key/value heads cannot be
+    # built, and 25 query heads with 5 key/value heads give 1.157 B again. We keep the printed total, 24 and 6 heads and the
+    # mlp width (no multiple of 256). Head width 68, the even number above 1600 / 24 = 66.7, gives 1.173 B; 66 gives 1.16499 B,
+    # which prints as 1.16.
     "pit-1.2b": _pit(1600, 40, 24, 6, 4480, head_dim=68),
     # The widths of Table 8, multiples of the block size 256: the POET-BS rows of Table 2.
     "poet-60m": _poet(512, 8, 8, 1280),
@@ -141,7 +138,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration called ``name``; change it with ``dataclasses.replace``, its width together with ``head_dim=0``."""
+    """Look up a preset. To change it use ``dataclasses.replace``; to change its width also pass ``head_dim=0``."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -134,10 +134,8 @@ class Llama(nn.Module):
         super().__init__()
         for name in ("vocab_size", "hidden_size"):
             if getattr(interface, name) != getattr(config, name):
-                raise ValueError(
-                    f"the interface must have the {name} of the config, {getattr(config, name)}, "
-                    f"got {getattr(interface, name)}; build it with the numbers of the config"
-                )
+                expected, found = getattr(config, name), getattr(interface, name)
+                raise ValueError(f"expected an interface with the config's {name} {expected}, got {found}")
         self.config = config
         self.interface = interface
         block = ParallelBlock if config.parallel_block else SequentialBlock
@@ -147,22 +145,19 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new weights for everything but the interface; also initializes the meta device's weights after to_empty.
+        """Draw new weights for everything but the interface; also initializes a meta-device model after ``to_empty``.
 
         Weights are N(0, std²). The two projections that write to the residual stream have std / √(2L), so that the
         stream's variance after 2L additions does not grow with the depth L (GPT-2).
         """
         if any(is_parametrized(module) for module in self.blocks.modules()):
-            raise RuntimeError(
-                "reset_parameters cannot draw a constrained weight; reset first, then add the constraints"
-            )
+            raise RuntimeError("reset_parameters cannot draw constrained weights; reset first, then add constraints")
         std = self.config.initializer_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
-                distributed.sharded_normal_(module.weight).mul_(
-                    residual_std if name.endswith((".output", ".down")) else std
-                )
+                scale = residual_std if name.endswith((".output", ".down")) else std
+                distributed.sharded_normal_(module.weight).mul_(scale)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, Attention) and module.gate is not None:
@@ -172,9 +167,7 @@ class Llama(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         """Token ids (B, N) to hidden states (B, N, d), after the final norm."""
         if ids.ndim != 2:
-            raise ValueError(
-                f"expected token ids of shape (batch, positions), got {tuple(ids.shape)}; add a batch dimension"
-            )
+            raise ValueError(f"expected token ids (batch, positions), got {tuple(ids.shape)}; add a batch dimension")
         # In a bfloat16 body the interface may stay float32; the residual stream has the body's dtype.
         x = self.interface.embed(ids).to(self.norm.weight.dtype)
         if self.config.embedding_norm:

@@ -24,7 +24,7 @@ def _require(error: Tensor | float, allowed: float, what: str) -> None:
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
-    """The largest difference is at most :func:`rounding` times the largest entry of ``expected``, 1 at least."""
+    """The largest difference is at most :func:`rounding` times max(1, largest entry of ``expected``)."""
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
     if actual.numel():
@@ -36,7 +36,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float =
 
 
 def assert_orthonormal(X: Tensor) -> None:
-    """Orthonormal columns, or rows where X (..., n, p) is wide: the defect ‖XᵀX - I‖_F / √p is at most :func:`rounding` (n)."""
+    """Orthonormal columns (rows of a wide X) of X (..., n, p): the defect ‖XᵀX - I‖_F / √p is at most :func:`rounding` (n)."""
     tall = X.detach().mT if X.shape[-2] < X.shape[-1] else X.detach()
     _require(linalg.defect(tall), rounding(X.dtype, tall.shape[-2]), "the defect ‖XᵀX - I‖_F / √p")
 
@@ -48,7 +48,7 @@ def assert_spd(T: Tensor) -> None:
     allowed = rounding(T.dtype, T.shape[-1])
     _require((wide - wide.mT).abs().max() / max(size, 1e-300), allowed, "the asymmetry ‖T - Tᵀ‖_max / ‖T‖_max")
     lowest = torch.linalg.eigvalsh(sym(wide))[..., 0].min().item()
-    # an eigenvalue smaller than T's rounding can come out negative
+    # Rounding can make an eigenvalue below the error of T negative.
     if not lowest > -allowed * size or size == 0:
         raise AssertionError(f"the smallest eigenvalue is {lowest:.3g}, expected a positive one")
 
@@ -58,7 +58,7 @@ def assert_interface_consistent(E: Tensor, W_out: Tensor) -> None:
     wide = W_out.detach().double(), E.detach().double()
     for name, table in zip(("W_out", "E"), wide, strict=True):
         if not torch.isfinite(table).all():
-            raise AssertionError(f"{name} holds NaN or Inf; T or its inverse may have left the range of {E.dtype}")
+            raise AssertionError(f"{name} contains NaN or Inf; T or its inverse may exceed the range of {E.dtype}")
     d = E.shape[-1]
     condition = float(torch.linalg.matrix_norm(wide[0], 2) * torch.linalg.matrix_norm(wide[1], 2))
     error = torch.linalg.matrix_norm(wide[0] @ wide[1] - torch.eye(d, dtype=torch.float64, device=E.device)) / d**0.5

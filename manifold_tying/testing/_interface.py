@@ -15,7 +15,7 @@ from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
 from manifold_tying.testing._strategies import SEEDS, ambient, token_ids
 from manifold_tying.tying import TokenInterface
 
-CHAIN = 1e3  # a product with T and a solve; cond(T) after a few steps
+CHAIN = 1e3  # error growth of a product with T and a solve, from cond(T) after a few steps
 SHAPES: tuple[tuple[int, ...], ...] = ((2,), (), (0,), (2, 3), (2, 0))
 
 

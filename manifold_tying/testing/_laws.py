@@ -49,9 +49,8 @@ def check(laws: Sequence[Law[Subject]], subject: Subject, label: str, skip: Coll
     __tracebackhide__ = True  # pytest then shows the caller's line
     if unknown := set(skip) - {law.name for law in laws}:
         names = "".join(f"\n  {law.name}" for law in laws)
-        raise ValueError(
-            f"expected laws of this contract in skip=, got {', '.join(sorted(unknown))}; there are:{names}"
-        )
+        given = ", ".join(sorted(unknown))
+        raise ValueError(f"expected laws of this contract in skip=, got {given}; choose from:{names}")
     broken = {law.name: text for law in laws if law.name not in skip and (text := _what_breaks(law, subject))}
     if broken:
         raise BrokenLaws(label, broken)

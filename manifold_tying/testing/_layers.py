@@ -22,11 +22,10 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.randn(3, 5, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., 4) through each of the three: (3, ..., 5)."""
         return x @ self.weight.mT
 
 
-# factory of a layer, the parameter to constrain, and its number of stacked matrices
+# (factory of a layer, parameter to constrain, number of stacked matrices)
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int | None]] = {
     "tall": (lambda: nn.Linear(3, 5), "weight", None),
     "wide": (lambda: nn.Linear(5, 3), "weight", None),

@@ -67,7 +67,7 @@ class ConstraintMachine(RuleBasedStateMachine):
 
     def _new_optimizer(self) -> None:
         groups = param_groups(self.model)
-        # At ten times SGD's rate softplus takes a diagonal of L, and with it T⁻¹, out of float32's range in a hundred steps.
+        # At ten times SGD's rate, softplus drives the diagonal of L, and so T⁻¹, out of float32's range in a hundred steps.
         self.optimizer = (
             RiemannianSGD(groups, lr=0.003, momentum=0.9) if self.momentum else RiemannianAdam(groups, lr=0.03)
         )
@@ -108,7 +108,7 @@ class ConstraintMachine(RuleBasedStateMachine):
 
     @rule(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     def change_dtype(self, dtype: torch.dtype) -> None:
-        """Convert the model, and make an optimizer of its new parameters."""
+        """Convert the model, and build an optimizer for its new parameters."""
         self.model.to(dtype)
         self._new_optimizer()
 
@@ -161,7 +161,7 @@ class ConstraintMachine(RuleBasedStateMachine):
                 assert_orthonormal(_narrow(constraint.layout.to_matrix(weight).to(weight.dtype)))
                 manifold = getattr(parts.original, "manifold", None)
                 if isinstance(constraint, OnStiefel):
-                    assert isinstance(manifold, Stiefel), f"the point {name} has lost its manifold"
+                    assert isinstance(manifold, Stiefel), f"the point {name} lost its manifold attribute"
             elif isinstance(constraint, CholeskySPD):
                 assert_spd(_narrow(getattr(owner, name)))
             elif isinstance(constraint, Equivalence):

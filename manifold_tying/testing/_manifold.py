@@ -91,9 +91,8 @@ def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
     u, v, w = (subject.tangent(draw, x) for _ in range(3))
     product, condition = functools.partial(inner, subject), metric_condition(subject, x)
     _close(product(x, u, v), product(x, v, u), "<u, v> - <v, u>", condition)
-    _close(
-        product(x, u + 2 * w, v), product(x, u, v) + 2 * product(x, w, v), "<u + 2w, v> - <u, v> - 2<w, v>", condition
-    )
+    separate = product(x, u, v) + 2 * product(x, w, v)
+    _close(product(x, u + 2 * w, v), separate, "<u + 2w, v> - <u, v> - 2<w, v>", condition)
     _close(product(x, u), product(x, u, u), "<u> - <u, u>", condition)
     lengths, moved = product(x, u), u.abs().amax(event(subject)) > 1e-6
     if (lengths[moved] <= 0).any() or (lengths < -1e-12).any():
@@ -102,10 +101,8 @@ def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
 
 def _retraction_lands(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
-    assert_on_manifold(
-        subject.manifold,
-        subject.manifold.retr(x, draw(st.sampled_from(LENGTHS), "length") * unit_vector(subject, draw, x)),
-    )
+    u = draw(st.sampled_from(LENGTHS), "length") * unit_vector(subject, draw, x)
+    assert_on_manifold(subject.manifold, subject.manifold.retr(x, u))
 
 
 def _retraction_starts_at_the_point(subject: Subject, draw: Draw) -> None:
@@ -136,9 +133,8 @@ def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
     (subject.manifold.retr(x, leaf) * v).sum().backward()
     if leaf.grad is None:
         raise AssertionError("retr(x, u) has no gradient with respect to u")
-    slope = ((subject.manifold.retr(x, u + h * direction) - subject.manifold.retr(x, u - h * direction)) * v).sum() / (
-        2 * h
-    )
+    change = subject.manifold.retr(x, u + h * direction) - subject.manifold.retr(x, u - h * direction)
+    slope = (change * v).sum() / (2 * h)
     _require_near((leaf.grad * direction).sum(), slope, 1e-5, "the gradient of retr, minus the difference quotient,")
 
 
@@ -153,8 +149,8 @@ def _retraction_has_its_order(subject: Subject, draw: Draw) -> None:
     slope = float(np.polyfit(np.log(times), np.log(np.maximum(errors, 1e-300)), 1)[0])
     if slope < subject.order + 0.9:  # 0.1 covers higher-order terms at t = 0.03
         raise AssertionError(
-            f"retr(x, t u) leaves the geodesic like t^{slope:.2f}; a retraction of order {subject.order} does like "
-            f"t^{subject.order + 1}"
+            f"retr(x, t u) deviates from the geodesic like t^{slope:.2f}, expected t^{subject.order + 1} for a retraction of "
+            f"order {subject.order}"
         )
 
 
@@ -220,7 +216,7 @@ def _checks_see_what_is_off(subject: Subject, draw: Draw) -> None:
         raise AssertionError("check_point_on_manifold accepts NaN")
     normal = v - subject.manifold.proju(x, v)
     size = normal.norm()
-    if size < 1e-3 * v.norm():  # an open set: every vector is tangent
+    if size < 1e-3 * v.norm():  # every vector is tangent to an open set
         return
     if subject.manifold.check_vector_on_tangent(x, v):
         raise AssertionError("check_vector_on_tangent accepts a vector with a normal part")
@@ -256,7 +252,7 @@ def _random_points_are_uniform(subject: Subject, draw: Draw) -> None:
             ours, theirs = (a[:, 0, i] + a[:, -1, j] for a in (X, turned))
             p = scipy.stats.ks_2samp(ours.cpu().numpy(), theirs.cpu().numpy()).pvalue
             if p < 1e-12:
-                raise AssertionError(f"X and QX have different distributions for an orthogonal Q, p = {p:.1g}")
+                raise AssertionError(f"X and QX have different distributions for an orthogonal Q (p = {p:.1g})")
 
 
 def _require_near(actual: Tensor, expected: Tensor, allowed: float, what: str) -> None:

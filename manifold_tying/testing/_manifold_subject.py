@@ -1,4 +1,4 @@
-"""A manifold under check, and what its laws and those of optimizers share."""
+"""The manifold under test, and helpers shared by the laws of manifolds and optimizers."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ CHAIN = 1e3
 
 @dataclass(frozen=True)
 class Subject:
-    """The manifold, the shape of a point, and what the caller claims about them."""
+    """The manifold, the shape of a point, and the caller's claims about them."""
 
     manifold: geoopt.Manifold
     shape: tuple[int, ...]

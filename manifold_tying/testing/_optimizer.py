@@ -21,7 +21,7 @@ from manifold_tying.testing._strategies import SEEDS, ambient, random_point, uni
 Make = Callable[[list[geoopt.ManifoldParameter]], Optimizer]
 SIZES = (1.0, 0.0, 1e-3, 3.0)  # scales of gradients
 HUGE = 5e154
-STEPS = 100  # on the problem with a known optimum
+STEPS = 100  # for the problem with a known optimum
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Subject:
     shape: tuple[int, ...]
 
     def start(self, seed: int, count: int = 1) -> tuple[list[geoopt.ManifoldParameter], Optimizer]:
-        """Random points for a seed, and an optimizer of them."""
+        """Random points for a seed, and their optimizer."""
         found = [random_point(self.manifold, self.shape, seed + i, torch.float64, None) for i in range(count)]
         return self.over(found)
 
     def over(self, found: Sequence[Tensor]) -> tuple[list[geoopt.ManifoldParameter], Optimizer]:
-        """Copies of these points, and an optimizer of them."""
+        """Copies of these points, and their optimizer."""
         params = [geoopt.ManifoldParameter(x.clone(), manifold=self.manifold) for x in found]
         return params, self.make(params)
 
@@ -66,7 +66,7 @@ def _points_stay_points(subject: Subject, draw: Draw) -> None:
 
 
 def _huge_gradients(subject: Subject, draw: Draw) -> None:
-    """Whose squares overflow, as second moments are."""
+    """The squares of the gradients, and so second moments, overflow."""
     params, optimizer = subject.start(draw(SEEDS))
     gradients = torch.stack([draw(ambient(subject.shape)) for _ in range(2)])
     gradients[0] *= HUGE / gradients[0].abs().max().clamp_min(1e-3)
@@ -130,7 +130,8 @@ def _converges(subject: Subject, draw: Draw) -> None:
     after = (_plain(params[0]) - target).norm()
     if not after < 0.1 * before:
         raise AssertionError(
-            f"after {STEPS} steps the distance to the optimum is {after:.3g}, before it was {before:.3g}; try another lr first"
+            f"{STEPS} steps changed the distance to the optimum from {before:.3g} to {after:.3g}, expected a tenth; try "
+            "another lr first"
         )
 
 
@@ -186,7 +187,7 @@ def _gradients_are_left(subject: Subject, draw: Draw) -> None:
 
 
 def _shards_are_one_point(subject: Subject, draw: Draw) -> None:
-    """In a process group of several ranks. Nothing is drawn, so that all ranks take the same steps. Refusing is allowed."""
+    """Needs several ranks. Draws nothing, so that all ranks take the same steps. The optimizer may refuse shards."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         raise NotApplicable
     from torch.distributed.device_mesh import init_device_mesh
@@ -260,7 +261,7 @@ def check_optimizer(
 ) -> None:
     """Check every law of ``OPTIMIZER_LAWS`` for an optimizer of float64 points.
 
-    The law about points that are sharded by rows is checked where torch.distributed has several ranks, as under torchrun.
+    The law about points sharded by rows is checked only with several ranks of torch.distributed, as under torchrun.
 
     Args:
         make: builds the optimizer from a list of ``geoopt.ManifoldParameter``. In 100 steps, with its learning rate falling

@@ -1,4 +1,4 @@
-"""The contract of a constraint that is registered through torch.nn.utils.parametrize."""
+"""The contract of a constraint registered with torch.nn.utils.parametrize."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ CHAIN = 1e2  # condition numbers of random weights
 
 @contextmanager
 def _may_refuse() -> Iterator[None]:
-    """A constraint may reject a weight by a ValueError, e.g. -I has no positive definite matrix near it."""
+    """Skip a weight that the constraint rejects with a ValueError, e.g. -I, which has no nearest positive definite matrix."""
     try:
         yield
     except ValueError:
@@ -80,9 +80,8 @@ def train(module: nn.Module, name: str, seed: int, steps: int) -> None:
 def _keeps_shape_and_dtype(subject: Subject, draw: Draw) -> None:
     before, after = subject.weight(subject.layer), subject.weight(subject.build(draw))
     if (after.shape, after.dtype) != (before.shape, before.dtype):
-        raise AssertionError(
-            f"the weight was {tuple(before.shape)} of {before.dtype}, it becomes {tuple(after.shape)} of {after.dtype}"
-        )
+        kinds = (f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in (before, after))
+        raise AssertionError("constraining changes the weight from " + " to ".join(kinds))
 
 
 def _holds(subject: Subject, draw: Draw) -> None:
@@ -96,7 +95,7 @@ def _holds(subject: Subject, draw: Draw) -> None:
 
 
 def _holds_everywhere(subject: Subject, draw: Draw) -> None:
-    """For a constraint that maps any stored tensor; one that stores a point has a manifold."""
+    """Only for constraints that map any stored tensor; a stored point has a manifold and is skipped."""
     module = replace(subject, layer=copy.deepcopy(subject.layer).double()).build(draw)
     stored = getattr(parametrized(module)[subject.name], "original", None)
     if stored is None or hasattr(stored, "manifold"):
@@ -123,7 +122,7 @@ def _assigning_itself_changes_nothing(subject: Subject, draw: Draw) -> None:
 
 
 def _tied_weight_is_kept(subject: Subject, draw: Draw) -> None:
-    """Nothing is drawn: one example is enough, and to look for other owners takes long."""
+    """Draws nothing: one example suffices, and the search for other owners is slow."""
     module, other = copy.deepcopy(subject.layer), cast(Any, nn.Module())
     other.register_parameter("weight", getattr(module, subject.name))
     before = subject.weight(module)
@@ -133,9 +132,7 @@ def _tied_weight_is_kept(subject: Subject, draw: Draw) -> None:
         wanted = [before]
     after = other.weight.detach()
     if not any(after.shape == one.shape and torch.allclose(after, one, rtol=1e-4, atol=1e-5) for one in wanted):
-        raise AssertionError(
-            "another module that has the same parameter is left with neither the old weight nor the new one"
-        )
+        raise AssertionError("another module with the same parameter has neither the old weight nor the new one")
 
 
 def _state_dict_keeps(subject: Subject, draw: Draw) -> None:
@@ -162,7 +159,7 @@ def _pickle_keeps_or_refuses(subject: Subject, draw: Draw) -> None:
     module = subject.moved(draw)
     try:
         dumped = pickle.dumps(module)
-    except RuntimeError:  # as torch's own parametrizations refuse
+    except RuntimeError:  # torch's own parametrizations refuse
         raise NotApplicable from None
     _require_equal(subject, pickle.loads(dumped), module, "a pickled layer")
 
@@ -182,7 +179,7 @@ def _plain_layer_keeps(subject: Subject, draw: Draw) -> None:
     keys = set(subject.layer.state_dict())
     _plain(module)
     if set(module.state_dict()) != keys or not isinstance(getattr(module, subject.name), nn.Parameter):
-        raise AssertionError("after removing the constraint the layer has other parameters than before")
+        raise AssertionError("after removing the constraint the layer has different parameters than before")
     if not torch.equal(subject.weight(module), before):
         raise AssertionError("removing the constraint changes the weight")
 
@@ -211,7 +208,7 @@ def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
 
 
 def _plain(module: nn.Module) -> None:
-    """Remove the constraint, ours or any other."""
+    """Remove any constraint, ours or another library's."""
     materialize(module)
     if parametrize.is_parametrized(module):
         for name in list(parametrized(module)):
@@ -267,7 +264,5 @@ def check_parametrization(
     __tracebackhide__ = True
     label = f"{getattr(put_on, '__name__', 'the constraint')} on {type(layer).__name__}.{name}"
     if not parametrize.is_parametrized(put_on(copy.deepcopy(layer)), name):
-        raise ValueError(
-            f"expected put_on to register a parametrization of {type(layer).__name__}.{name}; it has none after it"
-        )
+        raise ValueError(f"expected put_on to register a parametrization of {type(layer).__name__}.{name}, got none")
     check(PARAMETRIZATION_LAWS, Subject(put_on, layer, name, holds), label, skip)

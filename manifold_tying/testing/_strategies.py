@@ -79,9 +79,8 @@ def token_ids(vocab_size: int, *, max_dims: int = 2, max_side: int = 5) -> st.Se
 @st.composite
 def ambient(draw: Any, shape: tuple[int, ...], *, dtype: torch.dtype = torch.float64, device: Any = None) -> Tensor:
     """Standard normal entries."""
-    generator = torch.Generator().manual_seed(
-        draw(SEEDS) + 2**31
-    )  # disjoint from the seeds of points, so that vectors are independent of them
+    # The seeds are disjoint from those of points, so that vectors are independent of points.
+    generator = torch.Generator().manual_seed(draw(SEEDS) + 2**31)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
@@ -94,7 +93,7 @@ def points(
     dtype: torch.dtype = torch.float64,
     device: Any = None,
 ) -> Tensor:
-    """Random points of a manifold: ``manifold.random``, or ``manifold.projx`` of a normal tensor where it has none."""
+    """Random points of a manifold: ``manifold.random``, or ``manifold.projx`` of a normal tensor if that is missing."""
     return random_point(manifold, shape, draw(SEEDS), dtype, device)
 
 

@@ -143,7 +143,7 @@ def test_a_model_whose_readout_is_not_known_is_refused() -> None:
         return output
 
     model.forward = other
-    with pytest.raises(ValueError, match="is not its prediction"):
+    with pytest.raises(ValueError, match="do not give its prediction"):
         transition_trace(model, IDS)
     model.forward = inner
     model.model.norm.register_forward_hook(lambda _, __, out: out.clone())

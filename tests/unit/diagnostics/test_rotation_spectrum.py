@@ -230,7 +230,7 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
                 weights(torch.ones(shape))
         with pytest.raises(ValueError, match="NaN"):
             weights(torch.tensor([[1.0, math.nan], [0, 1]]))
-    with pytest.raises(ValueError, match="not zero"):
+    with pytest.raises(ValueError, match="nonzero rows"):
         hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
     with pytest.raises(ValueError, match="exponent"):
         hyperspherical_energy(torch.ones(2, 2), math.nan)

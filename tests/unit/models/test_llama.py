@@ -289,7 +289,7 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
 def test_constrained_weights_are_not_reset_in_silence() -> None:
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     parametrizations.orthogonal(model.blocks[0].attention.query)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(RuntimeError, match="reset first, then add the constraints"):
+    with pytest.raises(RuntimeError, match="reset first, then add constraints"):
         model.reset_parameters()
 
 
@@ -340,12 +340,12 @@ def test_bfloat16_body_with_a_float32_interface() -> None:
 def test_other_sizes_and_shapes_are_refused() -> None:
     sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32}
     for name, own, other in (("vocab_size", 61, 62), ("hidden_size", 32, 64)):
-        with pytest.raises(ValueError, match=f"the interface must have the {name} of the config, {own}, got {other}"):
+        with pytest.raises(ValueError, match=f"expected an interface with the config's {name} {own}, got {other}"):
             Llama(SEQUENTIAL, Untied(**{**sizes, name: other}))
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
     ids = tokens(SEQUENTIAL)
     for wrong in (ids[0], ids[None]):
-        with pytest.raises(ValueError, match=r"token ids of shape \(batch, positions\), got .*add a batch dim"):
+        with pytest.raises(ValueError, match=r"token ids \(batch, positions\), got .*add a batch dim"):
             model(wrong)
     with pytest.raises(ValueError, match=r"targets must have the shape of ids, \(2, 12\), got \(2, 11\)"):
         model.loss(ids, ids[:, 1:])

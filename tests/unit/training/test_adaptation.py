@@ -143,7 +143,7 @@ def test_only_the_whole_answer_and_nothing_after_it_counts(tokenizer: Tokenizer)
     assert exact_match(Rigged(told), tokenizer, longer) == pytest.approx(2 / 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got none"):
         share(" 7", of=[])
-    with pytest.raises(ValueError, match="expected a question with the tokens that it has in the whole text"):
+    with pytest.raises(ValueError, match="expected a question with the same tokens alone and before its answer"):
         share(" 7", of=[("fro", "m 3")])
 
 

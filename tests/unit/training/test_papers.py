@@ -270,12 +270,12 @@ def test_command(
     [
         ({"name": "pit-budgets", "arms": "transpose,tied"}, "unknown arms tied; choose from transpose, "),
         ({"name": "pit-budgets", "tokens": "128,128"}, "different numbers of tokens"),
-        ({"arms": "transpose"}, "belong to pit-budgets"),
-        ({"dry_run": True}, "belong to pit-budgets"),
+        ({"arms": "transpose"}, "only pit-budgets takes arms"),
+        ({"dry_run": True}, "only pit-budgets takes arms"),
         ({"name": "pit-table-9"}, "unknown comparison 'pit-table-9'; choose one of pit-from-scratch"),
         ({"tokens": 0}, "expected tokens >= 1"),
         ({"preset": "giant"}, "giant"),
-        ({"source_tokens": 10}, "source_tokens belong to pit-continued"),
+        ({"source_tokens": 10}, "only pit-continued and pit-adaptation take source_tokens"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
