@@ -20,11 +20,12 @@ from experiments.comparison import (
 from experiments.pit import TRANSPOSE
 from manifold_tying._json import read_object
 from manifold_tying.models import preset
+from manifold_tying.recipe import ENTRY_STEP, SLOWS_AFTER
 from manifold_tying.training.arms import parse_arm, run_folder
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.progress import Started
-from manifold_tying.training.recipes import resolve
+from manifold_tying.training.recipes import TABLE_STD, resolve
 from manifold_tying.training.rundir import RESULT
 from manifold_tying.training.sections import Interface
 
@@ -54,6 +55,7 @@ class Candidate:
 
 def candidates(hidden_size: int) -> dict[str, Candidate]:
     """Plain tables that are known to do well, and PIT, by their name in ``--arms``."""
+    normalized = f"embedding_norm=true+table_lr={ENTRY_STEP * TABLE_STD:.4g}+table_slows_after={SLOWS_AFTER}"
     plain: dict[str, tuple[str, Interface, str]] = {
         "transpose": (TRANSPOSE, "transpose", ""),
         "transpose-scaled": (f"{TRANSPOSE}, embeddings times √d", "transpose", f"embedding_scale={hidden_size**0.5:.4g}"),
@@ -65,6 +67,8 @@ def candidates(hidden_size: int) -> dict[str, Candidate]:
         "transpose-logits": (f"{TRANSPOSE}, learned logit scale", "transpose", "logit_scale=true"),
         "untied": ("untied", "untied", ""),
         "untied-normalized": ("untied, embeddings normalized", "untied", "embedding_norm=true"),
+        "transpose-rate": (f"{TRANSPOSE}, embeddings normalized, PIT's rate for the table", "transpose", normalized),
+        "untied-rate": ("untied, embeddings normalized, PIT's rate for the tables", "untied", normalized),
     }  # fmt: skip
     found = {key: Candidate(label, interface, TABLES, changes) for key, (label, interface, changes) in plain.items()}
     return {
