@@ -206,10 +206,13 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
     """(label, value, explanation) for each row of the summary of a saved model's token interface."""
     (E, W_out, description), pit = saved_interface(path)
     V, d = E.shape
+    squares = [_squared_singular_values(table) for table in (E, W_out.mT)]
+    ranks = ", ".join(f"{torch.special.entr(part / part.sum()).sum().exp():.1f}" for part in squares)
     numbers = [
         ("token interface", description, ""),
         ("V x d", f"{V:,} x {d:,}", str(E.dtype).removeprefix("torch.")),
-        ("cond(E)", f"{_condition(E):.3g}", "largest over smallest singular value"),
+        ("cond(E)", f"{(squares[0][-1] / squares[0][0]).sqrt():.3g}", "largest over smallest singular value"),
+        ("effective rank", ranks, f"of E and W_out, of {d}: exp of the entropy of σ² / Σ σ²"),
     ]
     if pit is not None:
         condition = diagnostics.condition_from_factor(pit.cholesky_factor)
@@ -223,11 +226,10 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
     return numbers
 
 
-def _condition(table: Tensor) -> float:
-    """Condition number of a tall table, up to 1e8, from its float64 Gram matrix, a block of rows at a time."""
+def _squared_singular_values(table: Tensor) -> Tensor:
+    """Of a tall table, ascending, from its float64 Gram matrix, a block of rows at a time."""
     d = table.shape[1]
     gram = torch.zeros(d, d, dtype=torch.float64)
     for rows in table_blocks(table):
         gram += precision.gram(rows)
-    squares = torch.linalg.eigvalsh(gram)
-    return (squares[-1] / squares[0].clamp_min(0)).sqrt().item()
+    return torch.linalg.eigvalsh(gram).clamp_min(0)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
 from manifold_tying.cli import main
+from manifold_tying.diagnostics import svd_entropy
 from manifold_tying.training.commands import (
     ConvertConfig,
     ExportConfig,
@@ -78,10 +79,12 @@ def test_what_inspect_shows(tmp_path: Path) -> None:
     plain = numbers(mt.convert(build()), "plain")
     assert plain["token interface"].endswith("PIT") and float(plain["defect"]) < 1e-6
     assert float(plain["cond(T)"]) == pytest.approx(float(stock["cond(E)"]), rel=2e-2)  # T = H
+    E = build().get_input_embeddings().weight.detach()
+    assert float(stock["effective rank"].split(", ")[0]) == pytest.approx(16 ** svd_entropy(E).item(), abs=0.06)
+    assert float(plain["effective rank"].split(", ")[1]) == pytest.approx(16 ** svd_entropy(E).item(), abs=0.06)
     assert float(plain["delta_ti"]) < 1e-4 and float(plain["principal_angle"]) < 1e-6
     bridged = numbers(mt.convert(build(), bridge=True), "bridged")
-    table = build().get_input_embeddings().weight.detach().double()
-    expected = torch.linalg.matrix_norm(table.T @ table - torch.eye(16)).item()
+    expected = torch.linalg.matrix_norm(E.double().T @ E.double() - torch.eye(16)).item()
     assert float(bridged["delta_ti"]) == pytest.approx(expected, rel=5e-2)  # what the bridge gives up
 
 
