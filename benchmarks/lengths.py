@@ -1,7 +1,7 @@
-"""Losses from scratch against training tokens, every table at its tuned rate: a table and the figure of docs/from-scratch.md.
+"""Losses against training tokens, every table at its tuned rate: tables of docs/from-scratch.md and its first figure.
 
-    python -m benchmarks.lengths runs/rates runs/mini   # adds the runs of `ablate --tokens` in these folders
-    python -m benchmarks.lengths                        # prints the table and draws the figure
+    python -m benchmarks.lengths runs/rates runs/mini   # adds the finished runs of `ablate --tokens` in these folders
+    python -m benchmarks.lengths                        # prints the tables and draws the figure
 
 The losses are in benchmarks/results/lengths-cpu.json, one row per run; those of `reproduce pit-length` in its own file. An arm
 with several settings is shown at the one that is best for seed 0. Bars are one standard deviation over the seeds.
@@ -27,10 +27,12 @@ REFERENCE = "transpose tying, embeddings normalized"
 ARMS = {
     "transpose tying": ("transpose+lr=", 0.94),
     REFERENCE: ("transpose+embedding_norm=true", 1.0),
+    "untied": ("untied+lr=", 1.0),
     "untied, embeddings normalized": ("untied+embedding_norm=true", 1.03),
     "PIT, Z trained": ("pit-trainable", 1.03),
     "PIT, free table": ("pit-free", 1.06),
 }
+PANELS = (("nano", "stdlib"), ("nano", "prose"), ("mini", "stdlib"))
 KEPT = ("tokens", "arm", "seed", "val_loss", "delta_ti", "cond_transform", "trainable_parameters")
 
 
@@ -57,13 +59,14 @@ class Options:
 
 
 def runs_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of every budget in a folder of ablate."""
+    """A row for every finished run of every budget in a folder of ablate."""
     rows = []
-    for path in sorted(folder.glob("tokens-*/summary.json")):
-        given = json.loads((path.parent / "experiment.json").read_text(encoding="utf-8"))["settings"]
+    for budget in sorted(folder.glob("tokens-*")):
+        given = json.loads((budget / "experiment.json").read_text(encoding="utf-8"))["settings"]
         corpus = "prose" if given["data"].startswith("text:") else given["data"]
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            rows.append({"preset": given["preset"], "data": corpus, **{key: row[key] for key in KEPT}})
+        for path in sorted(budget.glob("*/result.json")):
+            row = json.loads(path.read_text(encoding="utf-8"))
+            rows.append({"preset": given.get("preset", "continued"), "data": corpus, **{key: row[key] for key in KEPT}})
     return rows
 
 
@@ -105,14 +108,16 @@ def _cell(loss: Loss) -> str:
 def draw(found: Losses, path: Path) -> None:
     """One panel per model and corpus: the loss of each arm above that of normalized transpose tying."""
     plt = pyplot("lengths")
-    figure, grid = plt.subplots(1, len(found), figsize=(4.2 * len(found), 4), sharey=True, squeeze=False)
-    for axes, ((preset, data), arms) in zip(grid[0], found.items(), strict=True):
+    figure, grid = plt.subplots(1, len(PANELS), figsize=(4.2 * len(PANELS), 4), sharey=True)
+    for axes, (preset, data) in zip(grid, PANELS, strict=True):
+        arms = found[preset, data]
         for (label, (_, shift)), colour in zip(ARMS.items(), COLOURS, strict=False):
             counts = sorted(set(arms[label]) & set(arms[REFERENCE]))
             above = [arms[label][count].mean - arms[REFERENCE][count].mean for count in counts]
             bars = [arms[label][count].deviation for count in counts]
             x = [count * shift for count in counts]
-            axes.errorbar(x, above, bars, fmt="o-", color=colour, label=label, capsize=3)
+            if counts:
+                axes.errorbar(x, above, bars, fmt="o-", color=colour, label=label, capsize=3)
         ticks = sorted(arms[REFERENCE])
         axes.set_xscale("log")
         axes.set_xticks(
@@ -123,8 +128,8 @@ def draw(found: Losses, path: Path) -> None:
         axes.set_title(f"{preset}, {'Python source' if data == 'stdlib' else data}", fontsize="medium")
         axes.set_xlabel("training tokens")
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].set_ylabel("nats above normalized transpose tying")
-    grid[0][0].legend(frameon=False, fontsize="small")
+    grid[0].set_ylabel("nats above normalized transpose tying")
+    grid[-1].legend(*grid[0].get_legend_handles_labels(), frameon=False, fontsize="small", loc="lower right")
     save(plt, figure, path)
 
 

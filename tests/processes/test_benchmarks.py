@@ -327,12 +327,15 @@ def test_lengths_collect_runs_and_draw(tmp_path: Path, capsys: pytest.CaptureFix
     settings = {"preset": "mini", "data": "text:prose.txt"}
     (runs / "experiment.json").write_text(json.dumps({"settings": settings}))
     module = import_module("benchmarks.lengths")
-    rows = [
-        dict.fromkeys(module.KEPT) | {"arm": arm, "seed": seed, "tokens": 2048, "val_loss": loss}
-        for arm, seed, loss in (("pit-free", 0, 5.0), ("pit-free", 1, 5.1), ("pit-free+lr=0.001", 0, 5.2))
-    ]
-    rows += [{**rows[0], "arm": "transpose+embedding_norm=true+lr=0.002", "val_loss": 6.0}]
-    (runs / "summary.json").write_text(json.dumps(rows))
+    for arm, seed, loss in (
+        ("pit-free", 0, 5.0),
+        ("pit-free", 1, 5.1),
+        ("pit-free+lr=0.001", 0, 5.2),
+        ("transpose+embedding_norm=true+lr=0.002", 0, 6.0),
+    ):
+        row = dict.fromkeys(module.KEPT) | {"arm": arm, "seed": seed, "tokens": 2048, "val_loss": loss}
+        (runs / f"{arm}-{seed}").mkdir()
+        (runs / f"{arm}-{seed}/result.json").write_text(json.dumps(row))
     module.main([str(runs.parent), "--results", str(results), "--figure", str(tmp_path / "lengths.svg")])
     shown = capsys.readouterr().out
     assert "| PIT, free table | 5.050 ± 0.071 |" in shown and "| mini, prose | 2,048 tokens |" in shown
