@@ -28,10 +28,10 @@ from manifold_tying.recipe import ENTRY_STEP, SLOWS_AFTER, rate_factor
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import transform_rates
 from manifold_tying.training.evaluate import validation_loss
-from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.machine import machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import TABLE_STD
+from manifold_tying.training.run_data import load_data, run_data
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 

@@ -136,7 +136,8 @@ def exact_match(
             )
         by_length[len(ids)].append((ids, tokenizer.decode(whole)))
         longest = max(longest, len(whole) - len(ids))
-    model.to(device).eval()  # type: ignore[arg-type]  # transformers narrows the arguments of nn.Module.to
+    module: torch.nn.Module = model  # transformers narrows the arguments of nn.Module.to
+    module.to(device).eval()
     right = 0
     for group in by_length.values():
         for start in range(0, len(group), BATCH):

@@ -22,9 +22,10 @@ from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.files import write_atomic
 from manifold_tying.training.hf_model import OUT
-from manifold_tying.training.loop import load_data, train
+from manifold_tying.training.loop import train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.progress import Started, progress_bars
+from manifold_tying.training.run_data import load_data
 from manifold_tying.training.rundir import RESULT
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ def check_table(table: Tensor, name: str) -> None:
 def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """H and H⁻¹, float64 (d, d), of the polar decomposition table = U H, so that U = table H⁻¹.
 
-    H comes from a QR factorization of row blocks; the Gram matrix would square the condition number.
+    H comes from a QR factorization of row blocks; the Gram matrix would square the condition number. Raises ValueError
+    without full column rank, because U is then not unique.
     """
     R = torch.zeros(0, table.shape[1], dtype=torch.float64, device=table.device)
     for rows in table_blocks(table):

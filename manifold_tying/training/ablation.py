@@ -22,10 +22,11 @@ from manifold_tying.training.config import (
     unused_settings,
 )
 from manifold_tying.training.files import locked, write_atomic, writing_to
-from manifold_tying.training.loop import Diverged, Observer, load_data, run_data, train
+from manifold_tying.training.loop import Diverged, Observer, train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import resolve
+from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
 RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # per arm

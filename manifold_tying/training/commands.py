@@ -21,10 +21,11 @@ from manifold_tying.training.ablation import AblateConfig, ablate, commands, pre
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import TrainConfig
 from manifold_tying.training.evaluate import health_warnings
-from manifold_tying.training.loop import load_data, train
+from manifold_tying.training.loop import train
 from manifold_tying.training.processes import Processes, process_group
 from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
+from manifold_tying.training.run_data import load_data
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.saving import export_model
 

@@ -18,8 +18,6 @@ from manifold_tying.recipe import rate_factor
 from manifold_tying.training.build import build_merges, build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.checkpoint import load_checkpoint
 from manifold_tying.training.config import CORPUS, Settings, TrainConfig
-from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
-from manifold_tying.training.data.tokens import identity_of
 from manifold_tying.training.evaluate import Batch, Diverged, InterfaceCheck, autocast, evaluate
 from manifold_tying.training.files import locked
 from manifold_tying.training.hf_model import Model
@@ -27,6 +25,7 @@ from manifold_tying.training.machine import check_device, reset_peak_memory
 from manifold_tying.training.probes import Probes
 from manifold_tying.training.processes import LossOf, Processes, without_sync
 from manifold_tying.training.recipes import resolve
+from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import open_folder, write_row
 from manifold_tying.training.saving import CheckpointWriter, stage_checkpoint
 from manifold_tying.training.signals import Termination, termination
@@ -34,7 +33,6 @@ from manifold_tying.tying import PIT
 
 MAX_SKIPPED = 10  # steps in a row, with on_nan="skip"
 Observer = Callable[[dict[str, Any]], None]
-_ALONE = Processes()
 
 
 @dataclass
@@ -269,49 +267,3 @@ def _exit_early(
             "The same command resumes it; train needs --resume"
         )
     raise SystemExit(stop.status)
-
-
-@dataclass(frozen=True)
-class RunData:
-    """A run's batches and its text's fingerprint."""
-
-    batches: Batches
-    held_out: list[Batch]
-    identity: dict[str, Any]
-
-
-def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
-    """Cut a run's batches from its tokens; raises ValueError if there are too few."""
-    batches = Batches(tokens.train, batch_size=settings.batch_size, sequence_length=settings.sequence_length, seed=seed)
-    held_out = validation_batches(
-        tokens.val,
-        batch_size=max(settings.batch_size // settings.accumulate, 1),
-        sequence_length=settings.sequence_length,
-        max_tokens=max(settings.val_tokens, settings.sequence_length),
-    )
-    return RunData(batches, held_out, identity_of(tokens, sum(targets.numel() for _, targets in held_out)))
-
-
-def load_data(
-    config: TrainConfig, processes: Processes = _ALONE, progress: Callable[[str], None] | None = None
-) -> TokenData:
-    """A run's tokens; rank 0 prepares them if they are not cached. ``progress`` receives messages."""
-    if processes.size > 1:
-        processes.on_main(lambda: load_data(config, progress=progress))
-        return processes.raise_together(lambda: load_data(config))
-    settings, length = config.settings, config.settings.sequence_length
-    wanted = max(settings.val_tokens, length)
-    tokens = open_tokens(
-        prepare(
-            settings.data,
-            vocab_size=settings.vocab_size,
-            tokens_needed=settings.steps * settings.tokens_per_step + settings.val_tokens,
-            held_out_needed=wanted + 1,  # the target of the last input
-            tokenizer=settings.tokenizer,
-            progress=progress,
-        )
-    )
-    available, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
-    if progress and available < wanted:
-        progress(f"{settings.data} is small: evaluating on {available:,} held-out tokens, not on {wanted:,}")
-    return tokens

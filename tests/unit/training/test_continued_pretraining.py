@@ -21,7 +21,7 @@ from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, load_model, resolve, train
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.data import Batches, open_tokens, prepare
-from manifold_tying.training.loop import load_data
+from manifold_tying.training.run_data import load_data
 from manifold_tying.training.sections import Interface
 
 V, D, N = 300, 16, 16

@@ -12,8 +12,8 @@ from manifold_tying import diagnostics
 from manifold_tying.training import checkpoints, load_model, train
 from manifold_tying.training.data import validation_batches
 from manifold_tying.training.evaluate import validation_loss
-from manifold_tying.training.loop import load_data
 from manifold_tying.training.processes import Processes
+from manifold_tying.training.run_data import load_data
 
 
 @pytest.mark.parametrize(

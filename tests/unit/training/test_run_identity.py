@@ -12,9 +12,9 @@ from training_runs import config, text
 
 from manifold_tying.training import AblateConfig, ablate, resolve, train
 from manifold_tying.training.data import open_tokens
-from manifold_tying.training.loop import load_data, run_data
 from manifold_tying.training.report import load_experiments
 from manifold_tying.training.report.comparison import comparable, differences
+from manifold_tying.training.run_data import load_data, run_data
 
 
 def rewrite(corpus: Path) -> None:
