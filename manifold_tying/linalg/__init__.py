@@ -9,11 +9,11 @@ from manifold_tying.linalg._cayley import cayley_at as cayley_at
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
-from manifold_tying.linalg._inverse_sqrt import defect as defect
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt
-from manifold_tying.linalg._inverse_sqrt import orthonormalize_rows_ as orthonormalize_rows_
-from manifold_tying.linalg._inverse_sqrt import reorthonormalize as reorthonormalize
-from manifold_tying.linalg._inverse_sqrt import reorthonormalize_ as reorthonormalize_
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar
+from manifold_tying.linalg._reorthonormalize import defect as defect
+from manifold_tying.linalg._reorthonormalize import orthonormalize_rows_ as orthonormalize_rows_
+from manifold_tying.linalg._reorthonormalize import reorthonormalize as reorthonormalize
+from manifold_tying.linalg._reorthonormalize import reorthonormalize_ as reorthonormalize_

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying.autograd import custom_gradient, in_transform, save, saved
+from manifold_tying.linalg._inverse_sqrt import series
 from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision, gram
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
@@ -188,18 +189,17 @@ def _tall_cayley_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]
     S = base.mT @ Y
     Z = Y - base @ S
     M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-    return _orthonormalize_series(torch.add(Z, base, alpha=2) @ M - base), Z, M
+    return _reorthonormalized(torch.add(Z, base, alpha=2) @ M - base), Z, M
 
 
 _tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_parts(base.detach(), Y)[0])
 
 
-def _orthonormalize_series(X: Tensor) -> Tensor:
-    """X (XᵀX)^(-1/2) by five terms of its series; reduces ‖XᵀX - I‖₂ = 0.1 to 1e-6."""
+def _reorthonormalized(X: Tensor) -> Tensor:
+    """X (XᵀX)^(-1/2) by its series: reduces ‖XᵀX - I‖₂ = 0.1 to 1e-6."""
     G = gram(X)
-    E = G - eye_like(G)
-    E2 = E @ E
-    return X + X @ (0.375 * E2 - 0.5 * E + E2 @ (35 / 128 * E2 - 0.3125 * E))
+    S, _ = series(G - eye_like(G), torch.finfo(G.dtype).eps, sync_free=True)
+    return X + X @ S
 
 
 def _inverse(K: Tensor) -> Tensor:

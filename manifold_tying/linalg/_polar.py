@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
+from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_by_matmuls, mean_eigenvalue, series
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram, sym
 
@@ -23,7 +24,7 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         U (..., n, p) and H (..., p, p), contiguous, in Y's dtype.
 
-    By matmuls if Y has more than 64 columns and its singular values lie within about 0.4 to 1.4 times a common scale, as for
+    By matmuls if Y has more than 64 columns and a condition of up to about 5, as for
     the stored tensor of a parametrization. Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64
     SVD if Y is too ill-conditioned for that (about 50).
 
@@ -77,9 +78,8 @@ class _Polar(torch.autograd.Function):
         factors = polar_matmuls(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
         ctx.by_matmuls = factors is not None
         if factors is not None:
-            U, H, inverse = factors
-            save(ctx, (Y,), U, H, *([] if inverse is None else [inverse]))
-            return U.contiguous(), H
+            save(ctx, (Y,), *factors)
+            return factors[0].contiguous(), factors[1]
         U, V, h = polar_eigh(Y, G)
         save(ctx, (Y,), U, V, h)
         return U.contiguous(), sym((V * h[..., None, :]) @ V.mT).to(Y.dtype)
@@ -87,12 +87,11 @@ class _Polar(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_U: Tensor | None, grad_H: Tensor | None) -> Tensor:
         # With dY = U A + U⊥ B: dU = U Ω + U⊥ B H⁻¹, ΩH + HΩ = A - Aᵀ, and H dH + dH H = H A + AᵀH.
-        _, (U, H_or_V, *rest) = saved(ctx)
+        _, (U, H_or_V, inverse_or_h) = saved(ctx)
         grad_U = torch.zeros_like(U) if grad_U is None else grad_U
         with full_precision(U.device):
-            if ctx.by_matmuls:
-                return _backward_by_matmuls(U, H_or_V, rest[0] if rest else None, grad_U, grad_H)
-            return _backward_eigh(U, H_or_V, rest[0], grad_U, grad_H)
+            backward = _backward_by_matmuls if ctx.by_matmuls else _backward_eigh
+            return backward(U, H_or_V, inverse_or_h, grad_U, grad_H)
 
 
 def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +101,7 @@ def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
 _polar = custom_gradient(_Polar, _plain)
 
 
-def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
+def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
     M = U.mT @ grad_U
     C = M - M.mT.contiguous()
     if grad_H is None:
@@ -111,7 +110,7 @@ def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: T
         S = sym(grad_H)
         HS = H @ S
         X = S + _lyapunov_cg(H, C + HS - HS.mT)
-    if inverse is None:  # square: no U⊥
+    if U.shape[-2] == U.shape[-1]:  # no U⊥
         return U @ X
     return U @ (X - M @ inverse) + grad_U @ inverse
 
@@ -158,7 +157,6 @@ _opaque.register_autograd(
 # Smallest allowed ratio of a Gram matrix's eigenvalues, in either dtype. Its rounding is eps times the largest: in float32 one
 # Newton-Schulz step still restores U; in float64 the error of U grows with the condition squared, to 1e5 eps at 8e3.
 _SMALLEST_EIGENVALUE = torch.finfo(torch.float32).eps ** 0.5
-_MAX_ROUNDS_UNPOLISHED = 2  # singular values down to 0.6 of the scale take two rounds: squaring them costs few digits
 
 
 def polar_svd(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,56 +184,37 @@ def polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _newton_schulz_step(U), V, h
 
 
-def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """U, H and, for n > p, H⁻¹ by matmuls, from G = YᵀY; None if they do not converge.
-
-    A tall Y has the same H as its p x p Cholesky factor, and U = Y H⁻¹.
-    """
-    if Y.shape[-2] == Y.shape[-1]:
-        U, _ = _orthogonal_factor(Y, G)
-        return None if U is None else (U, sym(U.mT @ Y), None)
-    L, info = torch.linalg.cholesky_ex(G)
-    W, rounds = (None, 0) if info.any() else _orthogonal_factor(L.mT, G)
-    if W is None:
+def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """U, H and H⁻¹ by matmuls, from G = YᵀY; None if the condition is too large. A square Y may get G in place of H⁻¹."""
+    if Y.shape[-2] == Y.shape[-1] and (U := _orthogonal_factor(Y, G)) is not None:
+        return U, sym(U.mT @ Y), G
+    found = inverse_sqrt_by_matmuls(G)
+    if found is None:
         return None
-    inverse = torch.linalg.solve_triangular(L.mT, W, upper=True)
+    inverse, far = found
     U = Y @ inverse
-    if rounds > _MAX_ROUNDS_UNPOLISHED:
-        U = _newton_schulz_step(U)
-    return U, sym(L @ W), inverse
+    return _newton_schulz_step(U) if far else U, sym(G @ inverse), inverse
+
+
+def _orthogonal_factor(Y: Tensor, G: Tensor) -> Tensor | None:
+    """The polar factor of a square Y near a multiple of an orthogonal matrix, else None.
+
+    E = UᵀU - I by the product costs less here than what :func:`inverse_sqrt_by_matmuls` does.
+    """
+    eye, c, eps = eye_like(G), mean_eigenvalue(G), torch.finfo(G.dtype).eps
+    U, E = Y / c.sqrt(), G / c - eye
+    for _ in range(4):
+        S, size = series(E, eps)
+        if not size < 0.9:  # also where it is NaN
+            break
+        U = U + U @ S
+        if converges(size, eps):
+            return U
+        E = gram(U) - eye
+    return None
 
 
 def _newton_schulz_step(U: Tensor) -> Tensor:
     """One Newton-Schulz step: removes the rounding of G, whose condition is that of Y squared."""
     G = gram(U)
     return U @ (1.5 * eye_like(G) - 0.5 * G)
-
-
-def _orthogonal_factor(S: Tensor, G: Tensor) -> tuple[Tensor | None, int]:
-    """The orthogonal polar factor of square S, from G = SᵀS, and the number of rounds; None unless S is near c Q.
-
-    U <- U (I + E)^(-1/2) with E = UᵀU - I, by two, three or five terms of its series. The sums are positive for every E they
-    are used for, so once UᵀU = I, UᵀS is positive definite.
-    """
-    eye = eye_like(G)
-    root_p, type_info = G.shape[-1] ** 0.5, torch.finfo(G.dtype)
-    enough = 2 * type_info.eps * root_p
-    c = G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    if not c.amin() > type_info.tiny / type_info.eps:
-        return None, 0
-    U, E = S / c.sqrt(), G / c - eye
-    for rounds in range(1, 6):
-        size = torch.linalg.matrix_norm(E).amax()
-        if not size < 0.5 * root_p:  # also where it is NaN
-            break
-        step, left = E / -2, size**2  # three eighths of that are left
-        if left > enough:
-            E2 = E @ E
-            step, left = step + 0.375 * E2, size**3
-            if left > enough:
-                step, left = step + E2 @ (35 / 128 * E2 - 0.3125 * E), size**5
-        U = U + U @ step
-        if left <= enough:
-            return U, rounds
-        E = gram(U) - eye
-    return None, 0
