@@ -6,6 +6,7 @@ and cast back; autocast and TF32 are off inside.
 
 from manifold_tying.linalg._cayley import cayley as cayley
 from manifold_tying.linalg._cayley import cayley_at as cayley_at
+from manifold_tying.linalg._cayley import cayley_curve as cayley_curve
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew

@@ -126,18 +126,28 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
             return base @ cayley_neumann(_skew_of_lower(Y), terms)
         if terms is None:
             return _tall_cayley(base, Y)
-        S = base.mT @ Y
-        Z = Y - base @ S
-        K, T = (S - S.mT) / 2, gram(Z)
-        eye = eye_like(S)
-        # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
-        a, b = K / 2, eye / 2
-        of_base, of_Z = eye + 2 * a, 2 * b
-        for last in range(1, terms + 1):
-            a, b = (K @ a - T @ b) / 2, a / 2
-            weight = 1 if last == terms else 2
-            of_base, of_Z = of_base + weight * a, of_Z + weight * b
-        return base @ of_base + Z @ of_Z
+        return cayley_curve(base, Y, terms)
+
+
+def cayley_curve(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
+    """(I - A)⁻¹(I + A) B with the A of a tall B in :func:`cayley_at`, here for a square B as well.
+
+    Differentiable with respect to both. The columns are as orthonormal as rounding in ZᵀZ leaves them.
+    """
+    if terms is None:
+        return _curve_and_parts(base, Y)[0]
+    S = base.mT @ Y
+    Z = Y - base @ S
+    K, T = (S - S.mT) / 2, gram(Z)
+    eye = eye_like(S)
+    # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
+    a, b = K / 2, eye / 2
+    of_base, of_Z = eye + 2 * a, 2 * b
+    for last in range(1, terms + 1):
+        a, b = (K @ a - T @ b) / 2, a / 2
+        weight = 1 if last == terms else 2
+        of_base, of_Z = of_base + weight * a, of_Z + weight * b
+    return base @ of_base + Z @ of_Z
 
 
 class _SquareCayley(torch.autograd.Function):
@@ -185,11 +195,16 @@ class _TallCayley(torch.autograd.Function):
 
 
 def _tall_cayley_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X, Z and M of :func:`cayley_at`."""
+    X, Z, M = _curve_and_parts(base, Y)
+    return _reorthonormalized(X), Z, M
+
+
+def _curve_and_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X before it is re-orthonormalized, Z and M of :func:`cayley_at`."""
     S = base.mT @ Y
     Z = Y - base @ S
     M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-    return _reorthonormalized(torch.add(Z, base, alpha=2) @ M - base), Z, M
+    return torch.add(Z, base, alpha=2) @ M - base, Z, M
 
 
 _tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_parts(base.detach(), Y)[0])

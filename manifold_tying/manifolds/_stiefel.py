@@ -27,8 +27,8 @@ class Stiefel(geoopt.Manifold):
     - "polar": (X + U)(I + UᵀU)^(-1/2), the nearest point to X + U, of second order: O(‖U‖³) from the geodesic (PIT,
       equation 18);
     - "qr": the Q factor of X + U; first order;
-    - "cayley": (I - W/2)⁻¹(I + W/2) X with W = PUXᵀ - XUᵀP, P = I - XXᵀ/2, through a 2p x 2p system by the
-      Sherman-Morrison-Woodbury formula; first order, second for the canonical metric (Wen and Yin 2013);
+    - "cayley": (I - W/2)⁻¹(I + W/2) X with W = PUXᵀ - XUᵀP, P = I - XXᵀ/2, through a p x p inverse; first
+      order, second for the canonical metric (Wen and Yin 2013);
     - "cayley-neumann": like "cayley", with ``terms`` terms of a Neumann series in place of the inverse (POET, section 3),
       then projected; for ‖U‖ < 2.
 
@@ -76,7 +76,8 @@ class Stiefel(geoopt.Manifold):
                 return linalg.orthonormalize(x + u, "cholesky-qr")
             # The curve converges as u grows: clip at 1e4, beyond which the products would overflow float32.
             u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True).clamp_min(1e4))  # differentiable at 0
-            moved = cayley_step(x, u, None if self.retraction == "cayley" else self.terms)
+            wide = precision.compute_dtype(x.dtype)
+            moved = linalg.cayley_curve(x.to(wide), u.to(wide), None if self.retraction == "cayley" else self.terms)
             # An odd number of terms can shrink directions (three terms: to almost 0 near ‖U‖ = 2), an even one cannot.
             shrinks = self.retraction == "cayley-neumann" and self.terms % 2 == 1
             return (linalg.polar(moved)[0] if shrinks else linalg.reorthonormalize(moved)).to(x.dtype)
@@ -184,26 +185,3 @@ def scaled_tangent_part(reduce: distributed.Reduce, x: Tensor, u: Tensor, scale:
         squares = scale.square()
         share = squares / (squares[:, None] + squares).clamp_min(torch.finfo(scale.dtype).tiny)
         return w - x @ ((A + A.mT) * share)
-
-
-def cayley_step(x: Tensor, u: Tensor, terms: int | None) -> Tensor:
-    """The Cayley curve through x along u: exact for ``terms=None``, otherwise that many terms of the Neumann series.
-
-    W = L Rᵀ with L = [B, X], R = [X, -B], B = U - X XᵀU/2, so all but two products with n rows are 2p x 2p. The result is
-    at least float32.
-    """
-    x, u = torch.broadcast_tensors(*(a.to(precision.compute_dtype(a.dtype)) for a in (x, u)))
-    B = u - x @ (x.mT @ u) / 2
-    XtX, XtB, BtB = precision.gram(x), x.mT @ B, precision.gram(B)
-    half_M = torch.cat([torch.cat([XtB, XtX], -1), torch.cat([-BtB, -XtB.mT], -1)], -2) / 2
-    RtX = torch.cat([XtX, -XtB.mT], -2)
-    if terms is None:
-        coefficients = torch.linalg.solve(precision.eye_like(half_M) - half_M, RtX)
-    else:
-        # (I + A) Σ Aⁱ x = x + 2(A + ... + A^terms) x + A^(terms+1) x with A = W/2 and Aʲx = L (M/2)^(j-1) Rᵀx / 2.
-        power, coefficients = RtX / 2, RtX
-        for last in range(1, terms + 1):
-            power = half_M @ power
-            coefficients = coefficients + (power if last == terms else 2 * power)
-    p = x.shape[-1]
-    return x + B @ coefficients[..., :p, :] + x @ coefficients[..., p:, :]

@@ -53,7 +53,7 @@ class CayleyFactor(Constraint):
     """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
 
     Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y,
-    computed with 2p x 2p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series. The truncated
+    computed with p x p matrices. ``terms`` replaces the inverse by that many terms of its Neumann series. The truncated
     series leaves the manifold as A grows, so the result is projected by its polar factor.
     """
 

@@ -140,7 +140,13 @@ def by_products(Y: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("shape", "condition", "scale"),
-    [((80, 80), 2.0, 1.0), ((200, 72), 5.0, 1.0), ((200, 72), 1.0, 1e9), ((200, 72), 1.01, 1e-9), ((2, 3, 70, 66), 1.3, 1.0)],
+    [
+        ((80, 80), 2.0, 1.0),
+        ((200, 72), 5.0, 1.0),
+        ((200, 72), 1.0, 1e9),
+        ((200, 72), 1.01, 1e-9),
+        ((2, 3, 70, 66), 1.3, 1.0),
+    ],
 )
 def test_polar_by_products_is_scipys(shape: tuple[int, ...], condition: float, scale: float) -> None:
     for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 4e-15)):
