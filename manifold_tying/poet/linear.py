@@ -231,30 +231,21 @@ def linear_flops(tokens: int, spec: RotationSpec, *, input_centric: bool, traini
     return 4 * dense + 6 * of_tokens if input_centric else 6 * dense + 7 * of_weight
 
 
-def permuted_elements(tokens: int, spec: RotationSpec, *, input_centric: bool, training: bool = True) -> int:
-    """Number of elements that permutations gather, which costs time but no operations.
-
-    Forward and backward: T(2m + 3n) input-centric, 6mn weight-centric; forward alone: T(m + n) and 2mn.
-    """
-    m, n = spec.R.n * (spec.R.num_rotated > 0), spec.P.n * (spec.P.num_rotated > 0)
-    if not input_centric:
-        return (3 if training else 1) * (m * spec.P.n + spec.R.n * n)
-    return tokens * (2 * m + 3 * n) if training else tokens * (m + n)
-
-
 def prefers_input_centric(
     tokens: int, spec: RotationSpec, *, training: bool = True, low_precision: bool = False
 ) -> bool:
     """Whether rotating the activations is faster than forming W, by the cost model.
 
-    ``low_precision``: the activations, and so all matmuls except those that form W, are 16-bit.
+    Elements that permutations gather cost time but no operations: with the backward T(2m + 3n) input-centric and 6mn
+    weight-centric, without it T(m + n) and 2mn. ``low_precision``: the activations, and so all matmuls except those that form
+    W, are 16-bit.
     """
-
-    def cost(input_centric: bool) -> int:
-        flops = linear_flops(tokens, spec, input_centric=input_centric, training=training)
-        if low_precision and not input_centric:
-            flops += (_FLOAT32_COST - 1) * linear_flops(0, spec, input_centric=False, training=training)
-        moved = permuted_elements(tokens, spec, input_centric=input_centric, training=training)
-        return flops + (_FLOPS_PER_MOVE_LOW if low_precision else _FLOPS_PER_MOVE) * moved
-
-    return cost(True) <= cost(False)
+    m, n = spec.R.n * (spec.R.num_rotated > 0), spec.P.n * (spec.P.num_rotated > 0)
+    move = _FLOPS_PER_MOVE_LOW if low_precision else _FLOPS_PER_MOVE
+    of_input = linear_flops(tokens, spec, input_centric=True, training=training)
+    of_input += move * tokens * (2 * m + 3 * n if training else m + n)
+    of_weight = linear_flops(tokens, spec, input_centric=False, training=training)
+    of_weight += move * (3 if training else 1) * (m * spec.P.n + spec.R.n * n)
+    if low_precision:
+        of_weight += (_FLOAT32_COST - 1) * linear_flops(0, spec, input_centric=False, training=training)
+    return of_input <= of_weight

@@ -129,26 +129,7 @@ def vocab_embedding(ids: Tensor, table: Tensor) -> Tensor:
     """
     if not distributed.is_dtensor(table):
         return F.embedding(ids, table)
-    return _VocabEmbedding.apply(ids, distributed.to_local(table), VocabularyShard.of(table))
-
-
-class _VocabEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, rows: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        index, is_local = vocabulary.index(ids)
-        ctx.save_for_backward(index, is_local)
-        ctx.shape = rows.shape  # of the local shard
-        ctx.vocabulary = vocabulary
-        found = rows[index] * is_local[..., None] if len(rows) else rows.new_zeros(*ids.shape, rows.shape[1])
-        return vocabulary.all_reduce(found)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
-        if not ctx.needs_input_grad[1]:
-            return None, None, None
-        # The result's gradient is the same on every rank; each rank takes the part of its rows.
-        index, is_local = ctx.saved_tensors
-        found = (ctx.vocabulary.copy_to_ranks(grad) * is_local[..., None]).flatten(0, -2)
-        if not ctx.shape[0]:  # keep the graph connected: a second derivative runs a collective
-            return None, found[:0], None
-        return None, found.new_zeros(ctx.shape).index_add_(0, index.flatten(), found), None
+    vocabulary, rows = VocabularyShard.of(table), distributed.to_local(table)
+    index, is_local = vocabulary.index(ids)
+    found = F.embedding(index, rows) if len(rows) else rows.sum(0).expand(*ids.shape, -1)  # keeps the graph connected
+    return vocabulary.reduce_from_ranks(found * is_local[..., None])

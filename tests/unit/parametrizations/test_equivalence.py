@@ -309,8 +309,8 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
 
 
 # Of the first block of R and of the last one of P.
-@pytest.mark.parametrize(("terms", "entry"), [(2, 0), (3, -1), (None, 0)])
-def test_merge_warns_of_large_skew_matrices(terms: int | None, entry: int) -> None:
+@pytest.mark.parametrize(("terms", "entry", "deviation"), [(2, 0, 0.9**6), (3, -1, 2 * 0.9**4 - 0.9**8), (None, 0, 0)])
+def test_merge_warns_of_large_skew_matrices(terms: int | None, entry: int, deviation: float) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     equivalence_(model, block_size=3, terms=terms, verbose=False)
     with torch.no_grad():
@@ -321,7 +321,10 @@ def test_merge_warns_of_large_skew_matrices(terms: int | None, entry: int) -> No
     if terms is None:
         assert merge(model) == 2
     else:
-        with pytest.warns(UserWarning, match=r"1\.weight: the skew .* 0\.9.*lower the learning rate, merge more often"):
+        found = f"{2**0.5 * deviation:.1g}"  # I - RᵀR has two such eigenvalues
+        with pytest.warns(
+            UserWarning, match=rf"1\.weight: the skew .* to {found} .*lower the learning rate, merge more often"
+        ):
             merge(model)
 
 
