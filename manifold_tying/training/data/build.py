@@ -4,8 +4,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 from manifold_tying.training.files import digest, exclusive
 
 from .corpus import Corpus, open_corpus
-from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenizer, pieces, serial_calls, train_tokenizer
+from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenizer, pieces, train_tokenizer
 from .tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 
 HELD_OUT_EVERY = 20
@@ -87,8 +86,7 @@ def prepare(
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir()
                 try:
-                    with serial_calls():
-                        _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
+                    _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
                     draft.rename(final)
                 finally:
                     shutil.rmtree(draft, ignore_errors=True)
@@ -180,7 +178,7 @@ def _sample_of(texts: Iterator[Piece]) -> Iterator[Piece]:
 
 def _write_splits(
     directory: Path,
-    encoded: Generator[Encoded],
+    encoded: Iterator[Encoded],
     dtype: np.dtype[Any],
     limit: Limit | None,
     report: Callable[[str], None],
@@ -188,7 +186,7 @@ def _write_splits(
     """Write documents to their splits until both have reached their limits; returns tokens and bytes per split."""
     counts = dict.fromkeys(("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes"), 0)
     reported = 0
-    with closing(encoded), open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
+    with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
         for part in encoded:
             split, file = ("val", val) if _held_out(part.document) else ("train", train)
             file.write(part.tokens.astype(dtype).tobytes())

@@ -8,7 +8,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from manifold_tying._json import parsed
 
@@ -108,21 +107,19 @@ def _parquet(spec: str, rest: str) -> Corpus:
         import pyarrow.parquet  # slow to import, rarely needed
 
         for file in files:
+            rows = 0
             try:
-                table = pyarrow.parquet.ParquetFile(file)
-            except (pyarrow.ArrowException, OSError) as error:
-                raise ValueError(f"{file} is not a parquet file: {error}") from error
-            with table:
-                if "text" not in table.schema_arrow.names:
-                    raise ValueError(f'{file} has no column "text"; it has {table.schema_arrow.names}')
-                batches = table.iter_batches(batch_size=1024, columns=["text"])
-                rows = 0
-                while (texts := _next_texts(batches, file)) is not None:
-                    rows += len(texts)
-                    for text in texts:
-                        yield (_checked(text, str(file)),)
-                if rows != table.metadata.num_rows:  # pyarrow stops at a page of zeros without an error
-                    raise ValueError(f"{file} is damaged: {rows} of its {table.metadata.num_rows} rows can be read")
+                with pyarrow.parquet.ParquetFile(file) as table:
+                    if "text" not in table.schema_arrow.names:
+                        raise ValueError(f'{file} has no column "text"; it has {table.schema_arrow.names}')
+                    for batch in table.iter_batches(batch_size=1024, columns=["text"]):
+                        texts = batch.column(0).to_pylist()
+                        rows += len(texts)
+                        yield from ((_checked(text, str(file)),) for text in texts)
+                    if rows != table.metadata.num_rows:  # pyarrow stops at a page of zeros without an error
+                        raise OSError(f"{rows} of its {table.metadata.num_rows} rows can be read")
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file} is damaged, or not a parquet file: {error}") from error
 
     return Corpus(spec, ["parquet", _listing(files)], False, documents)
 
@@ -215,17 +212,6 @@ def _is_text(file: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _next_texts(batches: Iterator[Any], file: Path) -> list[object] | None:
-    """The next texts of a parquet file; None at its end."""
-    import pyarrow
-
-    try:
-        batch = next(batches, None)
-        return None if batch is None else batch.column(0).to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def _json_text(line: bytes, where: str) -> str:

@@ -2,10 +2,7 @@
 
 import os
 import re
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +13,10 @@ SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the separator
 _PIECE_CHARACTERS = 1 << 18
+_CHUNK_CHARACTERS = (os.cpu_count() or 1) * _PIECE_CHARACTERS
 # Training takes quadratic time in a word's length. No word of prose or code is this long; a line of base64 or DNA may be.
 _LONGEST_WORD = 1024
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}")
-_MOST_THREADS = 16  # about a twentieth of the time is spent holding the GIL
 
 
 class Piece(NamedTuple):
@@ -111,8 +108,8 @@ def separator_id(tokenizer: Tokenizer, where: str) -> int:
     raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them to separate documents")
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
-    """Encode pieces in parallel and yield the results in order. Close the generator when stopping early.
+def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[Encoded]:
+    """Encode pieces, on all cores, and yield the results in order.
 
     A separator that is spelled out in a text is encoded as text: it cannot end a document.
     """
@@ -122,50 +119,21 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Generator[Encoded]:
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    def encode_chunk(chunk: list[Piece]) -> list[Encoded]:
+    for chunk in _chunks(texts):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in chunk], add_special_tokens=False)
-        results = []
         for piece, encoding in zip(chunk, encodings, strict=True):
             ids = np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
-            results.append(Encoded(ids, len(piece.text.encode()), piece.document, piece.ends_document))
-        return results
-
-    workers = min(os.cpu_count() or 1, _MOST_THREADS)
-    pending: deque[Future[list[Encoded]]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for chunk in _chunks(texts):
-            pending.append(pool.submit(encode_chunk, chunk))
-            if len(pending) > 2 * workers:  # bounds the read-ahead
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-
-
-@contextmanager
-def serial_calls() -> Iterator[None]:
-    """Disable the thread pool of tokenizers; :func:`encode` has its own threads.
-
-    Once that pool has been used, some versions print a warning in every process forked later.
-    """
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+            yield Encoded(ids, len(piece.text.encode()), piece.document, piece.ends_document)
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Lists of pieces with about _PIECE_CHARACTERS characters, so that a task is worth its overhead."""
+    """Lists of pieces with about _CHUNK_CHARACTERS characters, which tokenizers encodes in parallel."""
     chunk: list[Piece] = []
     characters = 0
     for piece in texts:
         chunk.append(piece)
         characters += len(piece.text)
-        if characters >= _PIECE_CHARACTERS:
+        if characters >= _CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
     if chunk:

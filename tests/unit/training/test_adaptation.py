@@ -24,7 +24,7 @@ from experiments.problems import (
     exact_match,
     problems,
 )
-from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, serial_calls, train_tokenizer
+from manifold_tying.training.data.tokenize import SEPARATOR, separator_id, train_tokenizer
 from manifold_tying.training.sections import Interface
 
 V = 320
@@ -33,8 +33,7 @@ KINDS: tuple[Kind, ...] = ("training", "in-domain", "out-of-domain")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    with serial_calls():
-        return train_tokenizer((q + a for q, a in problems(400, 3, "training")), V)
+    return train_tokenizer((q + a for q, a in problems(400, 3, "training")), V)
 
 
 # --- the problems
