@@ -25,11 +25,6 @@ class Batches:
         self.seed = seed
         self._order: tuple[int, np.ndarray] | None = None
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Number of batches that contain every window once."""
-        return self._windows / self.batch_size
-
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """(inputs (B, N), targets (B, N)), int64; a target is the token after its input. Raises ValueError if step < 0."""
         if step < 0:

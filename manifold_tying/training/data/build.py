@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from manifold_tying.training.files import digest, exclusive
 
@@ -148,7 +147,7 @@ def _build(
                 f"the corpus {corpus.spec!r} is too short to hold out a part of it: "
                 f"expected at least {HELD_OUT_EVERY} tokens, got {counts['train_tokens']}; use a longer one"
             )
-        _move_tail(directory, counts, DTYPES[dtype], tokenizer)
+        _move_tail(directory, counts, DTYPES[dtype])
     meta = Meta(
         corpus=corpus.spec,
         vocab_size=vocab_size,
@@ -183,15 +182,14 @@ def _write_splits(
     limit: Limit | None,
     report: Callable[[str], None],
 ) -> dict[str, int]:
-    """Write documents to their splits until both have reached their limits; returns tokens and bytes per split."""
-    counts = dict.fromkeys(("documents", "train_tokens", "train_bytes", "val_tokens", "val_bytes"), 0)
+    """Write documents to their splits until both have reached their limits; returns the numbers of documents and tokens."""
+    counts = dict.fromkeys(("documents", "train_tokens", "val_tokens"), 0)
     reported = 0
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
         for part in encoded:
             split, file = ("val", val) if _held_out(part.document) else ("train", train)
             file.write(part.tokens.astype(dtype).tobytes())
             counts[f"{split}_tokens"] += len(part.tokens)
-            counts[f"{split}_bytes"] += part.text_bytes
             counts["documents"] += part.ends_document
             if counts["train_tokens"] - reported >= _PROGRESS_TOKENS:
                 reported = counts["train_tokens"]
@@ -202,16 +200,11 @@ def _write_splits(
     return counts
 
 
-def _move_tail(directory: Path, counts: dict[str, int], dtype: np.dtype[Any], tokenizer: Tokenizer) -> None:
-    """Hold out the last twentieth of the training tokens of a corpus with few documents.
-
-    Their bytes are counted by decoding, which may be a few off if the cut divides a character.
-    """
+def _move_tail(directory: Path, counts: dict[str, int], dtype: np.dtype[Any]) -> None:
+    """Hold out the last twentieth of the training tokens of a corpus with few documents."""
     train, count = directory / "train.bin", counts["train_tokens"] // HELD_OUT_EVERY
     kept = counts["train_tokens"] - count
     tail = np.fromfile(train, dtype, offset=kept * dtype.itemsize)
     (directory / "val.bin").write_bytes(tail.tobytes())
     os.truncate(train, kept * dtype.itemsize)
-    text_bytes = len(tokenizer.decode(tail.tolist()).encode())
-    counts |= {"train_tokens": kept, "train_bytes": counts["train_bytes"] - text_bytes}
-    counts |= {"val_tokens": count, "val_bytes": text_bytes}
+    counts |= {"train_tokens": kept, "val_tokens": count}

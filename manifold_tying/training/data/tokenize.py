@@ -28,10 +28,9 @@ class Piece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tokens (n,) of a piece, with the separator if it ends a document, and the bytes of its text."""
+    """The tokens (n,) of a piece, with the separator if it ends a document."""
 
     tokens: np.ndarray
-    text_bytes: int
     document: int
     ends_document: bool
 
@@ -123,7 +122,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[Encoded]:
         encodings = tokenizer.encode_batch_fast([piece.text for piece in chunk], add_special_tokens=False)
         for piece, encoding in zip(chunk, encodings, strict=True):
             ids = np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
-            yield Encoded(ids, len(piece.text.encode()), piece.document, piece.ends_document)
+            yield Encoded(ids, piece.document, piece.ends_document)
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:

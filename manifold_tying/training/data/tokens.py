@@ -32,8 +32,6 @@ class Meta:
         dtype: "uint16" or "uint32"
         documents: number of documents in both splits
         train_tokens, val_tokens: tokens per split, including separators
-        train_bytes, val_bytes: bytes of UTF-8 text per split, without separators. If the splits divide a document, val's
-            are counted by decoding and may be a few off
         tokenizer_sha256, train_sha256, val_sha256: of ``tokenizer.json``, ``train.bin`` and ``val.bin``
     """
 
@@ -42,9 +40,7 @@ class Meta:
     dtype: str
     documents: int
     train_tokens: int
-    train_bytes: int
     val_tokens: int
-    val_bytes: int
     tokenizer_sha256: str
     train_sha256: str
     val_sha256: str
@@ -59,11 +55,6 @@ class TokenData:
     meta: Meta
     train: np.ndarray
     val: np.ndarray
-
-    @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of held-out text per token; a loss in nats divided by this and by ln 2 is in bits per byte."""
-        return self.meta.val_bytes / self.meta.val_tokens
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
