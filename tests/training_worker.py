@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,12 +139,12 @@ def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
 
 def command(rank: int, store: dist.Store, out: Path, corpus: Path) -> None:
     """The run "ddp" by the command line, in the environment that torchrun makes."""
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            store.set("port of the command", str(free.getsockname()[1]))
+    if rank == 0:  # the server runs before its port is known: a free port that is only looked up could be taken by then
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("port of the command", str(server.port))
     port = store.get("port of the command").decode()
     environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     settings = config(out, corpus).settings
     names = "preset data steps batch_size sequence_length val_tokens eval_every checkpoint_every lr".split()
     options = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(settings, name)))]

@@ -210,20 +210,11 @@ def build_empty(folder: Path) -> "PreTrainedModel":
         ) from error
 
 
-# Name endings for unknown classes: Llama, Qwen, Granite, Gemma, OPT and Phi; GPT-2; GPT-NeoX; BLOOM and Falcon; Mamba.
-_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|embeddings)\.weight$")
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
-
-
 def table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
     """(embedding's name, head's name, whether a missing head is the embedding); ``where`` maps each tensor to its file.
 
-    Uses the model's class if transformers has it, otherwise common names.
+    By what the model's class calls them.
     """
-    try:
-        model_class(folder)
-    except (ValueError, ModuleNotFoundError):
-        return _usual_names(folder, where)
     model = build_empty(folder)
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = _accessed(model, "input"), _accessed(model, "output")
@@ -268,20 +259,3 @@ def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[st
 def _common_end(left: str, right: str) -> int:
     pairs = zip(reversed(left.split(".")), reversed(right.split(".")), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(left.count("."), right.count(".")) + 1)
-
-
-def _usual_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
-    config = read_config(folder)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    rows = config.get("vocab_size", text.get("vocab_size"))
-    embeddings = [name for name in where if _EMBEDDING.search(name)]
-    if len(embeddings) > 1 and isinstance(rows, int):  # exclude embeddings of a vision tower
-        shapes = read_shapes(folder / where[name] for name in embeddings)
-        embeddings = [name for name in embeddings if shapes[name][:1] >= [rows]]
-    heads = [name for name in where if _HEAD.search(name)]
-    for what, found in (("embedding table", embeddings), ("head", heads)):
-        if len(found) > 1:
-            raise ValueError(f"expected one {what} in {folder}, found {', '.join(found)}: cannot tell which to use")
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
-    return next(iter(embeddings), None), next(iter(heads), None), tied
