@@ -193,7 +193,10 @@ def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
     inverse, far = found
     U = Y @ inverse
-    return _newton_schulz_step(U) if far else U, sym(G @ inverse), inverse
+    if not far:
+        return U, sym(G @ inverse), inverse
+    U = _newton_schulz_step(U)
+    return U, sym(U.mT @ Y), inverse
 
 
 def _orthogonal_factor(Y: Tensor, G: Tensor) -> Tensor | None:
