@@ -15,15 +15,15 @@ _WIDE = (
     .convert(kind=np.polynomial.Polynomial)
     .coef.tolist()
 )
-# Rounding grows with the condition: after this many rounds of corrections an eigendecomposition is more accurate.
-_MAX_ROUNDS = {torch.float32: 2, torch.float64: 5}
+# Rounds of corrections. Where they do not suffice, an eigendecomposition is faster, and more accurate.
+_ROUNDS = 2
 
 
 def inverse_sqrt(G: Tensor) -> Tensor:
     """G^(-1/2) of symmetric positive definite G (..., p, p) of condition up to about 1e6.
 
-    Close to a multiple of the identity, as in retractions: one to six matmuls. Otherwise up to about twenty. If that does not
-    suffice (in float32 from a condition of about 30), a float64 eigendecomposition.
+    Close to a multiple of the identity, as in retractions: one to six matmuls. Otherwise about 17, and from a condition of about 30
+    a float64 eigendecomposition.
     """
     W = G.to(compute_dtype(G.dtype))
     if W.numel() == 0:
@@ -56,7 +56,7 @@ def inverse_sqrt_by_matmuls(G: Tensor, *, sync_free: bool = False) -> tuple[Tens
         k0, k1, k2, k3, k4 = _WIDE
         S = (k0 - 1) * eye + k1 * E + k2 * E2 + E2 @ (k3 * E + k4 * E2)
     Q = S  # P = (I + Q) / √c
-    for _ in range(2 if sync_free else _MAX_ROUNDS[G.dtype]):
+    for _ in range(_ROUNDS):
         if converges(size, eps):
             break
         F = E + S + E @ S  # (I + S)(I + E)(I + S) - I, from deviations to avoid cancellation
