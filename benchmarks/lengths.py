@@ -23,6 +23,7 @@ from manifold_tying.training.report.figures import COLOURS
 
 PIT_LENGTH = 1_843_200
 REFERENCE = "transpose tying, embeddings normalized"
+FROZEN = "PIT, Z frozen"  # not drawn: nats above the others
 # Label: start of the arm's name, and how far a dot is moved so that bars do not overlap.
 ARMS = {
     "transpose tying": ("transpose+lr=", 0.94),
@@ -31,6 +32,7 @@ ARMS = {
     "untied, embeddings normalized": ("untied+embedding_norm=true", 1.03),
     "PIT, Z trained": ("pit-trainable", 1.03),
     "PIT, free table": ("pit-free", 1.06),
+    FROZEN: ("pit-frozen", 1.0),
 }
 PANELS = (("nano", "stdlib"), ("nano", "prose"), ("mini", "stdlib"))
 KEPT = ("tokens", "arm", "seed", "val_loss", "delta_ti", "cond_transform", "trainable_parameters")
@@ -116,7 +118,7 @@ def draw(found: Losses, path: Path) -> None:
             above = [arms[label][count].mean - arms[REFERENCE][count].mean for count in counts]
             bars = [arms[label][count].deviation for count in counts]
             x = [count * shift for count in counts]
-            if counts:
+            if counts and label != FROZEN:
                 axes.errorbar(x, above, bars, fmt="o-", color=colour, label=label, capsize=3)
         ticks = sorted(arms[REFERENCE])
         axes.set_xscale("log")
