@@ -132,14 +132,17 @@ def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
 def cayley_curve(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
     """(I - A)⁻¹(I + A) B with the A of a tall B in :func:`cayley_at`, here for a square B as well.
 
-    Differentiable with respect to both. The columns are as orthonormal as rounding in ZᵀZ leaves them.
+    Differentiable with respect to both. The inverse is taken in float64, so that Z may be long.
     """
-    if terms is None:
-        return _curve_and_parts(base, Y)[0]
     S = base.mT @ Y
     Z = Y - base @ S
-    K, T = (S - S.mT) / 2, gram(Z)
-    eye = eye_like(S)
+    K = (S - S.mT) / 2
+    if terms is None:
+        wide = Z.double()  # ZᵀZ squares the condition of Z
+        eye = eye_like(wide)
+        M = _inverse(eye + wide.mT @ wide / 4 - K.double() / 2)
+        return base + (Z @ M.to(Z.dtype) + base @ (2 * (M - eye)).to(Z.dtype))
+    T, eye = gram(Z), eye_like(S)
     # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
     a, b = K / 2, eye / 2
     of_base, of_Z = eye + 2 * a, 2 * b
@@ -179,7 +182,7 @@ _square_cayley = custom_gradient(_SquareCayley, lambda base, Y: _square_cayley_a
 class _TallCayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        X, Z, M = _tall_cayley_parts(base, Y)
+        X, Z, M = _tall_cayley_and_parts(base, Y)
         save(ctx, (base, Y), Z, M, X)
         return X
 
@@ -194,20 +197,15 @@ class _TallCayley(torch.autograd.Function):
             return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
 
 
-def _tall_cayley_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    X, Z, M = _curve_and_parts(base, Y)
-    return _reorthonormalized(X), Z, M
-
-
-def _curve_and_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X before it is re-orthonormalized, Z and M of :func:`cayley_at`."""
+def _tall_cayley_and_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X, Z and M of :func:`cayley_at`."""
     S = base.mT @ Y
     Z = Y - base @ S
     M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-    return torch.add(Z, base, alpha=2) @ M - base, Z, M
+    return _reorthonormalized(torch.add(Z, base, alpha=2) @ M - base), Z, M
 
 
-_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_parts(base.detach(), Y)[0])
+_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_and_parts(base.detach(), Y)[0])
 
 
 def _reorthonormalized(X: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ _ROUNDS = 2
 def inverse_sqrt(G: Tensor) -> Tensor:
     """G^(-1/2) of symmetric positive definite G (..., p, p) of condition up to about 1e6.
 
-    Close to a multiple of the identity, as in retractions: one to six matmuls. Otherwise about 17, and from a condition of about 30
-    a float64 eigendecomposition.
+    Close to a multiple of the identity, as in retractions: one to six matmuls. Otherwise about 17, and from a condition of
+    about 30 a float64 eigendecomposition.
     """
     W = G.to(compute_dtype(G.dtype))
     if W.numel() == 0:

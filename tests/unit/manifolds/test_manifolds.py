@@ -54,6 +54,16 @@ def test_retraction_in_float32_keeps_the_promised_defect(retraction: Any, data: 
     assert linalg.defect(moved).max() <= 1e-12
 
 
+@every_retraction
+def test_long_vectors_with_equal_columns_are_retracted_in_float32(retraction: Any) -> None:
+    """UᵀU has one large eigenvalue, next to which float32 does not see the identity."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x = Stiefel(retraction).random(48, 8)
+        u = Stiefel(retraction).proju(x, 1e4 * torch.randn(48, 1).expand(48, 8))
+        assert linalg.defect(Stiefel(retraction).retr(x, u)) <= 1e-6
+
+
 @pytest.mark.parametrize(
     ("manifold", "shape"), [(Stiefel(), (2, 5)), (SPD(), (5, 2)), (Stiefel(), (3,)), (SPD(), (3,))]
 )
