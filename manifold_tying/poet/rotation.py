@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import autograd, distributed, linalg
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 Blocks = list[Tensor]
@@ -182,6 +182,12 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
 
 @torch.no_grad()
 def deviation(spec: RotationSpec, skew_params: Tensor) -> float:
-    """The largest ‖GᵀG - I‖_F of the blocks of R and P; infinite if one is not finite."""
-    blocks = [G for side in both_blocks(spec, skew_params) for G in side]
-    return max(float(linalg.defect(G).max().nan_to_num(math.inf)) * G.shape[-1] ** 0.5 for G in blocks)
+    """The largest ‖GᵀG - I‖₂ of the blocks of R and P, or a little more; infinite if one is not finite."""
+    worst = 0.0
+    for G in (G for side in both_blocks(spec, skew_params) for G in side):
+        D = precision.gram_in_double(G)
+        D -= precision.eye_like(D)
+        # ‖D²‖_F^(1/2) bounds ‖D‖₂; D is an even function of a skew matrix, so its eigenvalues are double.
+        bounds = (torch.linalg.matrix_norm(D @ D) / 2**0.5).sqrt()
+        worst = max(worst, float(bounds.max().nan_to_num(math.inf)))
+    return worst
