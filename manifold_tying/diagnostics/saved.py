@@ -43,7 +43,7 @@ def inspect_tables(path: str | Path) -> SavedTables:
 
     Raises:
         ValueError: a file is missing or damaged, or has no table, or a table contains NaN or Inf.
-        ImportError: safetensors is not installed.
+        ImportError: safetensors is not installed, or transformers, for a Hugging Face model that is not converted.
     """
     return saved_interface(path)[0]
 

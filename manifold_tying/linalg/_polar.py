@@ -24,9 +24,9 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         U (..., n, p) and H (..., p, p), contiguous, in Y's dtype.
 
-    By matmuls if Y has more than 64 columns and a condition of up to about 5, as for
-    the stored tensor of a parametrization. Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64
-    SVD if Y is too ill-conditioned for that (about 50).
+    By matmuls if Y has more than 64 columns and a condition of up to about 5, as the stored tensor of a parametrization has.
+    Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64 SVD if Y is too ill-conditioned for that
+    (about 50).
 
     If Y is rank-deficient, H is unique and U is one of many. The gradient is closed form; it divides by h_i + h_j only, so
     equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
@@ -78,8 +78,9 @@ class _Polar(torch.autograd.Function):
         factors = polar_matmuls(Y, G) if Y.shape[-1] > _FEW_COLUMNS and Y.numel() else None
         ctx.by_matmuls = factors is not None
         if factors is not None:
-            save(ctx, (Y,), *factors)
-            return factors[0].contiguous(), factors[1]
+            U, H, inverse = factors
+            save(ctx, (Y,), U, H, *([] if inverse is None else [inverse]))
+            return U.contiguous(), H
         U, V, h = polar_eigh(Y, G)
         save(ctx, (Y,), U, V, h)
         return U.contiguous(), sym((V * h[..., None, :]) @ V.mT).to(Y.dtype)
@@ -87,11 +88,12 @@ class _Polar(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_U: Tensor | None, grad_H: Tensor | None) -> Tensor:
         # With dY = U A + U⊥ B: dU = U Ω + U⊥ B H⁻¹, ΩH + HΩ = A - Aᵀ, and H dH + dH H = H A + AᵀH.
-        _, (U, H_or_V, inverse_or_h) = saved(ctx)
+        _, (U, H_or_V, *rest) = saved(ctx)
         grad_U = torch.zeros_like(U) if grad_U is None else grad_U
         with full_precision(U.device):
-            backward = _backward_by_matmuls if ctx.by_matmuls else _backward_eigh
-            return backward(U, H_or_V, inverse_or_h, grad_U, grad_H)
+            if ctx.by_matmuls:
+                return _backward_by_matmuls(U, H_or_V, rest[0] if rest else None, grad_U, grad_H)
+            return _backward_eigh(U, H_or_V, rest[0], grad_U, grad_H)
 
 
 def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
 _polar = custom_gradient(_Polar, _plain)
 
 
-def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
+def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
     M = U.mT @ grad_U
     C = M - M.mT.contiguous()
     if grad_H is None:
@@ -110,7 +112,7 @@ def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor, grad_U: Tensor, 
         S = sym(grad_H)
         HS = H @ S
         X = S + _lyapunov_cg(H, C + HS - HS.mT)
-    if U.shape[-2] == U.shape[-1]:  # no U⊥
+    if inverse is None:  # square: no U⊥
         return U @ X
     return U @ (X - M @ inverse) + grad_U @ inverse
 
@@ -184,19 +186,20 @@ def polar_eigh(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _newton_schulz_step(U), V, h
 
 
-def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """U, H and H⁻¹ by matmuls, from G = YᵀY; None if the condition is too large. A square Y may get G in place of H⁻¹."""
-    if Y.shape[-2] == Y.shape[-1] and (U := _orthogonal_factor(Y, G)) is not None:
-        return U, sym(U.mT @ Y), G
+def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """U, H and, for n > p, H⁻¹ by matmuls, from G = YᵀY; None if the condition is too large."""
+    square = Y.shape[-2] == Y.shape[-1]
+    if square and (U := _orthogonal_factor(Y, G)) is not None:
+        return U, sym(U.mT @ Y), None
     found = inverse_sqrt_by_matmuls(G)
     if found is None:
         return None
     inverse, far = found
-    U = Y @ inverse
-    if not far:
-        return U, sym(G @ inverse), inverse
-    U = _newton_schulz_step(U)
-    return U, sym(U.mT @ Y), inverse
+    U, H = Y @ inverse, G @ inverse
+    if far:
+        U = _newton_schulz_step(U)
+        H = U.mT @ Y
+    return U, sym(H), None if square else inverse
 
 
 def _orthogonal_factor(Y: Tensor, G: Tensor) -> Tensor | None:

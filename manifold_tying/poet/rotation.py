@@ -183,11 +183,11 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
 @torch.no_grad()
 def deviation(spec: RotationSpec, skew_params: Tensor) -> float:
     """The largest ‖GᵀG - I‖₂ of the blocks of R and P, or a little more; infinite if one is not finite."""
-    worst = 0.0
-    for G in (G for side in both_blocks(spec, skew_params) for G in side):
-        D = precision.gram_in_double(G)
-        D -= precision.eye_like(D)
-        # ‖D²‖_F^(1/2) bounds ‖D‖₂; D is an even function of a skew matrix, so its eigenvalues are double.
-        bounds = (torch.linalg.matrix_norm(D @ D) / 2**0.5).sqrt()
-        worst = max(worst, float(bounds.max().nan_to_num(math.inf)))
-    return worst
+    worst = skew_params.new_zeros(())
+    with precision.full_precision(skew_params.device):
+        for G in (G for side in both_blocks(spec, skew_params) for G in side):
+            D = precision.gram(G) - precision.eye_like(G)
+            # ‖D²‖_F^(1/2) bounds ‖D‖₂; D is an even function of a skew matrix, so its eigenvalues are double.
+            bounds = (torch.linalg.matrix_norm(D @ D) / 2**0.5).sqrt()
+            worst = torch.maximum(worst, bounds.max())
+    return float(worst.nan_to_num(math.inf))

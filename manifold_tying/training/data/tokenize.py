@@ -13,7 +13,8 @@ SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and the separator
 _PIECE_CHARACTERS = 1 << 18
-_CHUNK_CHARACTERS = (os.cpu_count() or 1) * _PIECE_CHARACTERS
+# A piece for each core, but not for more than 16: encoding takes hundreds of bytes per character.
+_CHUNK_CHARACTERS = min(os.cpu_count() or 1, 16) * _PIECE_CHARACTERS
 # Training takes quadratic time in a word's length. No word of prose or code is this long; a line of base64 or DNA may be.
 _LONGEST_WORD = 1024
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}")
