@@ -23,6 +23,7 @@ HOT_PATHS = (
     ),
     ("interface", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
     ("interface", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),
+    ("interface", "", "pit-free", "PIT, free table", "transpose", "our transpose tying"),
     ("training_step", "training step", "transpose", "transpose tying", "transformers", "Hugging Face's Llama"),
     ("training_step", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
     ("training_step", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),

@@ -161,6 +161,7 @@ def _row(problem: Problem) -> Row:
         Contender("untied", lambda: problem.own(mt.Untied)),
         Contender("pit-frozen", lambda: problem.own(mt.PIT, memory="frozen")),
         Contender("pit-trainable", lambda: problem.own(mt.PIT, memory="trainable")),
+        Contender("pit-free", lambda: problem.own(mt.PIT, memory="free")),
         Contender("transpose, F.cross_entropy on full logits", problem.full_logits, limit=LIMIT),
         Contender("transpose, torch linear_cross_entropy", problem.torch_chunked, limit=LIMIT),
         Contender("transpose, Liger", problem.liger, limit=LIMIT),

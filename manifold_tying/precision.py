@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK_ENTRIES = 2**20
+_BLOCK_ENTRIES, _GPU_BLOCK_ENTRIES = 2**20, 2**24
 _MAX_SUM_LENGTH = 4096  # maximum length of a float32 sum
 
 
@@ -122,11 +122,11 @@ def eye_like(A: Tensor) -> Tensor:
 
 
 def row_chunks(Y: Tensor) -> list[slice]:
-    """Blocks of rows that fit the CPU cache, for one large matrix on a CPU; otherwise one block of all rows."""
-    if Y.ndim > 2 or Y.device.type != "cpu" or torch.compiler.is_compiling():
+    """Blocks of rows of one large matrix, small enough for a CPU's cache, or for temporary tensors of 64 MB on a GPU."""
+    if Y.ndim > 2 or Y.is_meta or torch.compiler.is_compiling():
         return [slice(0, Y.shape[-2])]
     n, p = Y.shape
-    rows = max(256, _BLOCK_ENTRIES // p)
+    rows = max(256, (_GPU_BLOCK_ENTRIES if Y.is_cuda else _BLOCK_ENTRIES) // p)
     return [slice(start, min(start + rows, n)) for start in range(0, max(1, n), rows)]
 
 

@@ -11,6 +11,7 @@ from manifold_tying.precision import check_int, check_square, compute_dtype, eye
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
 _SMALL = 64 * 64
+_LEAF = 128  # torch's batched LU of larger matrices may be wrong on several CPU threads, and is slow on a GPU
 
 
 def cayley(A: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def cayley(A: Tensor) -> Tensor:
     with full_precision(A.device):
         W = A.to(_solve_dtype(A))
         eye = eye_like(W)
-        return _solve(eye - W, eye + W).to(A.dtype)
+        return (2 * _inverse(eye - W) - eye).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
 
 
 def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | None = None) -> Tensor:
@@ -95,12 +96,6 @@ def _solve_dtype(A: Tensor) -> torch.dtype:
     """The dtype for solving with I - A."""
     dtype, b = compute_dtype(A.dtype), A.shape[-1]
     return torch.float64 if b % 2 or b * b <= _SMALL else dtype
-
-
-def _solve(K: Tensor, B: Tensor) -> Tensor:
-    """K⁻¹ B for K = I - A, never singular for skew A; ``_ex`` skips the check, which would sync."""
-    # In nested forward mode torch's derivative of a solve is wrong; that of an inverse is right.
-    return torch.linalg.inv_ex(K)[0] @ B if in_transform() else torch.linalg.solve_ex(K, B)[0]
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
@@ -215,19 +210,35 @@ def _reorthonormalized(X: Tensor) -> Tensor:
     return X + X @ S
 
 
-def _inverse(K: Tensor) -> Tensor:
+class _Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, K: Tensor) -> Tensor:
+        M = _inverse_by_halves(K)
+        ctx.save_for_backward(M)
+        return M
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (M,) = ctx.saved_tensors
+        return -(M.mT @ grad @ M.mT)
+
+
+_inverse = custom_gradient(_Inverse, lambda K: _inverse_by_halves(K), differentiable=True)
+
+
+def _inverse_by_halves(K: Tensor) -> Tensor:
     """K⁻¹ of K (..., b, b) with positive definite symmetric part, recursively by halves: matmuls replace most of an LU.
 
     Leading blocks and their Schur complements inherit that symmetric part, so no pivoting between blocks is needed. Rounding
     grows at worst with (‖K - Kᵀ‖/2)² over the smallest eigenvalue of the symmetric part (Golub and Van Loan 1979).
     """
     b = K.shape[-1]
-    if b <= 128:
+    if b <= _LEAF:
         return torch.linalg.inv_ex(K)[0]
     half = b // 2
-    M11 = _inverse(K[..., :half, :half])
+    M11 = _inverse_by_halves(K[..., :half, :half])
     right, left = M11 @ K[..., :half, half:], K[..., half:, :half] @ M11
-    M22 = _inverse(K[..., half:, half:] - K[..., half:, :half] @ right)
+    M22 = _inverse_by_halves(K[..., half:, half:] - K[..., half:, :half] @ right)
     M21 = -(M22 @ left)
     top = torch.cat([M11 - right @ M21, -(right @ M22)], -1)
     return torch.cat([top, torch.cat([M21, M22], -1)], -2)

@@ -14,6 +14,9 @@ from manifold_tying.tying._vocabulary import VocabularyShard
 CHUNKS = 12
 CHUNKS_LOW_PRECISION = 18
 PIECES = 4  # float32 pieces per chunk
+# On a GPU, where launching a kernel takes longer than running it on few logits, there are no pieces, and fewer chunks unless
+# they would have more logits than this.
+GPU_CHUNK = 2**25
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -58,50 +61,66 @@ def _loss_and_gradients(
     """Mean loss and, where wanted, its gradients with respect to hidden and to this rank's rows of the table."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     h, W = hidden.to(dtype), table.to(dtype)
-    counted = targets != ignore_index
-    weight = counted.to(wide) / counted.sum().clamp_min(1)
-    index, is_local = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
+    counted = (targets != ignore_index)[:, None]
+    scale = 1 / counted.sum().clamp_min(1).to(wide)
+    index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
     loss = torch.zeros((), dtype=wide, device=h.device)
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
     parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.world_size)
+    if h.is_cuda:
+        parts = max(1, min(parts, -(-len(h) * len(W) // GPU_CHUNK)))
     rows = max(1, -(-len(h) // parts))
     logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
     # Compiled code makes no copies, and its size is in the number of pieces.
-    pieces = 1 if dtype == wide or torch.compiler.is_compiling() else PIECES
+    pieces = 1 if dtype == wide or h.is_cuda or torch.compiler.is_compiling() else PIECES
     piece = max(1, -(-len(logits) // pieces))
-    copy = None if dtype == wide else torch.empty(piece, len(W), dtype=wide, device=h.device)
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        p = torch.mm(h[part], W.mT, out=logits[: len(h[part])])
+        h_part = h[part].masked_fill(~counted[part], 0)
+        p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
         for first in range(0, len(p), piece):
-            given = p[first : first + piece]
-            own = slice(start + first, start + first + len(given))
-            x = given if copy is None else copy[: len(given)].copy_(given)
-            target_logit = vocabulary.gather(x, index[own], is_local[own])
-            largest = vocabulary.max(x)
-            total = x.sub_(largest).exp_().sum(1, keepdim=True)
-            target_logit, total = vocabulary.all_reduce(target_logit, total)
+            own = slice(start + first, min(start + first + piece, start + len(p)))
+            losses = _subtract_targets_(p[first : first + piece], index[own], is_local[own], vocabulary, any(wanted))
             # Out of place: see linalg._cayley on what a forward returns.
-            loss = loss + ((total.log() + largest - target_logit)[:, 0] * weight[own]).sum()
-            if grad_hidden is None and grad_table is None:
-                continue
-            x.mul_(weight[own, None] / total)  # softmax; less the one-hot target it is the gradient of the logits
-            if x.shape[1]:
-                x.scatter_add_(1, index[own], -weight[own, None] * is_local[own])
-            if x is not given:
-                given.copy_(x)
+            loss = loss + losses.masked_fill(~counted[own], 0).sum()
         if grad_hidden is not None:
-            grad_hidden[part] = p @ W
+            grad_hidden[part] = (p @ W) * (scale * counted[part])
         if grad_table is not None:
             if dtype == wide:
-                grad_table.addmm_(p.mT, h[part])
+                grad_table.addmm_(p.mT, h_part)
             else:  # a block of rows at a time, which on a CPU stays in its cache
                 for block in precision.row_chunks(grad_table):
-                    grad_table[block] += p[:, block].mT @ h[part]
+                    grad_table[block] += p[:, block].mT @ h_part
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
-    return loss, grad_hidden, None if grad_table is None else grad_table.to(table.dtype)
+    return loss * scale, grad_hidden, None if grad_table is None else grad_table.mul_(scale).to(table.dtype)
+
+
+def _subtract_targets_(
+    p: Tensor, index: Tensor, is_local: Tensor, vocabulary: VocabularyShard, wants_gradient: bool
+) -> Tensor:
+    """Cross-entropy (n, 1) of the logits p (n, V), which become its gradient: softmax(p) less the one-hot targets."""
+    wide = precision.compute_dtype(p.dtype)
+    if p.is_cuda and vocabulary.world_size == 1:  # in fewer passes over the logits, with a float32 copy of them
+        log_p = torch.log_softmax(p, 1, dtype=wide)
+        target = log_p.gather(1, index)
+        if wants_gradient:
+            torch.exp(log_p, out=p)
+            p.scatter_(1, index, target.expm1().to(p.dtype))
+        return -target
+    x = p.to(wide)
+    target = vocabulary.gather(x, index, is_local)
+    largest = vocabulary.max(x)
+    total = x.sub_(largest).exp_().sum(1, keepdim=True)
+    target, total = vocabulary.all_reduce(target, total)
+    if wants_gradient:
+        x.div_(total)
+        if x.shape[1]:
+            x.scatter_add_(1, index, -is_local.to(wide))
+        if x is not p:
+            p.copy_(x)
+    return total.log() + largest - target
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

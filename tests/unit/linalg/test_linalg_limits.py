@@ -103,3 +103,15 @@ def test_a_retraction_of_a_strided_point_is_contiguous(retraction: Retraction, s
         result = manifold.retr(point, u)
         assert result.is_contiguous()
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+def test_batches_of_cayley_maps_on_two_threads() -> None:
+    """Where torch's own batched LU (2.11 and 2.13, with MKL) may return wrong pivots for more than 128 columns."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        A = torch.randn(8, 256, 256) / 64
+        for _ in range(5):
+            assert linalg.defect(linalg.cayley(A - A.mT)).max() <= 1e-6
+    finally:
+        torch.set_num_threads(before)
