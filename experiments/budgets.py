@@ -25,7 +25,7 @@ from manifold_tying.training.arms import parse_arm, run_folder
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.progress import Started
-from manifold_tying.training.recipes import TABLE_STD, resolve
+from manifold_tying.training.recipes import resolve, table_std
 from manifold_tying.training.rundir import RESULT
 from manifold_tying.training.sections import Interface
 
@@ -55,7 +55,8 @@ class Candidate:
 
 def candidates(hidden_size: int) -> dict[str, Candidate]:
     """Plain tables that are known to do well, and PIT, by their name in ``--arms``."""
-    normalized = f"embedding_norm=true+table_lr={ENTRY_STEP * TABLE_STD:.4g}+table_slows_after={SLOWS_AFTER}"
+    rate = ENTRY_STEP * table_std("transpose", hidden_size)
+    normalized = f"embedding_norm=true+table_lr={rate:.4g}+table_slows_after={SLOWS_AFTER}"
     plain: dict[str, tuple[str, Interface, str]] = {
         "transpose": (TRANSPOSE, "transpose", ""),
         "transpose-scaled": (f"{TRANSPOSE}, embeddings times √d", "transpose", f"embedding_scale={hidden_size**0.5:.4g}"),

@@ -20,7 +20,7 @@ from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.numbers import mean
 from manifold_tying.training.progress import Started
-from manifold_tying.training.recipes import resolve
+from manifold_tying.training.recipes import UNTIED_STD, resolve
 from manifold_tying.training.records import read_lines
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.sections import Interface
@@ -183,9 +183,8 @@ def length(out: Path, settings: Settings, seeds: int, started: Started | None) -
     Transpose tying does best with the free table's rates, untied tables with the body's rate and a third of the usual std.
     """
     free = resolve(TrainConfig(out=Path(), interface="pit-free", settings=settings)).settings
-    assert free.table_std is not None, "the settings are resolved"
     rates = f"lr={free.lr:.4g}+table_lr={free.table_lr:.4g}+table_slows_after={free.table_slows_after}"
-    small = f"lr={free.lr:.4g}+table_std={free.table_std / 3:.4g}"
+    small = f"lr={free.lr:.4g}+table_std={UNTIED_STD / 3:.4g}"
     arms = [
         Arm(label=TRANSPOSE, spec=f"transpose+{rates}"),
         Arm(label=f"{TRANSPOSE}, embeddings normalized", spec=f"transpose+embedding_norm=true+{rates}"),

@@ -8,13 +8,14 @@ from manifold_tying.models import preset
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape
 from manifold_tying.training.sections import Interface
+from manifold_tying.tying import OWN_LOGIT
 
 # Width at which the rates were tuned. An Adam step's effect on a hidden matrix grows with the width, so lr is ∝ 1 / width.
 WIDTH = 128
 BODY_LR: dict[Interface, float] = {
     "untied": 8e-3, "transpose": 8e-3, "pit-frozen": 4e-3, "pit-trainable": 4e-3, "pit-free": 4e-3
 }  # fmt: skip
-TABLE_STD = 0.06
+UNTIED_STD = 0.06
 BETAS = (0.9, 0.99)
 MAPS = {"retraction": "polar", "diagonal": "exp"}
 # POET's tables 9 and 10: 1e-3 at b = 256, inversely proportional to b; in scheme full, to the fraction.
@@ -45,13 +46,18 @@ def _from_scratch(config: TrainConfig) -> dict[str, Any]:
     if interface in MEMORY_INTERFACES:
         defaults |= {**MAPS, "transform_lr": TRANSFORM_FACTOR * lr, "off_diagonal_scale": OFF_DIAGONAL_SCALE}
     else:
-        defaults["table_std"] = TABLE_STD
+        defaults["table_std"] = table_std(interface, shape.hidden_size)
     if interface == "pit-trainable":
         defaults |= {"memory_lr": ENTRY_STEP / shape.vocab_size**0.5, "memory_slows_after": SLOWS_AFTER}
     if interface == "pit-free":
-        std = TABLE_STD if settings.table_std is None else settings.table_std
+        std = defaults["table_std"] if settings.table_std is None else settings.table_std
         defaults |= {"table_lr": ENTRY_STEP * std, "table_slows_after": SLOWS_AFTER}
     return defaults | (_poet(settings, shape.hidden_size) if settings.poet else {})
+
+
+def table_std(interface: Interface, hidden_size: int) -> float:
+    """Initial standard deviation of a table; in a tied one it sets the logit that a token gets from its own embedding."""
+    return UNTIED_STD if interface == "untied" else OWN_LOGIT / hidden_size
 
 
 def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
-FREE_STD = 0.06  # of a free table's initial entries
 Memory = Literal["free", "frozen", "trainable"]
 Transform = Literal["identity", "head", "embedding"]
 
@@ -73,7 +72,7 @@ class PIT(TokenInterface):
         retraction: Retraction = "polar",
         diagonal: Diagonal = "softplus",
         bounds: Bounds | None = None,
-        std: float = FREE_STD,
+        std: float | None = None,
     ) -> None:
         """See the class for the arguments."""
         super().__init__(vocab_size, hidden_size)
