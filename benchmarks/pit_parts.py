@@ -30,7 +30,6 @@ from manifold_tying.training.build import transform_rates
 from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.machine import machine
 from manifold_tying.training.processes import Processes
-from manifold_tying.training.recipes import table_std
 from manifold_tying.training.run_data import load_data, run_data
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
@@ -84,7 +83,7 @@ class TableTimes(mt.TransposeTying):
     """W_out = Wᵀ and E = W M: M = (WᵀW)^-power, or a free matrix that starts as the identity."""
 
     def __init__(self, vocab_size: int, hidden_size: int, power: float | None) -> None:
-        super().__init__(vocab_size, hidden_size, std=table_std("transpose", hidden_size))
+        super().__init__(vocab_size, hidden_size, std=mt.tying.tied_std(hidden_size))
         self.power = power
         self.matrix = nn.Parameter(torch.eye(hidden_size), requires_grad=power is None)
 
@@ -175,7 +174,7 @@ def trained(options: Options, name: str, tokens: int, seed: int) -> dict[str, An
     memory = {"lr": settings.memory_lr, "slows_after": settings.memory_slows_after}
     rates: dict[str, dict[str, Any]] = {f"*{MEMORY}": memory, "*interface*.memory": memory}
     rates[f"*{FACTOR}"] = transform_rates(shape.hidden_size, settings, {})
-    rate = ENTRY_STEP * table_std("transpose", shape.hidden_size)
+    rate = ENTRY_STEP * mt.tying.tied_std(shape.hidden_size)
     rates["*interface.table"] = rates["*interface.weight"] = {"lr": rate, "slows_after": SLOWS_AFTER}
     rates["*log_scale"] = {"lr": settings.transform_lr}
     names = [n for n, p in model.named_parameters() if p.requires_grad]

@@ -25,9 +25,10 @@ from manifold_tying.training.arms import parse_arm, run_folder
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences
 from manifold_tying.training.progress import Started
-from manifold_tying.training.recipes import resolve, table_std
+from manifold_tying.training.recipes import resolve
 from manifold_tying.training.rundir import RESULT
 from manifold_tying.training.sections import Interface
+from manifold_tying.tying import tied_std
 
 Factors = Mapping[str, float]
 # Factors on the recipe's values in each trial. Twice the body's rate never won; longer runs prefer less.
@@ -55,7 +56,7 @@ class Candidate:
 
 def candidates(hidden_size: int) -> dict[str, Candidate]:
     """Plain tables that are known to do well, and PIT, by their name in ``--arms``."""
-    rate = ENTRY_STEP * table_std("transpose", hidden_size)
+    rate = ENTRY_STEP * tied_std(hidden_size)
     normalized = f"embedding_norm=true+table_lr={rate:.4g}+table_slows_after={SLOWS_AFTER}"
     plain: dict[str, tuple[str, Interface, str]] = {
         "transpose": (TRANSPOSE, "transpose", ""),

@@ -8,7 +8,7 @@ from manifold_tying.models import preset
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import OWN_LOGIT
+from manifold_tying.tying import tied_std
 
 # Width at which the rates were tuned. An Adam step's effect on a hidden matrix grows with the width, so lr is ∝ 1 / width.
 WIDTH = 128
@@ -46,18 +46,13 @@ def _from_scratch(config: TrainConfig) -> dict[str, Any]:
     if interface in MEMORY_INTERFACES:
         defaults |= {**MAPS, "transform_lr": TRANSFORM_FACTOR * lr, "off_diagonal_scale": OFF_DIAGONAL_SCALE}
     else:
-        defaults["table_std"] = table_std(interface, shape.hidden_size)
+        defaults["table_std"] = UNTIED_STD if interface == "untied" else tied_std(shape.hidden_size)
     if interface == "pit-trainable":
         defaults |= {"memory_lr": ENTRY_STEP / shape.vocab_size**0.5, "memory_slows_after": SLOWS_AFTER}
     if interface == "pit-free":
         std = defaults["table_std"] if settings.table_std is None else settings.table_std
         defaults |= {"table_lr": ENTRY_STEP * std, "table_slows_after": SLOWS_AFTER}
     return defaults | (_poet(settings, shape.hidden_size) if settings.poet else {})
-
-
-def table_std(interface: Interface, hidden_size: int) -> float:
-    """Initial standard deviation of a table; in a tied one it sets the logit that a token gets from its own embedding."""
-    return UNTIED_STD if interface == "untied" else OWN_LOGIT / hidden_size
 
 
 def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Tables:
     table_slows_after: Annotated[int, Bounds(0)] | None = None
     """After this number n of steps, multiply their rate by √(n / step); 0 means never."""
     table_std: NonNegative | None = None
-    """Initial standard deviation; None is 0.06 for untied, else 7.68 / d."""
+    """Initial standard deviation; None is 0.06, and at most 7.68 / d in tied tables."""
     logit_scale: bool | None = None
     """untied, transpose: multiply the logits by a learned scale."""
     input_gradient_scale: Positive | None = None

@@ -3,7 +3,6 @@
 import importlib as _importlib
 from typing import Any as _Any
 
-from manifold_tying.tying._free_pit import OWN_LOGIT as OWN_LOGIT
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
 from manifold_tying.tying._manifold_pit import ManifoldPIT as ManifoldPIT
@@ -15,6 +14,7 @@ from manifold_tying.tying._pit import Transform as Transform
 from manifold_tying.tying.interface import TokenInterface as TokenInterface
 from manifold_tying.tying.interface import TransposeTying as TransposeTying
 from manifold_tying.tying.interface import Untied as Untied
+from manifold_tying.tying.interface import tied_std as tied_std
 
 
 def __getattr__(name: str) -> _Any:

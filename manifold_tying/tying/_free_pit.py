@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 from manifold_tying.tying._vocabulary import VocabularyShard
+from manifold_tying.tying.interface import tied_std
 
-# Initial std times d: about the logit that a token gets from its own normalized embedding. With several times as much, training
-# starts by unlearning that the next token is the current one.
-OWN_LOGIT = 7.68
 # Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
 MIN_PIVOT_RATIO = 1e-6
 
@@ -31,7 +29,7 @@ class FreePIT(PIT):
         vocab_size: V >= d.
         hidden_size: d.
         memory: "free".
-        std: standard deviation of the initial W; None is 7.68 / d, as in the recipe (docs/learning-rates.md).
+        std: standard deviation of the initial W; None is :func:`tied_std`.
 
     Raises:
         ValueError: vocab_size < hidden_size; also raised by ``embed`` and the attributes if W is rank-deficient.
@@ -39,7 +37,7 @@ class FreePIT(PIT):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float | None = None) -> None:
         super().__init__(vocab_size, hidden_size)
-        self.std = OWN_LOGIT / hidden_size if std is None else std
+        self.std = tied_std(hidden_size) if std is None else std
         dtype = precision.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * self.std)
         self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹

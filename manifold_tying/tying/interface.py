@@ -60,6 +60,15 @@ def check_ids(ids: Tensor) -> None:
 INITIAL_STD = 0.02  # as in GPT-2 and Llama
 
 
+def tied_std(hidden_size: int) -> float:
+    """Initial standard deviation of a tied table in the recipe (docs/learning-rates.md): min(0.06, 7.68 / d).
+
+    The std times d is about the logit that a token gets from its own normalized embedding. With several times as much, training
+    starts by unlearning that the next token is the current one.
+    """
+    return min(0.06, 7.68 / hidden_size)
+
+
 class _PlainTables(TokenInterface):
     """E and W_outᵀ are tables (V, d); the second is multiplied by a learned exp(``log_scale``) if there is one."""
 
