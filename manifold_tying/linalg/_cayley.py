@@ -17,11 +17,11 @@ _LEAF = 128  # torch's batched LU of larger matrices may be wrong on several CPU
 def cayley(A: Tensor) -> Tensor:
     """C = (I - A)⁻¹(I + A), orthogonal for skew A (..., b, b).
 
-    Small or odd b are solved in float64: a skew A of odd size is singular, so the condition of I - A is ‖A‖.
+    Small or odd b are computed in float64: a skew A of odd size is singular, so the condition of I - A is ‖A‖.
     """
     check_square(A)
     with full_precision(A.device):
-        W = A.to(_solve_dtype(A))
+        W = A.to(_inverse_dtype(A))
         eye = eye_like(W)
         return (2 * _inverse(eye - W) - eye).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
 
@@ -92,8 +92,8 @@ def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     return torch.add(low @ A2, half, alpha=2)
 
 
-def _solve_dtype(A: Tensor) -> torch.dtype:
-    """The dtype for solving with I - A."""
+def _inverse_dtype(A: Tensor) -> torch.dtype:
+    """The dtype for the inverse of I - A."""
     dtype, b = compute_dtype(A.dtype), A.shape[-1]
     return torch.float64 if b % 2 or b * b <= _SMALL else dtype
 

@@ -202,3 +202,11 @@ def test_options_of_another_memory_are_refused() -> None:
             make(**options)
     with pytest.raises(ValueError, match="memory='frozen' has no std"):
         mt.PIT(V, D, memory="frozen", std=0.1)
+
+
+@pytest.mark.parametrize(("d", "std"), [(16, 0.06), (128, 0.06), (512, 0.015)])
+def test_the_initial_std_falls_with_the_width(d: int, std: float) -> None:
+    pit = mt.PIT(2 * d, d)
+    assert pit.head_weight.std().item() == pytest.approx(std, rel=0.1)
+    pit.reset_parameters()
+    assert pit.head_weight.std().item() == pytest.approx(std, rel=0.1)
