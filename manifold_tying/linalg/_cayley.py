@@ -20,8 +20,9 @@ def cayley(A: Tensor) -> Tensor:
     Small or odd b are computed in float64: a skew A of odd size is singular, so the condition of I - A is ‖A‖.
     """
     check_square(A)
+    dtype, b = compute_dtype(A.dtype), A.shape[-1]
     with full_precision(A.device):
-        W = A.to(_inverse_dtype(A))
+        W = A.to(torch.float64 if b % 2 or b * b <= _SMALL else dtype)
         eye = eye_like(W)
         return (2 * _inverse(eye - W) - eye).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
 
@@ -90,12 +91,6 @@ def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     # Not in place: compiled by torch 2.11, a Function whose forward returns a tensor that it modified in place silently
     # propagates a gradient of zeros.
     return torch.add(low @ A2, half, alpha=2)
-
-
-def _inverse_dtype(A: Tensor) -> torch.dtype:
-    """The dtype for the inverse of I - A."""
-    dtype, b = compute_dtype(A.dtype), A.shape[-1]
-    return torch.float64 if b % 2 or b * b <= _SMALL else dtype
 
 
 def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
