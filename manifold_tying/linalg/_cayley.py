@@ -205,22 +205,6 @@ def _reorthonormalized(X: Tensor) -> Tensor:
     return X + X @ S
 
 
-class _Inverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, K: Tensor) -> Tensor:
-        M = _inverse_by_halves(K)
-        ctx.save_for_backward(M)
-        return M
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (M,) = ctx.saved_tensors
-        return -(M.mT @ grad @ M.mT)
-
-
-_inverse = custom_gradient(_Inverse, lambda K: _inverse_by_halves(K), differentiable=True)
-
-
 def _inverse_by_halves(K: Tensor) -> Tensor:
     """K⁻¹ of K (..., b, b) with positive definite symmetric part, recursively by halves: matmuls replace most of an LU.
 
@@ -237,6 +221,22 @@ def _inverse_by_halves(K: Tensor) -> Tensor:
     M21 = -(M22 @ left)
     top = torch.cat([M11 - right @ M21, -(right @ M22)], -1)
     return torch.cat([top, torch.cat([M21, M22], -1)], -2)
+
+
+class _Inverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, K: Tensor) -> Tensor:
+        M = _inverse_by_halves(K)
+        ctx.save_for_backward(M)
+        return M
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (M,) = ctx.saved_tensors
+        return -(M.mT @ grad @ M.mT)
+
+
+_inverse = custom_gradient(_Inverse, _inverse_by_halves, differentiable=True)
 
 
 def _skew_of_lower(Y: Tensor) -> Tensor:
