@@ -184,7 +184,9 @@ class Llama(nn.Module):
         return self.interface.logits(self.hidden(ids))
 
     def loss(self, ids: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-        """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N); never holds all logits.
+        """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N).
+
+        Holds one chunk of the logits at a time.
 
         Nothing is shifted here: ``targets[:, n]`` belongs to the prediction made at position n.
         """

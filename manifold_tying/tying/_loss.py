@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary head that never holds all logits."""
+"""Cross-entropy of a vocabulary head that holds one chunk of the logits at a time."""
 
 from typing import Any
 
@@ -14,8 +14,7 @@ from manifold_tying.tying._vocabulary import VocabularyShard
 CHUNKS = 12
 CHUNKS_LOW_PRECISION = 18
 PIECES = 4  # float32 pieces per chunk
-# On a GPU, where launching a kernel takes longer than running it on few logits, there are no pieces, and fewer chunks unless
-# they would have more logits than this.
+# On a GPU launching a kernel takes longer than running it on few logits: no pieces, and no more chunks than this size needs.
 GPU_CHUNK = 2**25
 
 

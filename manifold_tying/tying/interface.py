@@ -36,7 +36,7 @@ class TokenInterface(nn.Module, ABC):
     def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
         """Mean cross-entropy in nats, a float32 scalar, of hidden (..., d) against targets (...).
 
-        Positions whose target is ``ignore_index`` do not count; 0 if none counts. Never holds all logits.
+        Positions whose target is ``ignore_index`` do not count; 0 if none counts. Holds one chunk of the logits at a time.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from manifold_tying import PIT, linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import build_merges, build_model, build_optimizer
+from manifold_tying.tying import linear_cross_entropy
 
 pytestmark = [
     pytest.mark.cuda,
@@ -141,6 +142,21 @@ def test_token_interfaces(interface: Any, tokens: int) -> None:
         results.append([t.detach().cpu() for t in (e, loss, own.logits(e), *gradients)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_in_several_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manifold_tying.tying._loss.GPU_CHUNK", 1000)
+    hidden, table = (torch.randn(n, 12, dtype=dtype, device="cuda", requires_grad=True) for n in (100, 60))
+    targets = torch.randint(60, (100,), device="cuda")
+    targets[::7] = -100
+    loss = linear_cross_entropy(hidden, table, targets)
+    found = [loss.detach(), *torch.autograd.grad(loss, (hidden, table))]
+    exact = [t.detach().double().cpu().requires_grad_() for t in (hidden, table)]
+    expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].mT, targets.cpu())
+    for a, b in zip(found, [expected.detach(), *torch.autograd.grad(expected, exact)], strict=True):
+        error = torch.linalg.vector_norm(a.double().cpu() - b) / torch.linalg.vector_norm(b)
+        assert error <= (1e-12 if dtype == torch.float64 else 0.01)
 
 
 # Nobody waits
