@@ -96,7 +96,7 @@ def converges(size: float, eps: float) -> bool:
 
 
 def _norm(A: Tensor) -> float:
-    return float(torch.linalg.vector_norm(A, dim=(-2, -1)).amax())
+    return float(torch.linalg.vector_norm(A) if A.ndim == 2 else torch.linalg.vector_norm(A, dim=(-2, -1)).amax())
 
 
 def _by_eigenvalues(G: Tensor) -> Tensor:
