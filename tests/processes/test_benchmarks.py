@@ -13,7 +13,7 @@ import pytest
 import torch
 from training_runs import SHAPE, TINY, text
 
-from benchmarks import _command
+from benchmarks import _command, scaling
 from benchmarks._command import ROOT, Options
 from benchmarks._harness import Contender, Row, Step, measure_row
 from benchmarks.page import main as page
@@ -279,6 +279,11 @@ def test_page_shows_every_number_and_reason_and_check_sees_a_change(tmp_path: Pa
 
 def test_the_page_in_docs_is_that_of_the_results() -> None:
     page(["--check"])
+
+
+def test_the_table_of_scaling_is_that_of_the_results() -> None:
+    tables = [json.loads(path.read_text())["rows"] for path in (scaling.Options.step, scaling.Options.interface)]
+    assert scaling.table(*tables) in (ROOT / "docs/scaling.md").read_text()
 
 
 def test_summary_spans_the_sizes_of_each_processor_and_dtype(tmp_path: Path) -> None:
