@@ -41,16 +41,17 @@ def reorthonormalize_(
     if (
         Y.dtype == torch.float32
         and Y.device.type == "cpu"
-        and Y.ndim == 2
+        and Y.ndim <= 3
         and Y.numel() <= _SMALL
         and reduce is no_reduce
         and not sync_free
     ):
         Z, eps = Y.double(), torch.finfo(Y.dtype).eps
-        c = float(torch.linalg.vector_norm(Z)) ** 2 / Y.shape[-1] or 1.0
-        S, size = series(torch.addmm(eye_like(Z), Z.mT, Z, beta=-1, alpha=1 / c), eps)  # ZᵀZ = c (I + E)
+        add = torch.addmm if Y.ndim == 2 else torch.baddbmm
+        c = float(torch.linalg.vector_norm(Z)) ** 2 * Z.shape[-2] / Z.numel() or 1.0
+        S, size = series(add(eye_like(Z), Z.mT, Z, beta=-1, alpha=1 / c), eps)  # ZᵀZ = c (I + E)
         if converges(size, eps):
-            return Y.copy_(torch.addmm(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
+            return Y.copy_(add(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
     with full_precision(Y.device):
         G = reduce(gram(Y))
         found = inverse_sqrt_by_matmuls(G, sync_free=sync_free)
