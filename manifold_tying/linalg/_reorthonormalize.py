@@ -48,8 +48,9 @@ def reorthonormalize_(
     ):
         Z, eps = Y.double(), torch.finfo(Y.dtype).eps
         add = torch.addmm if Y.ndim == 2 else torch.baddbmm
+        # ZᵀZ = c (I + E): a long step mostly adds a multiple of I, so E stays small.
         c = float(torch.linalg.vector_norm(Z)) ** 2 * Z.shape[-2] / Z.numel() or 1.0
-        S, size = series(add(eye_like(Z), Z.mT, Z, beta=-1, alpha=1 / c), eps)  # ZᵀZ = c (I + E)
+        S, size = series(add(eye_like(Z), Z.mT, Z, beta=-1, alpha=1 / c), eps)
         if converges(size, eps):
             return Y.copy_(add(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
     with full_precision(Y.device):
