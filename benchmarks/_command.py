@@ -53,6 +53,15 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
 
+    def autocast(self) -> torch.autocast:
+        """bfloat16 if that is the dtype."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def normal(self, seed: int, *shape: int) -> torch.Tensor:
+        """Standard normal entries in float32, on the device."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, device=self.device, generator=generator)
+
 
 def run(
     benchmark: str,

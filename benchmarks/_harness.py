@@ -31,11 +31,6 @@ class Contender:
     """Seconds; if the first step takes longer, no other step is timed."""
 
 
-def no_extra(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
-    """No further measures."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Row:
     """Contenders that do the same work, and the name of the reference among them."""
@@ -43,7 +38,7 @@ class Row:
     label: str
     reference: str
     contenders: Sequence[Contender]
-    extra: Callable[[Mapping[str, Step], Mapping[str, float]], Extra] = no_extra
+    extra: Callable[[Mapping[str, Step], Mapping[str, float]], Extra] = lambda steps, milliseconds: {}
     """Computes further measures from the contenders' steps, after the timed rounds, and from their times."""
     memory_unit: tuple[str, int] | None = None
     """(name, bytes): a step's extra memory is also reported as a share of this."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from experiments.comparison import markdown_table
+
 # (benchmark, work, contender and its name on the page, peer and its name on the page), in the page's order.
 HOT_PATHS = (
     ("riemannian_step", "optimizer step of an orthonormal matrix", "ours", "`RiemannianAdam`", "geoopt", "geoopt"),
@@ -61,20 +63,18 @@ WORDS = """## Terms
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """The introduction and the table, with a column for each processor and dtype."""
     places = sorted({place(result) for result in results}, key=lambda found: (found[0], found[1] != "float32"))
-    lines = [
-        "| | ours | instead of | " + " | ".join(", ".join(found) for found in places) + " |",
-        "|---|---|---|" + "---|" * len(places),
-    ]
+    body = []
     for benchmark, what, ours, name, peer, peer_name in HOT_PATHS:
         rows: dict[tuple[str, str], list[dict[str, Any]]] = {found: [] for found in places}
         for result in results:
             if result["benchmark"] == benchmark:
                 rows[place(result)] += result["rows"]
         cells = [_span(_ratios(rows[found], ours, peer)) for found in places]
-        lines.append("| " + " | ".join([what, name, peer_name, *cells]) + " |")
+        body.append([what, name, peer_name, *cells])
     on_gpu = any(result["machine"]["device"] != "cpu" for result in results)
     note = [] if on_gpu else ["\nNo GPU has been measured."]
-    return "\n".join([INTRODUCTION, *lines, *note, ""])
+    head = ["", "ours", "instead of", *(", ".join(found) for found in places)]
+    return "\n".join([INTRODUCTION, markdown_table(head, body, left=len(head)), *note, ""])
 
 
 def place(result: dict[str, Any]) -> tuple[str, str]:

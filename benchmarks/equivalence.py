@@ -56,7 +56,7 @@ class Layer:
     def __call__(self) -> None:
         self.layer.zero_grad()
         self.problem.x.grad = None
-        with self.problem.autocast():
+        with self.problem.options.autocast():
             y = self.layer(self.problem.x)
         y.backward(self.problem.cotangent.to(y.dtype))
 
@@ -78,23 +78,16 @@ class Problem:
 
     def __init__(self, m: int, n: int, b: int, N: int, options: Options) -> None:
         self.m, self.n, self.b, self.N = m, n, b, N
-        self.dtype = options.torch_dtype
+        self.options, self.dtype = options, options.torch_dtype
         self.device = torch.device(options.device)
 
     @cached_property
     def x(self) -> Tensor:
-        return self._normal(0, self.N, self.n).to(self.dtype).requires_grad_()
+        return self.options.normal(0, self.N, self.n).to(self.dtype).requires_grad_()
 
     @cached_property
     def cotangent(self) -> Tensor:
-        return self._normal(1, self.N, self.m).to(self.dtype)
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-
-    def _normal(self, seed: int, *shape: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(*shape, device=self.device, generator=generator)
+        return self.options.normal(1, self.N, self.m).to(self.dtype)
 
     def linear(self) -> nn.Linear:
         with torch.random.fork_rng(), torch.device(self.device):
@@ -106,7 +99,7 @@ class Problem:
         with torch.no_grad():
             for stored in layer.parameters():
                 # A b x b skew matrix with standard normal entries has a norm of about 2√b.
-                stored.copy_(self._normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
+                stored.copy_(self.options.normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
         if compiled:
             torch.compiler.reset()  # each size needs its own graph, and Dynamo gives up after eight
             return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))

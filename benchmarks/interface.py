@@ -51,7 +51,7 @@ class Passing:
     def __call__(self) -> Tensor:
         self.interface.zero_grad()
         self.hidden.grad = None
-        with self.problem.autocast():
+        with self.problem.options.autocast():
             loss = self.loss(self.hidden, self.problem.targets)
             embedded = self.interface.embed(self.problem.ids)
             total = loss + (embedded * self.problem.cotangent).sum()
@@ -63,7 +63,7 @@ class Passing:
         hidden = self.hidden.detach().double().requires_grad_()
         exact = copy.deepcopy(self.interface).double()
         (expected,) = torch.autograd.grad(F.cross_entropy(exact.logits(hidden), self.problem.targets), hidden)
-        with self.problem.autocast():
+        with self.problem.options.autocast():
             (found,) = torch.autograd.grad(self.loss(self.hidden, self.problem.targets), self.hidden)
         return float((found - expected).norm() / expected.norm())
 
@@ -73,7 +73,7 @@ class Problem:
 
     def __init__(self, V: int, d: int, N: int, options: Options) -> None:
         self.V, self.d, self.N = V, d, N
-        self.dtype = options.torch_dtype
+        self.options, self.dtype = options, options.torch_dtype
         self.device = torch.device(options.device)
 
     @cached_property
@@ -86,26 +86,19 @@ class Problem:
 
     @cached_property
     def hidden(self) -> Tensor:
-        return self._normal(2).requires_grad_()
+        return self.options.normal(2, self.N, self.d).to(self.dtype).requires_grad_()
 
     @cached_property
     def cotangent(self) -> Tensor:
-        return self._normal(3)
+        return self.options.normal(3, self.N, self.d).to(self.dtype)
 
     @cached_property
     def transpose(self) -> mt.TransposeTying:
         return self._here(mt.TransposeTying)  # shared by all loss functions
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-
     def _zipf(self, seed: int) -> Tensor:
         p = 1 / (torch.arange(self.V) + 2.7)
         return torch.multinomial(p, self.N, True, generator=torch.Generator().manual_seed(seed)).to(self.device)
-
-    def _normal(self, seed: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(self.N, self.d, device=self.device, generator=generator).to(self.dtype)
 
     def _here(self, interface: Callable[..., Any], **options: Any) -> Any:
         with torch.random.fork_rng(), torch.device(self.device):

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import tyro
 
 from benchmarks._command import ROOT
 from benchmarks._figure import pyplot, save
+from experiments.comparison import markdown_table
+from manifold_tying.training.numbers import Summary
 from manifold_tying.training.report.figures import COLOURS
 
 PIT_LENGTH = 1_843_200
@@ -38,15 +40,7 @@ PANELS = (("nano", "stdlib"), ("nano", "prose"), ("mini", "stdlib"))
 KEPT = ("tokens", "arm", "seed", "val_loss", "delta_ti", "cond_transform", "trainable_parameters")
 
 
-class Loss(NamedTuple):
-    """Mean and standard deviation over the seeds; 0 for a single run."""
-
-    mean: float
-    deviation: float
-    seeds: int
-
-
-Losses = dict[tuple[str, str], dict[str, dict[int, Loss]]]
+Losses = dict[tuple[str, str], dict[str, dict[int, Summary]]]
 """Preset and corpus: label: training tokens: loss."""
 
 
@@ -82,29 +76,29 @@ def losses(results: Path) -> Losses:
     found: Losses = defaultdict(lambda: defaultdict(dict))
     for (preset, data, label, tokens), settings in by_setting.items():
         values = list(min(settings.values(), key=lambda seeds: seeds[0]).values())
-        found[preset, data][label][tokens] = Loss(mean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+        found[preset, data][label][tokens] = Summary(
+            mean(values), stdev(values) if len(values) > 1 else None, len(values)
+        )
     printed = json.loads((results / "papers-pit-length-nano-cpu.json").read_text(encoding="utf-8"))["tables"][0]["body"]
     for label, loss, *_ in printed:
         middle, deviation = map(float, loss.split(" ± "))
-        found["nano", "stdlib"][label][PIT_LENGTH] = Loss(middle, deviation, 3)
+        found["nano", "stdlib"][label][PIT_LENGTH] = Summary(middle, deviation, 3)
     return found
 
 
 def table(found: Losses) -> str:
     """The losses as Markdown."""
-    lines = []
+    tables = []
     for (preset, data), arms in found.items():
         counts = sorted({tokens for of_arm in arms.values() for tokens in of_arm})
-        lines += ["", f"| {preset}, {data} | " + " | ".join(f"{tokens:,} tokens" for tokens in counts) + " |"]
-        lines.append("|---|" + "---:|" * len(counts))
-        for label in ARMS:
-            cells = [_cell(arms[label][tokens]) if tokens in arms[label] else "" for tokens in counts]
-            lines += [f"| {label} | " + " | ".join(cells) + " |"] if any(cells) else []
-    return "\n".join(lines)
+        cells = {label: [_cell(of[n]) if n in of else "" for n in counts] for label in ARMS for of in [arms[label]]}
+        body = [[label, *own] for label, own in cells.items() if any(own)]
+        tables.append(markdown_table([f"{preset}, {data}", *(f"{tokens:,} tokens" for tokens in counts)], body))
+    return "\n\n".join(tables)
 
 
-def _cell(loss: Loss) -> str:
-    return f"{loss.mean:.3f}" + (f" ± {loss.deviation:.3f}" if loss.seeds > 1 else "")
+def _cell(loss: Summary) -> str:
+    return f"{loss.mean:.3f}" + ("" if loss.sd is None else f" ± {loss.sd:.3f}")
 
 
 def draw(found: Losses, path: Path) -> None:
@@ -116,7 +110,7 @@ def draw(found: Losses, path: Path) -> None:
         for (label, (_, shift)), colour in zip(ARMS.items(), COLOURS, strict=False):
             counts = sorted(set(arms[label]) & set(arms[REFERENCE]))
             above = [arms[label][count].mean - arms[REFERENCE][count].mean for count in counts]
-            bars = [arms[label][count].deviation for count in counts]
+            bars = [arms[label][count].sd or 0.0 for count in counts]
             x = [count * shift for count in counts]
             if counts and label != FROZEN:
                 axes.errorbar(x, above, bars, fmt="o-", color=colour, label=label, capsize=3)

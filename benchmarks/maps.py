@@ -63,24 +63,19 @@ class Problem:
 
     def __init__(self, shape: tuple[int, int], options: Options) -> None:
         self.shape = shape
-        self.dtype = options.torch_dtype
-        self.device = torch.device(options.device)
+        self.options, self.dtype = options, options.torch_dtype
 
     @cached_property
     def start(self) -> Tensor:
-        return mt.linalg.orthonormalize(self._normal(0)).to(self.dtype)
+        return mt.linalg.orthonormalize(self.options.normal(0, *self.shape)).to(self.dtype)
 
     @cached_property
     def noise(self) -> Tensor:
-        return (self._normal(1) * (0.05 / self.shape[0] ** 0.5)).fill_diagonal_(0)
+        return (self.options.normal(1, *self.shape) * (0.05 / self.shape[0] ** 0.5)).fill_diagonal_(0)
 
     @cached_property
     def cotangent(self) -> Tensor:
-        return self._normal(2).to(self.dtype)
-
-    def _normal(self, seed: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(self.shape, device=self.device, generator=generator)
+        return self.options.normal(2, *self.shape).to(self.dtype)
 
     def through(self, parametrized: Callable[[Tensor], nn.Module]) -> Step:
         return Mapped(parametrized(self.start), self.noise, self.cotangent)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from benchmarks._command import commit
 from benchmarks._figure import pyplot, save
+from experiments.comparison import markdown_table
 from manifold_tying.linalg import skew, unskew
 from manifold_tying.training.machine import machine
 
@@ -90,10 +91,9 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
     curves = {"exact" if terms is None else str(terms): drifts(options, terms) for terms in TERMS}
-    print("| merges | " + " | ".join("exact" if terms is None else f"k = {terms}" for terms in TERMS) + " |")
-    print("|---:|" + "---:|" * len(TERMS))
-    for count in MERGES:
-        print(f"| {count} | " + " | ".join(f"{curve[count]:.1e}" for curve in curves.values()) + " |")
+    head = ["merges", *("exact" if terms is None else f"k = {terms}" for terms in TERMS)]
+    body = [[str(count), *(f"{curve[count]:.1e}" for curve in curves.values())] for count in MERGES]
+    print(markdown_table(head, body, left=0))
     if options.out is not None:
         settings = {"size": options.size, "block_size": options.block_size, "norm": options.norm, "seed": options.seed}
         result = {"settings": settings, "machine": machine(torch.device("cpu")), "commit": commit(), "drift": curves}

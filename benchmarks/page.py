@@ -6,17 +6,17 @@ python -m benchmarks.page --check    # exits with 1 if a page differs from the r
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from benchmarks import papers
-from benchmarks._chart import chart
 from benchmarks._command import ROOT, columns
+from benchmarks._figure import chart
 from benchmarks._summary import ORDER, WORDS, place, summary
+from experiments.comparison import Table, markdown_table
 
 DO_NOT_EDIT = "Written by `python -m benchmarks.page` from `benchmarks/results`; do not edit."
 HEADER = f"""# Benchmarks
@@ -25,6 +25,17 @@ HEADER = f"""# Benchmarks
 
 The contenders of a row take turns in every round, in one process. Times are medians over rounds. A ratio is the median over
 rounds of a contender's time divided by the reference's in the same round.
+"""
+PAPERS_HEADER = """# The papers' comparisons
+
+Written by `python -m benchmarks.page` from the `tables.json` of `manifold-tying reproduce` (papers-NAME.json in
+`benchmarks/results`); do not edit. Each page names its command. To repeat it at another size, change `--preset`, `--tokens`,
+`--seeds`, `--data` or `--device`.
+
+Values are means over seeds ± the sample standard deviation; losses are in nats per token on held-out text. Models and corpora
+here are thousands of times smaller than the papers'. So a difference from a paper's table is a result at this size only. If
+arms differ by less than the spread, their order means nothing. Every arm has the learning rates of
+[learning-rates.md](learning-rates.md), unless a page lists its trials.
 """
 Result = dict[str, Any]
 
@@ -60,7 +71,7 @@ def is_result(data: Any) -> bool:
 def render(results: Path) -> dict[str, str]:
     """Pages by path in docs; deterministic."""
     found = load(results)
-    pages = papers.render(results)
+    pages = papers(results)
     if not found:
         return pages | {"benchmarks.md": "\n".join([HEADER, "No results yet.\n"])}
     sections = [HEADER, summary([result for own in found.values() for result in own.values()])]
@@ -115,11 +126,27 @@ def _table(heading: str, cells: Mapping[str, Mapping[str, str]]) -> list[str]:
     """A line for each row of the benchmark, a column for each contender."""
     contenders = list(dict.fromkeys(name for of_row in cells.values() for name in of_row))
     body = [[row, *(of_row.get(name, "") for name in contenders)] for row, of_row in cells.items() if of_row]
-    return [_line([heading, *contenders]), _line(["---", *("---:" for _ in contenders)]), *map(_line, body), ""]
+    return [markdown_table([heading, *contenders], body), ""]
 
 
-def _line(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def papers(results: Path) -> dict[str, str]:
+    """Pages by path in docs; deterministic."""
+    pages, index = {}, [PAPERS_HEADER]
+    for path in sorted(results.glob("papers-*.json")):
+        name = path.stem.removeprefix("papers-")
+        described = json.loads(path.read_text(encoding="utf-8"))
+        tables = [Table(**table) for table in described["tables"]]
+        machine = ", ".join(f"{key} {value}" for key, value in described["machine"].items())
+        head = f"# {_heading(name)}\n\n`{described['command']}`\n\nMachine: {machine}.\n"
+        pages[f"papers/{name}.md"] = "\n".join([head, *(table.markdown() for table in tables)])
+        index.append(f"- [{_heading(name)}](papers/{name}.md): {tables[0].title}")
+    return pages | {"papers.md": "\n".join(index) + "\n"}
+
+
+def _heading(name: str) -> str:
+    """Heading of a page: pit-tuned-mini-cpu becomes "pit-tuned-mini, cpu"."""
+    comparison, _, device = name.rpartition("-")
+    return f"{comparison}, {device}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

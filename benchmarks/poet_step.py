@@ -64,12 +64,11 @@ def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
     generator = torch.Generator().manual_seed(0)
     size = (options.tokens // options.sequence_length, options.sequence_length)
     ids = torch.randint(shape.vocab_size, size, generator=generator).to(device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16")
 
     def loss(ids: Tensor) -> Tensor:
         return model.loss(ids, ids.roll(-1, 1))
 
-    return Training(model, build_optimizer(model, config.settings), loss, [ids], autocast)
+    return Training(model, build_optimizer(model, config.settings), loss, [ids], options.autocast())
 
 
 def _weights(shape: LlamaConfig) -> int:

@@ -16,7 +16,7 @@ step besides parameter, gradients and optimizer state, each measured in a separa
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -43,17 +43,15 @@ GRADIENTS = 4  # different gradients, used in turn
 
 @dataclass
 class Optimizing:
-    """Steps of the optimizers, each with its slice of the next gradient."""
+    """Steps of the optimizers; each parameter has its own gradients."""
 
     optimizers: Sequence[torch.optim.Optimizer]
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
+    gradients: Iterable[Sequence[Tensor]]
     precision: Literal["highest", "medium"] = "highest"
 
     def __post_init__(self) -> None:
-        split = len(self.parameters) > 1
-        shares = [gradient.unbind() if split else (gradient,) for gradient in self.gradients]
-        self.turns = itertools.cycle(shares)
+        self.turns = itertools.cycle(zip(*self.gradients, strict=True))
 
     def __call__(self) -> None:
         for parameter, gradient in zip(self.parameters, next(self.turns), strict=True):
@@ -67,38 +65,23 @@ class Optimizing:
         return max(float(mt.linalg.defect(parameter.detach()).max()) for parameter in self.parameters)
 
 
-class Together(Optimizing):
-    """Steps of one optimizer on points of several shapes."""
-
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], points: Sequence[Tensor], problems: "Sequence[Problem]"
-    ) -> None:
-        self.optimizers, self.parameters, self.precision = optimizers, points, "highest"
-        self.gradients: Sequence[Tensor] = []
-        self.turns = itertools.cycle(list(zip(*(problem.gradients for problem in problems), strict=True)))
-
-
 class Problem:
     """A point and gradients of one shape, created on first use."""
 
     def __init__(self, shape: tuple[int, ...], options: Options) -> None:
         self.shape = shape
-        self.dtype = options.torch_dtype
+        self.options, self.dtype = options, options.torch_dtype
         self.device = torch.device(options.device)
         self.rate = 0.1 / shape[-2] ** 0.5  # a tenth of a typical entry of X
         self.matrix_rate = self.rate * (shape[-2] * shape[-1]) ** 0.5
 
     @cached_property
     def point(self) -> Tensor:
-        return mt.linalg.orthonormalize(self._normal(0)).to(self.dtype)
+        return mt.linalg.orthonormalize(self.options.normal(0, *self.shape)).to(self.dtype)
 
     @cached_property
     def gradients(self) -> list[Tensor]:
-        return [self._normal(1 + k).to(self.dtype) for k in range(GRADIENTS)]
-
-    def _normal(self, seed: int) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(self.shape, device=self.device, generator=generator)
+        return [self.options.normal(1 + k, *self.shape).to(self.dtype) for k in range(GRADIENTS)]
 
     def floor(self, fused: Literal[True] | None = None) -> Step:
         X, (n, p) = self.point, self.shape[-2:]
@@ -119,13 +102,13 @@ class Problem:
 
     def ours(self, project_every: int = 1, precision: Literal["highest", "medium"] = "highest") -> Step:
         points = [self._on_stiefel(self.point)]
-        return Optimizing([self._riemannian_adam(points, project_every)], points, self.gradients, precision)
+        return Optimizing([self._riemannian_adam(points, project_every)], points, [self.gradients], precision)
 
     def ours_many(self, loop: bool) -> Step:
         """One parameter for each matrix of the batch, with one optimizer for all or one for each."""
         points = [self._on_stiefel(X) for X in self.point]
         owned = [[X] for X in points] if loop else [points]
-        return Optimizing([self._riemannian_adam(own) for own in owned], points, self.gradients)
+        return Optimizing([self._riemannian_adam(own) for own in owned], points, zip(*self.gradients, strict=True))
 
     def _riemannian_adam(self, points: list[Tensor], project_every: int = 1) -> RiemannianAdam:
         fused = True if self.device.type == "cuda" else None  # avoids syncs on a GPU
@@ -139,14 +122,14 @@ class Problem:
     def geoopt(self, precision: Literal["highest", "medium"] = "highest") -> Step:
         refuse_low_precision(self.dtype)
         X = geoopt.ManifoldParameter(self.point.clone(), manifold=geoopt.EuclideanStiefel())
-        return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], self.gradients, precision)
+        return Optimizing([geoopt.optim.RiemannianAdam([X], lr=self.matrix_rate)], [X], [self.gradients], precision)
 
     def pogo(self) -> Step:
         """POGO with vector Adam, as in its README; rows=False for orthonormal columns. It requires a batch dimension."""
         pogo, base = load("pogo", "pogo-torch"), load("pogo.base", "pogo-torch")
         batch = [tensor.reshape(-1, *self.shape[-2:]) for tensor in (self.point, *self.gradients)]
         X = nn.Parameter(batch[0].clone())
-        return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], batch[1:])
+        return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], [batch[1:]])
 
     def through(self, parametrized: Callable[[Tensor], nn.Module]) -> Step:
         """Adam on the stored tensor of the weight."""
@@ -180,13 +163,14 @@ def rows(options: Options) -> Iterator[Row]:
 def _small_row(label: str, problems: Sequence[Problem]) -> Row:
     def ours() -> Step:
         points = [problem._on_stiefel(problem.point) for problem in problems]
-        return Together([problems[0]._riemannian_adam(points)], points, problems)
+        return Optimizing([problems[0]._riemannian_adam(points)], points, [problem.gradients for problem in problems])
 
     def peer() -> Step:
         points = [
             geoopt.ManifoldParameter(problem.point.clone(), manifold=geoopt.EuclideanStiefel()) for problem in problems
         ]
-        return Together([geoopt.optim.RiemannianAdam(points, lr=problems[0].matrix_rate)], points, problems)
+        optimizer = geoopt.optim.RiemannianAdam(points, lr=problems[0].matrix_rate)
+        return Optimizing([optimizer], points, [problem.gradients for problem in problems])
 
     return Row(label, "geoopt", [Contender("ours", ours), Contender("geoopt", peer)], problems[0].defects)
 

@@ -18,6 +18,7 @@ from benchmarks import _operations as count
 from benchmarks._command import ROOT
 from benchmarks._command import Options as MeasureOptions
 from benchmarks.interface import Problem
+from experiments.comparison import markdown_table
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Options:
 
 
 def table(step: list[dict[str, Any]], interface: list[dict[str, Any]]) -> str:
-    lines = ["| what | size | against | counted | measured |", "|---|---|---|---:|---:|"]
+    lines = []
     for row in step:
         if row["reference"] != "floor" or not row["row"].startswith("V="):
             continue  # small points and batches, whose time is overhead
@@ -46,7 +47,7 @@ def table(step: list[dict[str, Any]], interface: list[dict[str, Any]]) -> str:
             operations = count.loss(V, d, N, frozen) + count.transform(d, N, distinct, frozen)
             counted = operations / count.loss(V, d, N)
             lines.append(_line(name, row, "transpose", counted, _ratio(row, name, "transpose")))
-    return "\n".join(lines)
+    return markdown_table(["what", "size", "against", "counted", "measured"], lines, left=3)
 
 
 def sizes(row: dict[str, Any]) -> list[int]:
@@ -59,8 +60,8 @@ def _ratio(row: dict[str, Any], name: str, reference: str) -> float:
     return contenders[name]["milliseconds"] / contenders[reference]["milliseconds"]
 
 
-def _line(what: str, row: dict[str, Any], reference: str, counted: float, measured: float) -> str:
-    return f"| {what} | {row['row']} | {reference} | {counted:.2f} | {measured:.2f} |"
+def _line(what: str, row: dict[str, Any], reference: str, counted: float, measured: float) -> list[str]:
+    return [what, row["row"], reference, f"{counted:.2f}", f"{measured:.2f}"]
 
 
 def main() -> None:

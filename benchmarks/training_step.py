@@ -29,6 +29,7 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import matmul_rate
 from benchmarks._peers import load
+from experiments.recipes import tied_llama
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import build_model, build_optimizer
@@ -105,9 +106,7 @@ class Problem:
         return [torch.randint(self.shape.vocab_size, size, generator=generator).to(self.device) for _ in range(BATCHES)]
 
     def _training(self, model: Any, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]) -> Step:
-        bfloat16 = self.options.dtype == "bfloat16"
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16)
-        return Training(model, optimizer, loss, self.batches, autocast)
+        return Training(model, optimizer, loss, self.batches, self.options.autocast())
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self.compiled:
@@ -125,26 +124,15 @@ class Problem:
         return self._training(model, build_optimizer(model, config.settings), lambda ids: loss_of(ids, ids.roll(-1, 1)))
 
     def transformers(self) -> Step:
-        transformers = load("transformers", "transformers")
-        shape = self.shape
-        config = transformers.LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=self.options.sequence_length,
-            rms_norm_eps=shape.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            tie_word_embeddings=True,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
+        load("transformers", "transformers")
+        options: dict[str, Any] = {
+            "head_dim": self.shape.head_dim, "attn_implementation": "sdpa", "use_cache": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.shape.rope_theta},
+        }  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = transformers.LlamaForCausalLM(config).to(self.device)
+            model: torch.nn.Module = tied_llama(self.shape, self.options.sequence_length, **options)
+        model.to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True if self.device.type == "cuda" else None)
         called = self._compiled(model)
         return self._training(model, optimizer, lambda ids: called(input_ids=ids, labels=ids).loss)

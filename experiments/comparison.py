@@ -1,7 +1,7 @@
 """Train the arms that a paper compares, and make tables of their losses next to the paper's."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,8 @@ class Table:
 
     def markdown(self) -> str:
         """Markdown, with the notes as a list below."""
-        lines = [self.head, ["---", *("---:" for _ in self.head[1:])], *self.body]
-        table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
         notes = "".join(f"- {note}\n" for note in self.notes)
-        return f"### {self.title}\n\n{table}\n" + (f"\n{notes}" if notes else "")
+        return f"### {self.title}\n\n{markdown_table(self.head, self.body)}\n" + (f"\n{notes}" if notes else "")
 
     def terminal(self) -> rich.table.Table:
         """A rich table for the terminal."""
@@ -46,9 +44,15 @@ class Table:
         return table
 
 
+def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the columns after the first ``left`` are right-aligned."""
+    lines = [head, ["---" if i < left else "---:" for i in range(len(head))], *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def nats(values: Sequence[float], *, signed: bool = False) -> str:
     """Mean and sample standard deviation over seeds, nats per token."""
-    return _with_spread(values, lambda value: fixed(value, 3, signed=signed), lambda sd: fixed(sd, 3))
+    return _with_spread(values, 3, signed=signed)
 
 
 def scientific(values: Sequence[float]) -> str:
@@ -59,15 +63,15 @@ def scientific(values: Sequence[float]) -> str:
 
 def share(values: Sequence[float]) -> str:
     """Mean and sample standard deviation of shares, in per cent."""
-    scaled = [100 * value for value in values]
-    return _with_spread(scaled, lambda value: fixed(value, 1), lambda sd: fixed(sd, 1))
+    return _with_spread([100 * value for value in values], 1)
 
 
-def _with_spread(values: Sequence[float], of_mean: Callable[[float], str], of_sd: Callable[[float], str]) -> str:
+def _with_spread(values: Sequence[float], decimals: int, *, signed: bool = False) -> str:
     summary = summarize(values)
     if summary is None:
         return DASH
-    return of_mean(summary.mean) + ("" if summary.sd is None else f" ± {of_sd(summary.sd)}")
+    spread = "" if summary.sd is None else f" ± {fixed(summary.sd, decimals)}"
+    return fixed(summary.mean, decimals, signed=signed) + spread
 
 
 def agreement(ours: Mapping[str, float], printed: Mapping[str, float]) -> str | None:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import tyro
@@ -17,7 +16,7 @@ from experiments import adaptation, pit, poet
 from experiments.budgets import budgets, candidates, plan
 from experiments.comparison import Table
 from manifold_tying._transformers import import_transformers
-from manifold_tying.models import preset
+from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.files import write_atomic
@@ -31,21 +30,8 @@ from manifold_tying.training.rundir import RESULT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Name = Literal[
-    "pit-from-scratch",
-    "pit-continued",
-    "pit-adaptation",
-    "pit-budgets",
-    "pit-ingredients",
-    "pit-length",
-    "poet-pretraining",
-    "poet-initialization",
-    "poet-merging",
-    "poet-terms",
-    "poet-budget",
-]
 Recipe = Callable[[Path, Settings, int, Started | None], list[Table]]
-RECIPES: Mapping[Name, Recipe] = {
+RECIPES: Mapping[str, Recipe] = {
     "pit-from-scratch": pit.from_scratch,
     "pit-continued": pit.continued,
     "pit-adaptation": adaptation.adapted,
@@ -58,6 +44,7 @@ RECIPES: Mapping[Name, Recipe] = {
     "poet-budget": poet.budget,
 }
 BUDGETS = "pit-budgets"
+NAMES = (*RECIPES, BUDGETS)
 USUAL_TOKENS = 184_320
 CONTINUED = ("pit-continued", "pit-adaptation")
 OF_CONTINUED = {"init_from": None, "source_data": "stdlib", "source_tokens": 614_400}
@@ -74,7 +61,7 @@ class ReproduceConfig:
     memory without each part of its recipe). A repeated command only trains missing runs.
     """
 
-    name: Annotated[Name, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(constructor=tyro.extras.literal_type_from_choices(NAMES))]
     """The comparison."""
     out: Path
     """Folder to write to."""
@@ -104,8 +91,8 @@ class ReproduceConfig:
     """Without init_from: training tokens of the source."""
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(Name):
-            raise ValueError(f"unknown comparison {self.name!r}; choose one of {', '.join(get_args(Name))}")
+        if self.name not in NAMES:
+            raise ValueError(f"unknown comparison {self.name!r}; choose one of {', '.join(NAMES)}")
         for name in ("seeds", "source_tokens", *(("tokens",) if isinstance(self.tokens, int) else ())):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
@@ -164,7 +151,7 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
         tables = RECIPES[config.name](config.out, settings, config.seeds, started)
     described: dict[str, Any] = {
         "comparison": config.name,
-        "command": _command(config),
+        "command": called_as("reproduce") or f"reproduce({config})",
         "machine": machine(torch.device(config.device)),
         "tables": [dataclasses.asdict(table) for table in tables],
     }
@@ -185,27 +172,15 @@ def run_reproduce(config: ReproduceConfig, console: Console) -> None:
     console.print(f"tables: {config.out / 'tables.md'}", soft_wrap=True)
 
 
-def _command(config: ReproduceConfig) -> str:
-    """The command line that reproduces the result."""
-    if called := called_as("reproduce"):
-        return called
-    words = ["manifold-tying", "reproduce", config.name]
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name != "name" and value != field.default:
-            words += [f"--{field.name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
-
-
 LR, WIDTH = 4e-3, 128  # AdamW's peak rate at width 128, from scratch with transformers' initial weights
 WEIGHT_DECAY = 0.1
 # The last quarter of the steps runs at a tenth of the rate, until the loss stops falling.
 SETTLING, SETTLING_RATE = 0.25, 0.1
 
 
-def tied_llama(name: str, positions: int) -> "PreTrainedModel":
+def tied_llama(shape: LlamaConfig, positions: int, **options: Any) -> "PreTrainedModel":
     """transformers' Llama with the sizes of a preset and tied tables, initialized from torch's global generator."""
-    shape, transformers = preset(name), import_transformers()
+    transformers = import_transformers()
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=shape.vocab_size,
@@ -217,8 +192,7 @@ def tied_llama(name: str, positions: int) -> "PreTrainedModel":
             max_position_embeddings=positions,
             rms_norm_eps=shape.norm_eps,
             tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
+            **options,
         )
     )
 
@@ -235,7 +209,8 @@ def trained_source(out: Path, name: str, data: str, steps: int, started: Started
         made = load_data(TrainConfig(out=start, settings=Settings(preset=name, data=data, steps=steps)))
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            tied_llama(name, positions=4 * Settings.sequence_length).save_pretrained(start)
+            made_up = tied_llama(preset(name), 4 * Settings.sequence_length, bos_token_id=0, eos_token_id=0)
+            made_up.save_pretrained(start)
         shutil.copy2(made.directory / "tokenizer.json", start)  # last, because it marks the folder as complete
     settling = round(SETTLING * steps)
     falling = _run(out / "run", start, data, steps - settling, lr, 0, started)

@@ -8,29 +8,15 @@ from typing import Any
 
 
 class NotJSON(ValueError):
-    """A text is not JSON.
-
-    Attributes:
-        reason: what is wrong, without the position.
-        line: line of the error, from 1; None if unknown.
-    """
-
-    def __init__(self, reason: str, line: int | None = None, place: str | None = None) -> None:
-        super().__init__(place or reason)
-        self.reason = reason
-        self.line = line
+    """A text is not JSON."""
 
 
 def parsed(text: str | bytes) -> Any:
     """Parse a JSON text; raises NotJSON."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise NotJSON(error.msg, error.lineno, str(error)) from None
-    except ValueError as error:  # not UTF-8, or an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, or an integer of thousands of digits
         raise NotJSON(str(error)) from None
-    except RecursionError:
-        raise NotJSON("nested too deeply") from None
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:

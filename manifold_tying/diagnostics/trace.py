@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from manifold_tying._extra import needs_extra
 from manifold_tying.diagnostics.bases import vector_angles
 from manifold_tying.diagnostics.interface import embedding_and_head, interface_tables
 from manifold_tying.diagnostics.tokens import Anchors, nearest_anchors
@@ -177,15 +178,10 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
     smaller cosine or probability. A token has one colour in all panels (twenty colours, then they repeat), so a smooth
     transition shows few long stretches and an erratic one many colours.
     """
-    try:
+    with needs_extra("train", "drawing a trace needs"):
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "drawing a trace needs matplotlib; install the extra: pip install 'manifold-tying[train]' "
-            "(from a checkout: pip install '.[train]')"
-        ) from error
     if not traces:
         raise ValueError("expected at least one trace to draw, got none")
     bands = {name: _bands(trace) for name, trace in traces.items()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
+from manifold_tying._extra import needs_extra
 from manifold_tying._json import check_regular, read_object
 from manifold_tying._transformers import import_transformers
 from manifold_tying.manifolds import Retraction
@@ -27,17 +28,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_scale(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value) and value != 0
-
-
 def _is_bounds(value: Any) -> bool:
     is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
     return value is None or (is_pair and 0 < value[0] < value[1])
-
-
-def _is_padding(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 
 
 def _one_of(names: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
@@ -51,8 +44,8 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "diagonal": _one_of(get_args(Diagonal)),
     "bounds": (_is_bounds, "null or two positive numbers in ascending order"),
     "bridge": _IS_BOOL,
-    "scale": (_is_scale, "a finite number other than 0"),
-    "padding_idx": (_is_padding, "null or a token id"),
+    "scale": (lambda v: _is_number(v) and math.isfinite(v) and v != 0, "a finite number other than 0"),
+    "padding_idx": (lambda v: v is None or (type(v) is int and v >= 0), "null or a token id"),
     "rotated": _IS_BOOL,
 }
 _NOT_FREE = {"retraction", "diagonal", "bounds"}  # a free table has none of them
@@ -153,13 +146,8 @@ def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -
 
 
 def _open(file: str | Path) -> Any:
-    try:
+    with needs_extra("train", "reading a saved model needs"):
         from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError(
-            "reading a saved model needs safetensors; install the extra: pip install 'manifold-tying[train]' "
-            "(from a checkout: pip install '.[train]')"
-        ) from error
     try:
         check_regular(file)
         return safe_open(file, framework="pt")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from manifold_tying._extra import needs_extra
 from manifold_tying._json import NotJSON, parsed
 from manifold_tying.parametrizations import CONVOLUTIONS, Layout
 from manifold_tying.poet.apply import keep_plain_weights, register_equivalence
@@ -210,10 +211,6 @@ def _plain_name(path: str) -> str:
 
 
 def _safetensors() -> Any:
-    try:
+    with needs_extra("huggingface", "adapters need"):
         import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "adapters are safetensors files; pip install safetensors", name="safetensors"
-        ) from error
     return safetensors

@@ -28,8 +28,7 @@ from manifold_tying.testing._assertions import (
     assert_same_spectrum,
     assert_spd,
 )
-from manifold_tying.testing._layers import constrained_layers, token_interfaces
-from manifold_tying.testing._strategies import SEEDS
+from manifold_tying.testing._strategies import SEEDS, constrained_layers, token_interfaces
 from manifold_tying.tying import PIT
 
 ORTHONORMAL = (OnStiefel, OrthonormalFactor, CayleyFactor)

@@ -173,11 +173,6 @@ def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: P
         return {"arm": arm, "seed": run.seed, "failed": f"{type(error).__name__}: {error}"}
 
 
-def commands(config: AblateConfig) -> list[str]:
-    """One shell command per arm and seed, which trains the same run as :func:`ablate`."""
-    return [run.command() for _, run in config.runs()]
-
-
 def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError if the folder holds a run with another configuration or another text than ``corpus``."""
     path = run.out / CONFIG

@@ -17,7 +17,7 @@ from manifold_tying.diagnostics import saved_interface, table_blocks
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock
 from manifold_tying.huggingface.files import NOTE, README, is_note, note_name
-from manifold_tying.training.ablation import AblateConfig, ablate, commands, prepare_data
+from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import TrainConfig
 from manifold_tying.training.evaluate import health_warnings
@@ -65,7 +65,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
 def run_ablate(config: AblateConfig, console: Console) -> None:
     budgets = config.budgets()
     if config.dry_run:
-        print(*(command for budget in budgets for command in commands(budget)), sep="\n")  # rich would wrap the lines
+        print(*(run.command() for budget in budgets for _, run in budget.runs()), sep="\n")  # rich would wrap the lines
         return
     from manifold_tying.training.report import load_experiments, shown
 

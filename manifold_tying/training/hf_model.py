@@ -75,16 +75,6 @@ def _untie(model: "PreTrainedModel") -> None:
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
 
 
-def write_model(model: "PreTrainedModel", folder: Path) -> None:
-    """Write a trained arm: a converted checkpoint (manifold_tying.load) for PIT, otherwise a stock one."""
-    try:
-        halves(model)
-    except ValueError:
-        write(model, folder)
-    else:
-        save(model, folder)
-
-
 OUT = "model"  # folder of the trained checkpoint in the run's folder
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
 LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
@@ -151,8 +141,9 @@ class HuggingFaceModel(nn.Module):
         return F.cross_entropy(self(ids).flatten(0, 1).float(), targets.flatten(), ignore_index=ignore_index)
 
     def write(self, folder: Path, source: Path) -> None:
-        """Write the model as a checkpoint, with low-rank updates merged and the source's tokenizer files."""
-        write_model(self.model if self._adapters is None else self._adapters.merge_and_unload(), folder)
+        """Write the model, converted for PIT, else stock, with low-rank updates merged and the source's tokenizer files."""
+        model = self.model if self._adapters is None else self._adapters.merge_and_unload()
+        (save if isinstance(model.get_input_embeddings(), PITEmbedding) else write)(model, folder)
         for pattern in TOKENIZER:
             for file in filter(Path.is_file, source.glob(pattern)):
                 shutil.copy2(file, folder / file.name)

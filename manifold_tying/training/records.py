@@ -16,7 +16,7 @@ def read_lines(path: Path, required: tuple[str, ...], optional: tuple[str, ...] 
         try:
             line = as_object(parsed(text), where)
         except NotJSON as error:
-            raise ValueError(f"{where}: not JSON ({error.reason}); was the run interrupted? {AGAIN}") from None
+            raise ValueError(f"{where}: not JSON ({error}); was the run interrupted? {AGAIN}") from None
         for key in (*required, *(key for key in optional if line.get(key) is not None)):
             as_number(line.get(key), key, where)
         yield line
@@ -26,8 +26,7 @@ def read_json(path: Path) -> Any:
     try:
         return parsed(_content(path))
     except NotJSON as error:
-        place = "" if error.line is None else f", line {error.line}"
-        raise ValueError(f"{path}{place}: not JSON ({error.reason}); {AGAIN}") from None
+        raise ValueError(f"{path}: not JSON ({error}); {AGAIN}") from None
 
 
 def _content(path: Path) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from manifold_tying.training.files import digest, exclusive
 
 from .corpus import Corpus, open_corpus
-from .tokenize import SMALLEST_VOCABULARY, Encoded, Piece, encode, load_tokenizer, pieces, train_tokenizer
+from .tokenize import SMALLEST_VOCABULARY, Piece, encode, load_tokenizer, pieces, train_tokenizer
 from .tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 
 HELD_OUT_EVERY = 20
@@ -177,7 +177,7 @@ def _sample_of(texts: Iterator[Piece]) -> Iterator[Piece]:
 
 def _write_splits(
     directory: Path,
-    encoded: Iterator[Encoded],
+    encoded: Iterator[tuple[Piece, np.ndarray]],
     dtype: np.dtype[Any],
     limit: Limit | None,
     report: Callable[[str], None],
@@ -186,16 +186,16 @@ def _write_splits(
     counts = dict.fromkeys(("documents", "train_tokens", "val_tokens"), 0)
     reported = 0
     with open(directory / "train.bin", "wb") as train, open(directory / "val.bin", "wb") as val:
-        for part in encoded:
-            split, file = ("val", val) if _held_out(part.document) else ("train", train)
-            file.write(part.tokens.astype(dtype).tobytes())
-            counts[f"{split}_tokens"] += len(part.tokens)
-            counts["documents"] += part.ends_document
+        for piece, tokens in encoded:
+            split, file = ("val", val) if _held_out(piece.document) else ("train", train)
+            file.write(tokens.astype(dtype).tobytes())
+            counts[f"{split}_tokens"] += len(tokens)
+            counts["documents"] += piece.ends_document
             if counts["train_tokens"] - reported >= _PROGRESS_TOKENS:
                 reported = counts["train_tokens"]
                 report(f"{reported / 1e6:.0f} million training tokens")
             enough = limit and counts["train_tokens"] >= limit[0] and counts["val_tokens"] >= limit[1]
-            if enough and part.ends_document:
+            if enough and piece.ends_document:
                 break
     return counts
 

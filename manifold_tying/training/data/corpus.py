@@ -1,17 +1,18 @@
 """Corpus specs, such as ``text:book.txt``, and the documents they name, always in the same order."""
 
+import ast
 import codecs
+import importlib.util
 import os
 import platform
 import stat
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from manifold_tying._json import parsed
-
-from .docstrings import PACKAGES, document, package_root
 
 SPEC_FORMS = """the forms are
   stdlib                        the source of the running Python's standard library
@@ -22,6 +23,8 @@ SPEC_FORMS = """the forms are
   hf:NAME[:CONFIG[:SPLIT]]      a Hugging Face dataset with a column "text", streamed; SPLIT is train by default
   tokens:DIR                    a prepared token directory"""
 
+PACKAGES = ("numpy", "scipy", "pandas", "sympy")  # installed with torch and the extra `train`
+SHORTEST = 200  # fewest characters of a module's docstrings that make a document
 _BLOCK = 1 << 20  # bytes per read
 # Tests and installed packages vary more between machines than the library does.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
@@ -68,10 +71,10 @@ def _stdlib(spec: str, rest: str) -> Corpus:
 
 def _docstrings(spec: str, rest: str) -> Corpus:
     packages = tuple(name.strip() for name in rest.split(",")) if rest else PACKAGES
-    files = [file for name in packages for file in _files_below(package_root(name), ".py", {"tests", "__pycache__"})]
+    files = [file for name in packages for file in _files_below(_package_root(name), ".py", {"tests", "__pycache__"})]
     # Versions of Python clean docstrings differently.
     identity: list[object] = ["docstrings", platform.python_version(), _listing(files)]
-    return Corpus(spec, identity, False, lambda: ((text,) for file in files if (text := document(file)) is not None))
+    return Corpus(spec, identity, False, lambda: ((text,) for file in files if (text := _document(file)) is not None))
 
 
 def _text(spec: str, rest: str) -> Corpus:
@@ -235,3 +238,29 @@ def _checked(text: object, where: str) -> str:
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{where}: the text is not valid Unicode: {error}") from error
     return text
+
+
+def _package_root(package: str) -> Path:
+    """The folder of an installed package, without importing it; raises ValueError if it is missing."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
+        raise ValueError(f"expected the name of an installed package, got {package!r}; pip install it or leave it out")
+    return Path(spec.origin).parent
+
+
+def _document(file: Path) -> str | None:
+    """The docstrings of a module, its classes and functions, outer ones first; None if there is too little text."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in strings
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # templates, another version's syntax
+        return None
+    text = "\n\n".join(_docstrings_of(tree))
+    return text if len(text) >= SHORTEST else None
+
+
+def _docstrings_of(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                yield text

@@ -28,14 +28,6 @@ class Piece(NamedTuple):
     ends_document: bool
 
 
-class Encoded(NamedTuple):
-    """The tokens (n,) of a piece, with the separator if it ends a document."""
-
-    tokens: np.ndarray
-    document: int
-    ends_document: bool
-
-
 def pieces(documents: Iterable[Iterable[str]]) -> Iterator[Piece]:
     """Number the nonempty documents from 0 and cut long ones, after a line if possible.
 
@@ -108,8 +100,8 @@ def separator_id(tokenizer: Tokenizer, where: str) -> int:
     raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them to separate documents")
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[Encoded]:
-    """Encode pieces, on all cores, and yield the results in order.
+def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Encode pieces, on all cores, and yield them in order, with their tokens and a separator where a document ends.
 
     A separator that is spelled out in a text is encoded as text: it cannot end a document.
     """
@@ -123,7 +115,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[Encoded]:
         encodings = tokenizer.encode_batch_fast([piece.text for piece in chunk], add_special_tokens=False)
         for piece, encoding in zip(chunk, encodings, strict=True):
             ids = np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
-            yield Encoded(ids, piece.document, piece.ends_document)
+            yield piece, ids
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -47,7 +47,11 @@ def test_logits_in_the_place_of_hidden_states(memory: Memory) -> None:
 @pytest.mark.parametrize(
     ("package", "use", "advice"),
     [
-        ("safetensors", lambda: mt.load_adapter(nn.Linear(2, 2), "file"), "pip install safetensors"),
+        (
+            "safetensors",
+            lambda: mt.load_adapter(nn.Linear(2, 2), "file"),
+            r"pip install 'manifold-tying\[huggingface\]'",
+        ),
         ("transformers", lambda: mt.optim.MergeCallback, r"pip install 'manifold-tying\[huggingface\]'"),
     ],
 )

@@ -470,7 +470,7 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
     ("damage", "complaint"),
     [
         (lambda out: (out / "summary.json").unlink(), r"summary\.json is missing.*--out"),
-        (replaced("summary.json", "[{"), r"summary\.json, line 1: not JSON.*command that wrote"),
+        (replaced("summary.json", "[{"), r"summary\.json: not JSON.*line 1.*command that wrote"),
         (replaced("summary.json", "[]"), r"no run has finished"),
         (replaced("summary.json", '[{"arm": "untied"}]'), r"entry 0: missing seed, val_loss"),
         (changed_row(tokens=None), r"expected a number under 'tokens', got None"),

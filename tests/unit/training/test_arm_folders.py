@@ -10,7 +10,6 @@ from training_runs import TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, train
-from manifold_tying.training.ablation import commands
 from manifold_tying.training.report import load_experiment, load_experiments
 
 
@@ -55,7 +54,7 @@ def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path)
     ((_, run),) = experiment.runs()
     assert run.out.parent == tmp_path / "out"
     assert re.fullmatch(r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name)
-    assert f"--out {run.out} " in commands(experiment)[0]
+    assert f"--out {run.out} " in experiment.runs()[0][1].command()
     (row,) = ablate(experiment)
     # An earlier version made folders in folders of the name, where it holds slashes.
     earlier = tmp_path / "out" / f"{arm}-0"

@@ -16,7 +16,6 @@ from training_runs import TINY, config, lines, poison
 from benchmarks.random_kills import KillOptions, random_kills
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, TrainConfig, ablate, checkpoints, train
-from manifold_tying.training.ablation import commands
 from manifold_tying.training.processes import _mesh
 from manifold_tying.training.report import findings, load_experiment, write_report
 
@@ -84,8 +83,8 @@ def test_dry_run_prints_commands_that_do_the_same(
     arms = "pit-trainable+embedding_norm=false+body=poet-block+cayley_terms=null,transpose+lr=0.001"
     experiment = AblateConfig(out=tmp_path / "o'ut", arms=arms, seeds=2, settings=settings, dry_run=True)
     found = []
-    for command in commands(experiment):
-        program, word, *arguments = shlex.split(command)
+    for _, arm in experiment.runs():
+        program, word, *arguments = shlex.split(arm.command())
         assert (program, word) == ("manifold-tying", "train")
         found.append(tyro.cli(TrainConfig, args=arguments, config=(tyro.conf.OmitArgPrefixes,)))
     assert found == [dataclasses.replace(run, resume=True) for _, run in experiment.runs()]
