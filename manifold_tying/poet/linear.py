@@ -96,11 +96,9 @@ class _WeightCentric(Function):
     """Replaces torch's checkpoint: autograd would compute the W-sized products of the gradient in TF32 if that is on."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
-    ) -> Tensor:
-        autograd.save(ctx, (x, W0, skew_params, spec, perms))
-        return _plain_weight_centric(x, W0, skew_params, spec, perms)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        autograd.save(ctx, args)
+        return _plain_weight_centric(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -124,19 +124,10 @@ def _subtract_targets_(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        table: Tensor,
-        targets: Tensor,
-        vocabulary: VocabularyShard,
-        ignore_index: int,
-        dtype: torch.dtype,
-        wanted: tuple[bool, bool],
-    ) -> Tensor:
-        args = (hidden, table, targets, vocabulary, ignore_index, dtype, wanted)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """The loss of the arguments of :func:`_loss_and_gradients`."""
         autograd.save(ctx, args)
-        with precision.disable_autocast(hidden.device):
+        with precision.disable_autocast(args[0].device):
             loss, *ctx.gradients = _loss_and_gradients(*args)
         return loss
 
