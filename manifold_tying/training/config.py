@@ -67,16 +67,18 @@ class Settings(  # a dataclass lists the fields of its last base first
 
     @property
     def model(self) -> LlamaConfig:
-        """The model's shape, with this run's embedding norm."""
+        """The model's shape, with this run's vocabulary and embedding norm."""
+        shape = preset(self.preset)
         return dataclasses.replace(
-            preset(self.preset),
+            shape,
+            vocab_size=self.vocabulary or shape.vocab_size,
             embedding_norm=bool(self.embedding_norm),
             embedding_scale=1.0 if self.embedding_scale is None else self.embedding_scale,
         )
 
     @property
     def vocab_size(self) -> int:
-        """V of the preset, or of the checkpoint with ``init_from``."""
+        """V of the model, or of the checkpoint with ``init_from``."""
         return self.model.vocab_size if self.init_from is None else read_shape(self.init_from).vocab_size
 
     @property

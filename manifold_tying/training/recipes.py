@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from manifold_tying.models import preset
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape
 from manifold_tying.training.sections import Interface
@@ -40,7 +39,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
 def _from_scratch(config: TrainConfig) -> dict[str, Any]:
     settings, interface = config.settings, config.interface
-    shape = preset(settings.preset)
+    shape = settings.model
     lr = BODY_LR[interface] * WIDTH / shape.hidden_size if settings.lr is None else settings.lr
     defaults: dict[str, Any] = {"lr": lr, "betas": BETAS, "embedding_norm": interface.startswith("pit")}
     if interface in MEMORY_INTERFACES:

@@ -40,6 +40,8 @@ class Model:
 
     preset: str = "nano"
     """Model shape; see manifold_tying.models.PRESETS. Not used with init_from."""
+    vocabulary: Count | None = None
+    """Number of tokens of the vocabulary; None is the preset's."""
     body: Body = "adamw"
     """How the blocks' matrices train: adamw directly, poet-block or poet-full as POET's R W0 P."""
     embedding_norm: bool | None = None

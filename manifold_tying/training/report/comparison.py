@@ -85,9 +85,10 @@ def _measured_on(experiment: Experiment) -> pd.DataFrame:
     for arm, own in experiment.arms.items():
         settings = {**experiment.settings, **own}
         start, shape = settings.get("init_from"), PRESETS.get(settings.get("preset", ""))
+        size = settings.get("vocabulary") or (shape.vocab_size if shape else 0)
         named = {
             "tokenizer": settings.get("tokenizer") or (f"from {start}" if start else "trained on the corpus"),
-            "vocabulary": "from the checkpoint" if start or shape is None else f"{shape.vocab_size:,} tokens",
+            "vocabulary": "from the checkpoint" if start or not size else f"{size:,} tokens",
         }
         texts = [
             f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"

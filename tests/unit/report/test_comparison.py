@@ -67,6 +67,7 @@ def test_the_difference_is_to_one_arm_where_losses_can_be_compared() -> None:
         ({"data": "text:mine"}, "data: stdlib (first/untied, first/transpose); text:mine (second/transpose"),
         ({"tokenizer": "t.json"}, "tokenizer: trained on the corpus (first/untied, first/transpose); t.json (second/"),
         ({"preset": "mini"}, "vocabulary: 4,096 tokens (first/untied, first/transpose); "),
+        ({"vocabulary": 300}, "vocabulary: 4,096 tokens (first/untied, first/transpose); 300 tokens (second/transpose"),
     ],
 )
 @pytest.mark.usefixtures("without_drawing")

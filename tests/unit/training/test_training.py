@@ -50,6 +50,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, corpus: Path)
     assert [t["step"] for t in lines(tmp_path / "parts", "timing.jsonl")] == list(range(1, 13))
 
 
+def test_a_vocabulary_of_its_own_size(tmp_path: Path, corpus: Path) -> None:
+    run = config(tmp_path / "run", corpus, steps=1, vocabulary=280)
+    train(run)
+    interface: Any = load_model(run.out).interface
+    assert interface.vocab_size == 280
+    assert resolve(run).settings.memory_lr == pytest.approx(0.3 / 280**0.5)
+
+
 def test_metrics_depend_on_seed_and_not_on_the_arm_before(tmp_path: Path, corpus: Path) -> None:
     def metrics(name: str, **changes: Any) -> bytes:
         run = dataclasses.replace(config(tmp_path / name, corpus, steps=3, checkpoint_every=None), **changes)
