@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from manifold_tying import precision
 from manifold_tying.optim import param_groups
 from manifold_tying.tying import PIT, FreePIT, ManifoldPIT
 
@@ -72,6 +73,7 @@ def pit_schedule(optimizer: torch.optim.Optimizer, steps: int, *, warmup: int | 
         steps: number of steps of the run.
         warmup: steps of linear warm-up; None means a tenth of the steps, at most 1000.
     """
+    precision.check_int("steps", steps, 1)
     first = min(1000, -(-steps // 10)) if warmup is None else warmup
 
     def factor_of(group: dict[str, Any]) -> Callable[[int], float]:

@@ -81,7 +81,10 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
         tensors = _below(_OURS, folder, dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE))
     if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
-        raise ValueError(f"expected a token interface of this package in {folder}, got {found}")
+        raise ValueError(
+            f"expected a token interface of this package in {folder}, got {found}; of a run with init_from, give the folder "
+            f"{folder.parents[1] / 'model'}, which it writes at the end"
+        )
     step, config = state.get("step"), state.get("config")
     if type(step) is not int or not isinstance(config, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")

@@ -50,7 +50,7 @@ class RiemannianAdam(RiemannianOptimizer):
         lr: learning rate, a float or a one-element tensor.
         betas: decay rates of the two moments, as in Adam.
         eps: added to the root of the second moment, as in Adam.
-        weight_decay: decoupled; never applied to points.
+        weight_decay: decoupled; never applied to points. AdamW's default is 0.01.
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). "row" and
             "matrix" make the trajectory independent of the basis of the columns.
         project_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The

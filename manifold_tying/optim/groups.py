@@ -68,7 +68,9 @@ def param_groups(
         group["names"].append(name)
     if unused := [pattern for pattern in overrides if pattern not in matched]:
         known = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(f"no parameter matches {', '.join(map(repr, unused))}; the model has {known}")
+        raise ValueError(
+            f"no parameter matches {', '.join(map(repr, unused))}, or an earlier pattern takes it; the model has {known}"
+        )
     return list(groups.values())
 
 

@@ -12,6 +12,7 @@ from manifold_tying.parametrizations._constraint import Constraint as Constraint
 from manifold_tying.parametrizations._constraint import mark_point as mark_point
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
+from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap

@@ -3,7 +3,10 @@
 import gc
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +34,11 @@ class Layout:
     blocks: int = 1
 
     @classmethod
-    def of(cls, module: nn.Module, name: str) -> "Layout":
-        """The layout of ``module.name``; ValueError if this parameter cannot be constrained."""
+    def of(cls, module: nn.Module, name: str, shared: Container[int] | None = None) -> "Layout":
+        """The layout of ``module.name``; ValueError if this parameter cannot be constrained.
+
+        ``shared``: what :func:`shared_parameters` found, if it was asked about many parameters at once.
+        """
         kind = type(module).__name__
         if name in getattr(module, "parametrizations", {}):
             raise ValueError(
@@ -44,6 +50,8 @@ class Layout:
                 f"{kind} renormalizes rows of its weight in place (max_norm={module.max_norm}), which breaks any constraint; "
                 "set max_norm to None"
             )
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(f"{kind} has sparse gradients, which no constraint takes; set sparse to False")
         weight = module._parameters.get(name)
         if weight is None:
             names = ", ".join(n for n, p in module._parameters.items() if p is not None) or "none"
@@ -52,9 +60,9 @@ class Layout:
             raise ValueError(f"{kind}.{name} has no shape yet; run the module on some input first")
         if distributed.is_dtensor(weight):
             raise ValueError(f"{kind}.{name} is already a DTensor; constrain it first, then shard the model")
-        if _is_shared(module, name):
+        if _is_shared(module, name) if shared is None else id(weight) in shared:
             raise ValueError(
-                f"{kind}.{name} is also another module's parameter (a tied table), which would read the stored tensor. Untie "
+                f"{kind}.{name} is also a parameter under another name (a tied table), which would read the stored tensor. Untie "
                 f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
         precision.compute_dtype(weight.dtype)
@@ -111,14 +119,24 @@ class Layout:
 
 
 def _is_shared(module: nn.Module, name: str) -> bool:
-    """Whether another module holds this parameter."""
     # Not passed as an argument: Python versions differ in how they count references held by arguments.
     if sys.getrefcount(module._parameters[name]) <= OWN_REFERENCES:  # skips the slow scan of all objects
         return False
-    for held in gc.get_referrers(module._parameters[name]):
-        if isinstance(held, dict) and held is not module._parameters:
-            for owner in gc.get_referrers(held):  # a module, or its __dict__
-                attributes = vars(owner) if isinstance(owner, nn.Module) else owner
-                if isinstance(attributes, dict) and attributes.get("_parameters") is held:
-                    return True
-    return False
+    return bool(shared_parameters([module._parameters[name]]))
+
+
+def shared_parameters(parameters: Sequence[Tensor | None]) -> set[int]:
+    """The ids of those that modules hold more than once, found in at most two scans of all objects."""
+    wanted = {id(parameter) for parameter in parameters if parameter is not None}
+
+    def names(holders: list[dict[Any, Any]]) -> set[int]:
+        counts = Counter(id(value) for held in holders for value in held.values() if id(value) in wanted)
+        return {number for number, count in counts.items() if count > 1}
+
+    holders = [held for held in gc.get_referrers(*filter(torch.is_tensor, parameters)) if isinstance(held, dict)]
+    if not names(holders):
+        return set()
+    owners = gc.get_referrers(*holders)  # modules, or their __dict__
+    attributes = [vars(owner) if isinstance(owner, nn.Module) else owner for owner in owners]
+    own = {id(found.get("_parameters")) for found in attributes if isinstance(found, dict)}
+    return names([held for held in holders if id(held) in own])

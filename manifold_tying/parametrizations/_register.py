@@ -87,6 +87,9 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
     L is lower triangular; its diagonal is the softplus or exp of the stored one, clamped to ``bounds`` if given. The weight
     is projected to the nearest symmetric positive definite matrix. (PIT, equation 10.)
 
+    T is definite up to rounding: in float32 an eigenvalue below 1e-7 of the largest may come out negative. A random weight
+    starts close to that; start from a well-conditioned one, such as the identity, or use float64.
+
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.

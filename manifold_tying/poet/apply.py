@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import distributed, precision
-from manifold_tying.parametrizations import Layout, constraints, is_ours, parametrized, register
+from manifold_tying.parametrizations import Layout, constraints, is_ours, parametrized, register, shared_parameters
 from manifold_tying.poet.layer_class import share_class
 from manifold_tying.poet.parametrization import Equivalence, equivalences, merge_all
 from manifold_tying.poet.spec import (
@@ -85,7 +85,6 @@ def equivalence(
     """
     check_options(scheme, block_size, fraction, terms, init, seed, out_share, sides)
     layout = Layout.of(module, name)
-    weight = getattr(module, name)
     rows, columns = layout.matrix_shape[-2:]
     spec = RotationSpec.of(rows, columns, scheme, block_size, fraction, out_share, sides, terms)
     if not spec.num_params:
@@ -93,14 +92,17 @@ def equivalence(
             f"a matrix of {rows} x {columns} with blocks of {spec.R.block} and {spec.P.block} has nothing to rotate; "
             "choose a larger block_size, fraction or share, or other sides"
         )
-    if seed is None:
-        seed = random_seed()
+    _start(module, name, layout, spec, init, random_seed() if seed is None else seed)
+    return module
+
+
+def _start(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, init: Init, seed: int) -> None:
     start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
+    weight = getattr(module, name)
     device, dtype = weight.device, weight.dtype
     register_equivalence(module, name, layout, spec, seed)
     if start is not None:
         setattr(module, name, start.to(device, precision.compute_dtype(dtype)))
-    return module
 
 
 def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
@@ -165,18 +167,18 @@ def equivalence_(
     seed = options.pop("seed")
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
-    taken = [
-        name
+    shared = shared_parameters([module._parameters.get("weight") for module in linears.values()])
+    plans = {
+        name: _plan(name, linears[name], options)
         for name in _selected(linears, include, exclude)
-        if not parametrize.is_parametrized(linears[name], "weight")
-        and _owners(model, linears[name].weight) == 1
-        and _rotates(name, linears[name], options)
-    ]
+        if not parametrize.is_parametrized(linears[name], "weight") and id(linears[name].weight) not in shared
+    }
+    taken = [name for name, (_, spec) in plans.items() if spec.num_params]
     left = [name for name in linears if name not in taken]
     if seed is None:
         seed = random_seed()
     for name in taken:
-        equivalence(linears[name], seed=hash_seed(seed, name), **options)
+        _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, name))
     keep_plain_weights(model)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
@@ -228,19 +230,14 @@ def _other_matrices(model: nn.Module) -> str:
     return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer to constrain"
 
 
-def _owners(model: nn.Module, weight: Tensor) -> int:
-    """How many of the model's modules hold this parameter."""
-    return sum(tensor is weight for module in model.modules() for tensor in module._parameters.values())
-
-
-def _rotates(name: str, module: nn.Linear, options: dict[str, Any]) -> bool:
-    """Whether anything in this layer would rotate; ValueError if it cannot be constrained."""
+def _plan(name: str, module: nn.Linear, options: dict[str, Any]) -> tuple[Layout, RotationSpec]:
+    """What :func:`equivalence` would do; ValueError if the layer cannot be constrained. ``seed`` is not among the options."""
     try:
-        rows, columns = Layout.of(module, "weight").shape
+        layout = Layout.of(module, "weight", shared=())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    sizes = {key: options[key] for key in ("scheme", "block_size", "fraction", "out_share", "sides")}
-    return RotationSpec.of(rows, columns, **sizes).num_params > 0
+    sizes = {key: value for key, value in options.items() if key != "init"}
+    return layout, RotationSpec.of(*layout.shape, **sizes)
 
 
 def merge(module: nn.Module) -> int:

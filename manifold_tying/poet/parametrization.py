@@ -1,7 +1,7 @@
 """Orthogonal equivalence: W = R W0 P with W0 fixed, R and P orthogonal and close to the identity. (POET, section 3.)"""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class Equivalence(Constraint):
         super().__init__(dtype)
         self.layout = layout
         self.spec = spec
+        self._initial_seed = seed
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
         out_order, in_order = self._draw(seed, 0)
@@ -43,6 +44,17 @@ class Equivalence(Constraint):
         self.register_buffer("form", torch.tensor(self._form, device=like.device))
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
         self.register_buffer("ordered_base", base, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.seed.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.seed.is_meta:  # to_empty: draw what the constructor could not store
+            self.seed.fill_(self._initial_seed)
+            self.merges.zero_()
+            self.form.copy_(torch.tensor(self._form))
+            for order, drawn in zip((self.out_order, self.in_order), self._draw(self._initial_seed, 0), strict=True):
+                order.copy_(drawn)
+        return self
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.dtype_marker, self.ordered_base]

@@ -17,9 +17,10 @@ from manifold_tying.diagnostics import saved_interface, table_blocks
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock
 from manifold_tying.huggingface.files import NOTE, README, is_note, note_name
+from manifold_tying.huggingface.folder import recorded_options
 from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
-from manifold_tying.training.config import TrainConfig
+from manifold_tying.training.config import TrainConfig, unused_settings
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.loop import train
 from manifold_tying.training.processes import Processes, process_group
@@ -53,9 +54,12 @@ def run_report(config: ReportConfig, console: Console) -> None:
 
 
 def run_train(config: TrainConfig, console: Console) -> None:
+    ignored = config.settings.changed(tuple(sorted(unused_settings(config.interface, config.settings))))
     with process_group(config.settings):
         processes = Processes.from_settings(config.settings)
         console.quiet = not processes.is_main
+        if ignored:
+            console.print(f"note: this {config.interface} run does not use {ignored}")
         load_data(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))
@@ -135,6 +139,10 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
         )
     model = load_stock(config.model)
     _check_out(config.model, config.out)
+    if (config.out / "config.json").exists() and recorded_options(config.out) is None:
+        raise ValueError(
+            f"{config.out} already holds a model that is not converted; choose another folder, or delete it"
+        )
     convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
     save(model, config.out)
     _copy_rest(config.model, config.out)
@@ -148,6 +156,7 @@ def run_export(config: ExportConfig, console: Console) -> None:
             f"{config.out} already holds a model ({', '.join(found)}); choose another folder, or delete it"
         )
     if saved := [config.model] if (config.model / STATE).exists() else checkpoints(config.model):
+        saved_interface(saved[-1])  # raises before anything is written
         export_model(saved[-1], config.out)
     else:
         export(load(config.model), config.out)

@@ -1,5 +1,6 @@
 """PIT as one free table W and its pseudo-inverse."""
 
+import math
 from typing import Any
 
 import torch
@@ -32,12 +33,15 @@ class FreePIT(PIT):
         std: standard deviation of the initial W; None is :func:`tied_std`.
 
     Raises:
-        ValueError: vocab_size < hidden_size; also raised by ``embed`` and the attributes if W is rank-deficient.
+        ValueError: vocab_size < hidden_size, or std is not positive and finite; also raised by ``embed`` and the attributes
+            if W is rank-deficient.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, memory: Memory = "free", std: float | None = None) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = tied_std(hidden_size) if std is None else std
+        if not 0 < self.std < math.inf:
+            raise ValueError(f"expected a positive, finite std, got {std}")
         dtype = precision.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * self.std)
         self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹

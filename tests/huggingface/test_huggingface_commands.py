@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path
     with pytest.raises(ValueError, match="not a converted model"):
         run_export(ExportConfig(stock, tmp_path / "out"), console)
     assert not (tmp_path / "out").exists()
+    shutil.copytree(stock, tmp_path / "other")
+    with pytest.raises(ValueError, match="other already holds a model that is not converted"):
+        run_convert(ConvertConfig(stock, tmp_path / "other"), console)
 
 
 @pytest.mark.filterwarnings("ignore:gemma3:UserWarning")

@@ -25,7 +25,7 @@ ALLOWED = {
     "huggingface": {*SHARED, "linalg", "manifolds", "parametrizations", "tying", "_extra", "_json", "_transformers"},
     "models": {*SHARED, "linalg", "manifolds", "parametrizations", "tying"},
     "optim": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "_extra", "_geoopt"},
-    "recipe": {"optim", "tying"},
+    "recipe": {"precision", "optim", "tying"},
     "diagnostics": {*SHARED, "linalg", "tying", "huggingface", "_extra", "_json"},
     "testing": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "tying", "optim", "_extra"},
     "training": {

@@ -140,7 +140,9 @@ def _build(
         directory, encode(tokenizer, texts), DTYPES[dtype], limit, lambda line: progress(f"{corpus.spec}: {line}")
     )
     if not counts["documents"]:
-        raise ValueError(f"the corpus {corpus.spec!r} holds no text: every document is empty, or there is none")
+        raise ValueError(
+            f"the corpus {corpus.spec!r} holds no text: every document is empty or not UTF-8, or there is none"
+        )
     if not counts["val_tokens"]:
         if counts["train_tokens"] < HELD_OUT_EVERY:
             raise ValueError(

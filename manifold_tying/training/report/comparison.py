@@ -15,15 +15,21 @@ APART = "Not all losses here are measured on the same text and tokenization, so 
 
 
 def load_experiments(folders: Sequence[str | Path]) -> Experiment:
-    """Load the folders as one experiment; with several, arms are called ``folder/arm``."""
+    """Load the folders as one experiment; with several, arms are called ``folder/arm``. ``ablate --tokens`` writes several."""
     if not folders:
         raise ValueError("expected at least one folder; give the --out of manifold-tying ablate or train")
-    paths = [Path(folder) for folder in folders]
+    paths = [
+        path for folder in folders for path in sorted(Path(folder).glob("tokens-*"), key=_tokens) or [Path(folder)]
+    ]
     for place, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:place]]:
             raise ValueError(f"{path} is given twice; leave one out")
     loaded = [load_experiment(path) for path in paths]
     return loaded[0] if len(loaded) == 1 else merged(dict(zip(names_of(paths), loaded, strict=True)))
+
+
+def _tokens(budget: Path) -> int:
+    return int(budget.name.removeprefix("tokens-"))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

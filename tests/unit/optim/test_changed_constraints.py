@@ -1,5 +1,6 @@
 """Constraints that come, go and are written over while an optimizer holds the parameter."""
 
+import gc
 from typing import Any
 
 import geoopt
@@ -96,11 +97,36 @@ def test_a_tied_weight_is_refused(constrain: Any) -> None:
     embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
     head.weight = embedding.weight
     before = embedding.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"Linear.weight is also another module's parameter .* Untie it"):
+    with pytest.raises(ValueError, match=r"Linear.weight is also a parameter under another name .* Untie it"):
         constrain(head)
     assert head.weight is embedding.weight and torch.equal(embedding.weight, before)
     head.weight = nn.Parameter(head.weight.detach().clone())
     constrain(head)
+    with pytest.raises(ValueError, match=r"in_proj_weight is also a parameter under another name"):
+        constrain(twice_named(), "in_proj_weight")
+
+
+def twice_named() -> nn.Module:
+    module = nn.MultiheadAttention(4, 2)
+    module.again = module.in_proj_weight
+    return module
+
+
+def test_a_model_with_an_optimizer_is_searched_once_for_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model[5].weight = model[4].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    searches, search = [], gc.get_referrers
+
+    def counted(*objects: Any) -> list[Any]:
+        searches.append(len(objects))
+        return search(*objects)
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    taken, left = mt.equivalence_(model, block_size=4, verbose=False)
+    assert (taken, left) == (["0", "1", "2", "3"], ["4", "5"]) and len(searches) == 2
 
 
 def test_groups_of_what_is_no_model_are_refused() -> None:

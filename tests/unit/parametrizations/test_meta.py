@@ -86,6 +86,14 @@ def test_up_from_the_meta_device(name: str) -> None:
         step(model, "cpu")
 
 
+def test_an_equivalence_from_the_meta_device_without_a_state() -> None:
+    real, model = (equivalence(nn.Linear(8, 8, device=d), block_size=4, seed=3) for d in ("cpu", "meta"))
+    model.to_empty(device="cpu").reset_parameters()
+    assert torch.isfinite(model.weight).all()
+    for name, buffer in real.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer) or name.endswith("ordered_base")
+
+
 @every_model
 def test_under_fake_tensors(name: str) -> None:
     for low in (False, True):

@@ -45,6 +45,23 @@ def test_logits_in_the_place_of_hidden_states(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize(
+    ("use", "advice"),
+    [
+        (lambda: mt.PIT(8, 4, std=float("nan")), "expected a positive, finite std, got nan"),
+        (
+            lambda: mt.pit_schedule(torch.optim.SGD([torch.ones(1)]), steps=0),
+            "expected steps to be an integer >= 1, got 0",
+        ),
+        (lambda: mt.orthogonal(nn.Embedding(9, 4, sparse=True)), "Embedding has sparse gradients"),
+        (lambda: mt.optim.RiemannianSGD([{"params": [torch.ones(2)], "scale": 2.0}]), "expected a tensor as the scale"),
+    ],
+)
+def test_wrong_values(use: Callable[[], Any], advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        use()
+
+
+@pytest.mark.parametrize(
     ("package", "use", "advice"),
     [
         (

@@ -102,6 +102,12 @@ def test_other_budgets_and_rates_can_be_compared(folders: dict[str, Path], tmp_p
     assert differences(load_experiments([folders["first"], tmp_path / "second"])) == []
 
 
+def test_the_budgets_of_an_ablation_are_compared(tmp_path: Path) -> None:
+    for tokens in (400, 1200):
+        write_experiment(tmp_path / f"tokens-{tokens}", arms=("untied",))
+    assert list(load_experiments([tmp_path]).arms) == ["tokens-400/untied", "tokens-1200/untied"]
+
+
 @pytest.mark.usefixtures("without_drawing")
 def test_a_run_has_a_report_of_its_own(folders: dict[str, Path]) -> None:
     run = folders["run"]

@@ -35,6 +35,12 @@ def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.Cap
         assert status == 2 and f"{folder} is a run of train or ablate" in said and "export for runs" in said
 
 
+def test_options_without_effect_are_said(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", "--preset", TINY, "--data", f"text:{corpus}", "--steps", "1", "--interface", "transpose"]
+    _, said = run([*command, "--memory-lr", "3", "--lr", "0.01", "--out", str(tmp_path / "run")], capsys)
+    assert "note: this transpose run does not use memory_lr" in said
+
+
 def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.txt").write_text("a few words, and then some more of them. " * 20)
     command = ["ablate", "--preset", TINY, "--data", f"text:{tmp_path / 'small.txt'}", "--sequence-length", "512"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_models import build, difference, logits
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from training_runs import lines, stop_at
@@ -20,6 +21,7 @@ from manifold_tying.huggingface import PITEmbedding
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, load_model, resolve, train
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
+from manifold_tying.training.commands import ExportConfig, run_export
 from manifold_tying.training.data import Batches, open_tokens, prepare
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.sections import Interface
@@ -162,6 +164,9 @@ def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Pat
         assert difference(logits(stock, ids), logits(model, ids)) < 1e-5
     else:
         assert row["delta_ti"] > 1
+    with pytest.raises(ValueError, match=r"of a run with init_from, give the folder .*run/model"):
+        run_export(ExportConfig(config.out, tmp_path / "file"), Console())
+    assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
