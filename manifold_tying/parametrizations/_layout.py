@@ -62,8 +62,8 @@ class Layout:
             raise ValueError(f"{kind}.{name} is already a DTensor; constrain it first, then shard the model")
         if _is_shared(module, name) if shared is None else id(weight) in shared:
             raise ValueError(
-                f"{kind}.{name} is also a parameter under another name (a tied table), which would read the stored tensor. Untie "
-                f"it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
+                f"{kind}.{name} is also a parameter under another name (a tied table), which would read the stored tensor. "
+                f"Untie it first: module.{name} = nn.Parameter(module.{name}.detach().clone())"
             )
         precision.compute_dtype(weight.dtype)
         if weight.ndim < 2 or 0 in weight.shape:
