@@ -20,11 +20,13 @@ import tyro
 from benchmarks._command import ROOT
 from benchmarks._figure import pyplot, save
 from experiments.comparison import markdown_table
+from manifold_tying.models import PRESETS
 from manifold_tying.training.numbers import Summary
 from manifold_tying.training.report.figures import COLOURS
 
 PIT_LENGTH = 1_843_200
 REFERENCE = "transpose tying, embeddings normalized"
+FREE = "PIT, free table"
 FROZEN = "PIT, Z frozen"  # not drawn: nats above the others
 # Label: start of the arm's name, and how far a dot is moved so that bars do not overlap.
 ARMS = {
@@ -33,7 +35,7 @@ ARMS = {
     "untied": ("untied+lr=", 1.0),
     "untied, embeddings normalized": ("untied+embedding_norm=true", 1.03),
     "PIT, Z trained": ("pit-trainable", 1.03),
-    "PIT, free table": ("pit-free", 1.06),
+    FREE: ("pit-free", 1.06),
     FROZEN: ("pit-frozen", 1.0),
 }
 PANELS = (("nano", "stdlib"), ("nano", "prose"), ("mini", "stdlib"))
@@ -60,9 +62,11 @@ def runs_of(folder: Path) -> list[dict[str, Any]]:
     for budget in sorted(folder.glob("tokens-*")):
         given = json.loads((budget / "experiment.json").read_text(encoding="utf-8"))["settings"]
         corpus = "prose" if given["data"].startswith("text:") else given["data"]
+        size = given.get("vocabulary")
+        shape = given.get("preset", "continued") + (f", V = {size:,}" if size else "")
         for path in sorted(budget.glob("*/result.json")):
             row = json.loads(path.read_text(encoding="utf-8"))
-            rows.append({"preset": given.get("preset", "continued"), "data": corpus, **{key: row[key] for key in KEPT}})
+            rows.append({"preset": shape, "data": corpus, **{key: row[key] for key in KEPT}})
     return rows
 
 
@@ -99,6 +103,20 @@ def table(found: Losses) -> str:
 
 def _cell(loss: Summary) -> str:
     return f"{loss.mean:.3f}" + ("" if loss.sd is None else f" ± {loss.sd:.3f}")
+
+
+def leads(found: Losses) -> str:
+    """How far the free table is below normalized transpose tying, by training tokens per entry of the vocabulary."""
+    rows = []
+    for (shape, data), arms in found.items():
+        name, _, size = shape.partition(", V = ")
+        both = sorted(arms[FREE].keys() & arms[REFERENCE].keys()) if name in PRESETS else []
+        for tokens in both:
+            entries = int(size.replace(",", "")) if size else PRESETS[name].vocab_size
+            lead = arms[REFERENCE][tokens].mean - arms[FREE][tokens].mean
+            rows.append((tokens / entries, [f"{tokens / entries:,.0f}", shape, data, f"{tokens:,}", f"{lead:+.3f}"]))
+    head = ["tokens per entry", "model", "corpus", "tokens", "lead"]
+    return markdown_table(head, [row for _, row in sorted(rows)], left=0)
 
 
 def draw(found: Losses, path: Path) -> None:
@@ -138,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = {tuple(row[name] for name in names): row for row in [*kept["rows"], *added]}
         path.write_text(json.dumps({**kept, "rows": list(rows.values())}, indent=1) + "\n", encoding="utf-8")
     found = losses(options.results)
-    print(table(found))
+    print(table(found), leads(found), sep="\n\n")
     draw(found, options.figure)
 
 

@@ -344,6 +344,7 @@ def test_lengths_collect_runs_and_draw(tmp_path: Path, capsys: pytest.CaptureFix
     module.main([str(runs.parent), "--results", str(results), "--figure", str(tmp_path / "lengths.svg")])
     shown = capsys.readouterr().out
     assert "| PIT, free table | 5.050 ± 0.071 |" in shown and "| mini, prose | 2,048 tokens |" in shown
+    assert "| mini | prose | 2,048 | +0.950 |" in shown
     assert "normalized transpose tying" in (tmp_path / "lengths.svg").read_text()
 
 
