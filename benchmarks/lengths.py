@@ -66,6 +66,7 @@ def runs_of(folder: Path) -> list[dict[str, Any]]:
         shape = given.get("preset", "continued") + (f", V = {size:,}" if size else "")
         for path in sorted(budget.glob("*/result.json")):
             row = json.loads(path.read_text(encoding="utf-8"))
+            row["arm"] = path.parent.name.rpartition("-")[0]  # a run of one of `ablate --dry-run`'s commands lacks it
             rows.append({"preset": shape, "data": corpus, **{key: row[key] for key in KEPT}})
     return rows
 
@@ -110,8 +111,9 @@ def leads(found: Losses) -> str:
     rows = []
     for (shape, data), arms in found.items():
         name, _, size = shape.partition(", V = ")
-        both = sorted(arms[FREE].keys() & arms[REFERENCE].keys()) if name in PRESETS else []
-        for tokens in both:
+        if name not in ("nano", "mini"):  # normalized embeddings hurt `bytes`
+            continue
+        for tokens in sorted(arms[FREE].keys() & arms[REFERENCE].keys()):
             entries = int(size.replace(",", "")) if size else PRESETS[name].vocab_size
             lead = arms[REFERENCE][tokens].mean - arms[FREE][tokens].mean
             rows.append((tokens / entries, [f"{tokens / entries:,.0f}", shape, data, f"{tokens:,}", f"{lead:+.3f}"]))
