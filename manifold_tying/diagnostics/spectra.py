@@ -62,7 +62,7 @@ def condition(T: Tensor) -> float:
     transform use :func:`condition_from_factor`.
     """
     spectrum = eigenvalues(T)
-    return (spectrum[-1] / spectrum[0].clamp_min(0)).item()
+    return (spectrum[-1] / spectrum[0]).item() if spectrum[0] > 0 else math.inf
 
 
 def condition_from_factor(L: Tensor) -> float:

@@ -119,8 +119,8 @@ def frequency_buckets(counts: Tensor) -> list[tuple[str, Tensor]]:
     if counts.ndim != 1 or counts.is_floating_point() or counts.dtype == torch.bool or (counts < 0).any():
         found = f"{counts.dtype} {tuple(counts.shape)}"
         raise ValueError(f"expected integer counts (V,) >= 0, got {found}; use torch.bincount")
+    counts, low = counts.double(), 1  # multiples of ``low`` may not fit into the counts' dtype
     buckets = [("0", counts == 0)]
-    low = 1
     while (counts >= low).any():
         buckets.append((f"{low}-{10 * low - 1}", (counts >= low) & (counts < 10 * low)))
         low *= 10

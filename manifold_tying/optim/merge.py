@@ -13,7 +13,7 @@ from manifold_tying.poet import check_drift, equivalences, merge_all
 
 _ZERO_INITIAL_STATE = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
 RENAMED = {"relax_steps": "clip_ramp_steps", "relaxed": "clip_factor", "relax_until": "clip_until_step"}  # options
-DRIFT_CHECKS = 4  # checks of the skew matrices' norm between merges; each costs a few matrix-vector products
+DRIFT_CHECKS = 4  # checks of R and P between merges; each forms them once
 
 
 class MergeSchedule:

@@ -207,8 +207,11 @@ class RiemannianOptimizer(Optimizer):
             for option, default in self.defaults.items():
                 group.setdefault(option, default)
             for p in group["params"]:
-                if "step" in self.state.get(p, {}):
-                    self.state[p]["step"] = self._step_count(p, self.state[p]["step"], group)
+                saved = self.state.get(p, {})
+                if saved and p in self._manifolds:
+                    saved.setdefault("step", 1.0)  # torch's and geoopt's SGD do not count
+                if "step" in saved:
+                    saved["step"] = self._step_count(p, saved["step"], group)
 
     def _step_count(self, p: Tensor, step: Tensor | float, group: Group) -> Tensor:
         """A loaded step count as a tensor on the right device; older torch and geoopt save a number."""

@@ -125,7 +125,7 @@ def _copies_are_independent(subject: Subject, draw: Draw) -> None:
 
 def _wrong_ids_are_refused(subject: Subject, draw: Draw) -> None:
     interface = subject.make()
-    for wrong in (torch.ones(2), torch.tensor([True]), torch.tensor([interface.vocab_size])):
+    for wrong in (torch.ones(2), torch.tensor([True]), torch.tensor([interface.vocab_size]), torch.tensor([-1])):
         try:
             interface.embed(wrong)
         except (ValueError, IndexError):

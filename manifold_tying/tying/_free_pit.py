@@ -94,7 +94,7 @@ class FreePIT(PIT):
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             W = distributed.full_tensor(self.table)
-            wide = W.double()
+            wide = W.to(torch.float64, copy=True)
             return self._with_bridge(wide @ _inverse_gram(W), wide.mT, dtype or W.dtype)
 
     @torch.no_grad()
@@ -110,7 +110,8 @@ class FreePIT(PIT):
             return _inverse_gram(W)
         key = (_fingerprint(W), W.dtype, W.device)
         if self._cached is None or self._cached[0] != key:
-            self._cached = key, _inverse_gram(W)
+            with torch.inference_mode(False):  # training may use it next
+                self._cached = key, _inverse_gram(W)
         return self._cached[1]
 
     def extra_repr(self) -> str:

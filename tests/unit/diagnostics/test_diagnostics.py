@@ -1,5 +1,7 @@
 """Diagnostics against numpy."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -46,3 +48,4 @@ def test_condition_is_numpys(d: int, decades: float, seed: int) -> None:
     T = (T + T.T) / 2
     # Eigenvalues are off by rounding of the largest, so their ratio by that times the condition.
     assert condition(torch.from_numpy(T)) == pytest.approx(np.linalg.cond(T), rel=1e-13 * 10**decades * d + 1e-12)
+    assert condition(torch.from_numpy(-T)) == condition(torch.zeros(d, d)) == math.inf

@@ -136,6 +136,12 @@ def test_vector_angles() -> None:
     assert torch.cosine_similarity(a, b)[0].clamp(max=1).acos() != pytest.approx(1e-7, rel=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_counts_may_be_the_largest_of_their_dtype(dtype: torch.dtype) -> None:
+    found = frequency_buckets(torch.tensor([torch.iinfo(dtype).max, 3], dtype=dtype))
+    assert [tokens.tolist() for _, tokens in found] == [[1], [0]]
+
+
 def test_row_norms_against_frequency() -> None:
     counts = torch.randint(0, 200, (300,))
     table = torch.randn(300, 4) * (1 + counts[:, None].sqrt())

@@ -238,6 +238,18 @@ def test_other_manifolds_move_as_in_geoopt(manifold: str, pair: str) -> None:
         assert (a - x).norm() > 1e-3
 
 
+def test_a_state_of_geoopts_sgd_loads() -> None:
+    points = [geoopt.ManifoldParameter(FOREIGN["sphere"][1](), manifold=geoopt.Sphere()) for _ in range(2)]
+    points[1].data.copy_(points[0])
+    theirs, ours = (kind([p], lr=0.05, momentum=0.9) for kind, p in zip(PAIRS["momentum"][1::-1], points, strict=True))
+    drive(theirs, points[:1], 3, seeded)
+    points[1].data.copy_(points[0])
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for optimizer, p in ((theirs, points[0]), (ours, points[1])):
+        drive(optimizer, [p], 3, seeded)
+    torch.testing.assert_close(points[1].detach().as_subclass(Tensor), points[0].detach().as_subclass(Tensor))
+
+
 def test_manifold_of_the_group_and_euclidean_parameters() -> None:
     X = nn.Parameter(torch.linalg.qr(torch.randn(7, 3))[0])
     optimizer = RiemannianAdam([{"params": [X], "manifold": mt.Stiefel("qr"), "names": ["mine"]}], lr=0.1)

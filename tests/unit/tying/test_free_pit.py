@@ -141,6 +141,21 @@ def test_gram_matrices_are_formed_once_per_change() -> None:
     assert torch.allclose(twin.embed(ids), twin.materialize()[0][ids]) and not formed()
 
 
+def test_evaluation_in_inference_mode_leaves_training_alone() -> None:
+    pit, ids = mt.PIT(50, 8), torch.arange(10).view(2, 5)
+    with torch.inference_mode():
+        evaluated = pit.loss(pit.embed(ids), ids)
+    loss = pit.loss(pit.embed(ids), ids)
+    loss.backward()
+    assert torch.equal(loss.detach(), evaluated)
+
+
+def test_materialized_tables_of_one_column_are_copies() -> None:
+    pit: Any = mt.PIT(5, 1).double()
+    E, W_out = pit.materialize()
+    assert not W_out.requires_grad and W_out.data_ptr() != pit.table.data_ptr() != E.data_ptr()
+
+
 def test_a_training_step_takes_two_large_products() -> None:
     ids, targets = torch.arange(1), torch.arange(1)
 
