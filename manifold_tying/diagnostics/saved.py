@@ -82,8 +82,8 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
         raise ValueError(
-            f"expected a token interface of this package in {folder}, got {found}; of a run with init_from, give the folder "
-            f"{folder.parents[1] / 'model'}, which it writes at the end"
+            f"expected a token interface of this package in {folder}, got {found}. A run with init_from has it in its folder "
+            "model, written at the end: give that one"
         )
     step, config = state.get("step"), state.get("config")
     if type(step) is not int or not isinstance(config, dict):

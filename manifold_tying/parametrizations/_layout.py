@@ -50,7 +50,7 @@ class Layout:
                 f"{kind} renormalizes rows of its weight in place (max_norm={module.max_norm}), which breaks any constraint; "
                 "set max_norm to None"
             )
-        if getattr(module, "sparse", False) is True:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{kind} has sparse gradients, which no constraint takes; set sparse to False")
         weight = module._parameters.get(name)
         if weight is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from manifold_tying.models import PRESETS
-from manifold_tying.training.report.load import Experiment, arm_names, load_experiment
+from manifold_tying.training.report.load import ABLATION, RUN, Experiment, arm_names, load_experiment
 
 # Settings that must agree for losses to be comparable.
 MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
@@ -18,9 +18,7 @@ def load_experiments(folders: Sequence[str | Path]) -> Experiment:
     """Load the folders as one experiment; with several, arms are called ``folder/arm``. ``ablate --tokens`` writes several."""
     if not folders:
         raise ValueError("expected at least one folder; give the --out of manifold-tying ablate or train")
-    paths = [
-        path for folder in folders for path in sorted(Path(folder).glob("tokens-*"), key=_tokens) or [Path(folder)]
-    ]
+    paths = [path for folder in folders for path in _budgets(Path(folder))]
     for place, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:place]]:
             raise ValueError(f"{path} is given twice; leave one out")
@@ -28,8 +26,11 @@ def load_experiments(folders: Sequence[str | Path]) -> Experiment:
     return loaded[0] if len(loaded) == 1 else merged(dict(zip(names_of(paths), loaded, strict=True)))
 
 
-def _tokens(budget: Path) -> int:
-    return int(budget.name.removeprefix("tokens-"))
+def _budgets(folder: Path) -> list[Path]:
+    """The folder, or those of the budgets in it if it holds no results of its own."""
+    if any((folder / name).exists() for name in (*ABLATION, *RUN)):
+        return [folder]
+    return sorted(folder.glob("tokens-*"), key=lambda budget: (len(budget.name), budget.name)) or [folder]
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

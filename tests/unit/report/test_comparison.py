@@ -106,6 +106,8 @@ def test_the_budgets_of_an_ablation_are_compared(tmp_path: Path) -> None:
     for tokens in (400, 1200):
         write_experiment(tmp_path / f"tokens-{tokens}", arms=("untied",))
     assert list(load_experiments([tmp_path]).arms) == ["tokens-400/untied", "tokens-1200/untied"]
+    write_experiment(tmp_path, arms=("transpose",))
+    assert list(load_experiments([tmp_path]).arms) == ["transpose"]
 
 
 @pytest.mark.usefixtures("without_drawing")

@@ -140,7 +140,9 @@ def test_resumed_run_equals_uninterrupted_run(
 
 
 @pytest.mark.parametrize("interface", ["transpose", "pit-trainable"])
-def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Path, source: Path, corpus: Path) -> None:
+def test_what_is_written_is_what_was_trained(
+    interface: Interface, tmp_path: Path, source: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (source / "tokenizer_files").mkdir(exist_ok=True)  # is no file to be copied
     config = run(tmp_path / "run", source, corpus, interface, init_transform="rotation")
     row = train(config)
@@ -164,8 +166,10 @@ def test_what_is_written_is_what_was_trained(interface: Interface, tmp_path: Pat
         assert difference(logits(stock, ids), logits(model, ids)) < 1e-5
     else:
         assert row["delta_ti"] > 1
-    with pytest.raises(ValueError, match=r"of a run with init_from, give the folder .*run/model"):
-        run_export(ExportConfig(config.out, tmp_path / "file"), Console())
+    monkeypatch.chdir(config.out / "checkpoints")
+    for saved in (config.out, Path("step-00000006")):
+        with pytest.raises(ValueError, match=r"A run with init_from has it in its folder model"):
+            run_export(ExportConfig(saved, tmp_path / "file"), Console())
     assert not (tmp_path / "file").exists()
 
 
