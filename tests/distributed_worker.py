@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.multiprocessing import start_processes
 
 import manifold_tying as mt
@@ -340,7 +341,7 @@ def low_precision(group: Group) -> dict[str, Any]:
 
 
 def scores_of(group: Group) -> dict[str, Any]:
-    """Logits, their gradients and tables with the vocabulary split, against whole ones."""
+    """Logits, their clipped gradients and tables with the vocabulary split, against whole ones."""
     result = {}
     for arm in ("transpose", "pit-trainable"):
         found = []
@@ -352,8 +353,10 @@ def scores_of(group: Group) -> dict[str, Any]:
             logits = distributed.full_tensor(interface.logits(hidden))
             logits.square().mean().backward()
             assert hidden.grad is not None
+            with implicit_replication():
+                norm = distributed.full_tensor(nn.utils.clip_grad_norm_(interface.parameters(), 1e-3))
             gradients = [distributed.full_tensor(p.grad) for p in interface.parameters() if p.grad is not None]
-            found.append([logits.detach(), hidden.grad, *gradients, *interface.materialize()])
+            found.append([logits.detach(), hidden.grad, norm, *gradients, *interface.materialize()])
         result[arm] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
     return result
 

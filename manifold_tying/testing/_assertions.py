@@ -1,5 +1,7 @@
 """Assertions with tolerances derived from dtype, size and condition number."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,26 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float =
         dtype = min(actual.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).bits)
         rows = actual.shape[-1] if actual.ndim else 1
         _require((wide[0] - wide[1]).abs().max() / size, rounding(dtype, rows, condition), f"{what}: the difference")
+
+
+def assert_gradient(value: Callable[[], Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
+    """The derivative of ``value()`` along directions in float64 inputs is its central difference quotient to 1e-5."""
+    result, h, sides = value(), 1e-6, []
+    gradients: Sequence[Tensor] = [torch.zeros_like(x) for x in inputs]
+    if result.requires_grad:
+        gradients = torch.autograd.grad(result, inputs, materialize_grads=True)
+    with torch.no_grad():
+        starts = [x.clone() for x in inputs]
+        for side in (h, -h):
+            for x, start, direction in zip(inputs, starts, directions, strict=True):
+                x.copy_(start + side * direction)
+            sides.append(value())
+        for x, start in zip(inputs, starts, strict=True):
+            x.copy_(start)
+    quotient = (sides[0] - sides[1]) / (2 * h)
+    ours = sum((g * direction).sum() for g, direction in zip(gradients, directions, strict=True))
+    if not abs(ours - quotient) < 1e-5 * max(1.0, float(quotient.abs())):
+        raise AssertionError(f"the gradient is {ours:.6g} along a direction, the difference quotient {quotient:.6g}")
 
 
 def assert_orthonormal(X: Tensor) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying.optim import RiemannianAdam, param_groups
-from manifold_tying.testing._assertions import assert_close, assert_interface_consistent
+from manifold_tying.testing._assertions import assert_close, assert_gradient, assert_interface_consistent
 from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
 from manifold_tying.testing._strategies import SEEDS, ambient, token_ids
 from manifold_tying.tying import TokenInterface
@@ -76,15 +76,25 @@ def _logits_are_the_product(subject: Subject, draw: Draw) -> None:
     assert_close(interface(hidden, head=True), logits, "interface(h, head=True) - logits(h)")
 
 
+def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
+    interface = subject.moved(draw)
+    ids, hidden = torch.arange(interface.vocab_size), _hidden(interface, draw, (3,)).requires_grad_()
+    inputs = [hidden, *(p for p in interface.parameters() if p.requires_grad)]
+    directions = [draw(ambient(tuple(x.shape))) for x in inputs]
+    for output in (lambda: interface.embed(ids), lambda: interface.logits(hidden)):
+        C = draw(ambient(tuple(output().shape)))
+        assert_gradient(lambda output=output, C=C: (output() * C).sum(), inputs, directions)  # type: ignore[misc]
+
+
 def _loss_is_the_cross_entropy(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
-    targets = draw(token_ids(interface.vocab_size))
+    targets, ignored = draw(token_ids(interface.vocab_size)), draw(st.sampled_from([-100, 0]))
     if targets.numel() and draw(st.booleans()):
-        targets.view(-1)[0] = -100
+        targets.view(-1)[0] = ignored
     hidden = _hidden(interface, draw, tuple(targets.shape)).requires_grad_()
     trained = [p for p in interface.parameters() if p.requires_grad]
-    loss = interface.loss(hidden, targets)
-    counted = targets != -100
+    loss = interface.loss(hidden, targets, ignore_index=ignored)
+    counted = targets != ignored
     if not counted.any():
         assert_close(loss, torch.zeros_like(loss), "the loss of no target")
         return
@@ -150,6 +160,7 @@ INTERFACE_LAWS: tuple[Law[Subject], ...] = (
     Law("materialized tables are copies", _tables_are_copies),
     Law("embed looks up rows of E", _embed_is_rows_of_the_table),
     Law("logits are h W_out", _logits_are_the_product),
+    Law("gradients match finite differences", _gradients_are_difference_quotients),
     Law("loss is the cross-entropy of logits", _loss_is_the_cross_entropy),
     Law("invalid ids are rejected", _wrong_ids_are_refused),
     Law("state_dict preserves the tables", _state_dict_keeps),

@@ -71,6 +71,14 @@ def _vectors_are_tangent(subject: Subject, draw: Draw) -> None:
     _close(subject.manifold.proju(x, u), u, "proju(x, u) - u for a tangent u")
 
 
+def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
+    """The derivatives of projx at x are the tangent vectors, whatever proju says."""
+    x, v = subject.draw(draw)
+    h = 1e-5
+    u = (projected(subject, x + h * v) - projected(subject, x - h * v)) / (2 * h)
+    _require_near(subject.manifold.proju(x, u), u, 1e-5, "proju(x, u) - u for a derivative u of projx at x")
+
+
 def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
@@ -269,6 +277,7 @@ MANIFOLD_LAWS: tuple[Law[Subject], ...] = (
     Law("projx is idempotent", _projection_keeps),
     Law("projx is the nearest point", _projection_is_nearest),
     Law("proju and egrad2rgrad give tangent vectors", _vectors_are_tangent),
+    Law("proju keeps all tangent vectors", _tangent_space_is_whole),
     Law("proju is orthogonal", _projection_is_orthogonal),
     Law("egrad2rgrad is the gradient for the metric", _gradient_is_for_the_metric),
     Law("inner is a metric", _inner_is_a_metric),

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying.optim import RiemannianAdam
 from manifold_tying.parametrizations import materialize, parametrized
-from manifold_tying.testing._assertions import assert_close
+from manifold_tying.testing._assertions import assert_close, assert_gradient
 from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
 from manifold_tying.testing._strategies import SEEDS, ambient
 
@@ -191,20 +191,7 @@ def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
         raise NotApplicable
     stored = parts.original
     C, direction = draw(ambient(tuple(subject.weight(module).shape))), draw(ambient(tuple(stored.shape)))
-
-    def loss() -> Tensor:
-        return (getattr(module, subject.name) * C).sum()
-
-    (gradient,) = torch.autograd.grad(loss(), stored)
-    start, h, sides = stored.detach().clone(), 1e-6, []
-    for side in (1, -1):
-        with torch.no_grad():
-            stored.copy_(start + side * h * direction)
-            sides.append(loss())
-    quotient, ours = (sides[0] - sides[1]) / (2 * h), (gradient * direction).sum()
-    error = float((ours - quotient).abs()) / max(1.0, float(quotient.abs()))
-    if not error < 1e-5:
-        raise AssertionError(f"the gradient is {ours:.6g} along a direction, the difference quotient {quotient:.6g}")
+    assert_gradient(lambda: (getattr(module, subject.name) * C).sum(), [stored], [direction])
 
 
 def _plain(module: nn.Module) -> None:

@@ -38,6 +38,7 @@ MANIFOLDS: dict[str, Callable[..., None]] = {
     "projx is idempotent": manifold(projx=opposite(base.projx)),
     "projx is the nearest point": manifold(projx=lambda self, x: linalg.orthonormalize(x, "qr")),
     "proju and egrad2rgrad give tangent vectors": manifold(egrad2rgrad=lambda self, x, u: u),
+    "proju keeps all tangent vectors": manifold(proju=lambda self, x, u: torch.zeros_like(u)),
     "proju is orthogonal": manifold(proju=lambda self, x, u: 0.9 * base.proju(x, u)),
     "egrad2rgrad is the gradient for the metric": manifold(egrad2rgrad=lambda self, x, u: 2 * base.proju(x, u)),
     "inner is a metric": manifold(
@@ -205,12 +206,18 @@ class Spoiled(TransposeTying):
         return self
 
 
+class Detached(TransposeTying):
+    def embed(self, ids: Tensor) -> Tensor:
+        return super().embed(ids).detach()
+
+
 def materialized(materialize: Callable[[TransposeTying], tuple[Tensor, Tensor]]) -> Any:
     return type("Broken", (TransposeTying,), {"materialize": materialize})
 
 
 INTERFACES: dict[str, Any] = dict.fromkeys((law.name for law in mtt.INTERFACE_LAWS), Spoiled) | {
     "materialize returns E and W_out": materialized(lambda self: (self.weight.clone(), self.weight.T.clone())),
+    "gradients match finite differences": Detached,
     "materialized tables are copies": materialized(lambda self: (self.weight.detach(), self.weight.detach().T.clone())),
 }
 

@@ -50,6 +50,7 @@ GEOOPT: dict[str, tuple[Any, tuple[int, ...], list[str]]] = {
             "expmap moves along the vector",
             "proju and egrad2rgrad give tangent vectors",
             "proju is orthogonal",
+            "proju keeps all tangent vectors",
             "retr moves along the vector",
         ],
     ),
