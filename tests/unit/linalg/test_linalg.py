@@ -11,11 +11,10 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import conditioned, orthonormal, scipy_polar
+from matrices import conditioned, decompositions, orthonormal, scipy_polar
 from torch import Tensor
 
 from manifold_tying import linalg, precision
-from manifold_tying.linalg._polar import polar_matmuls
 from manifold_tying.testing import tall_shapes
 
 METHODS = get_args(linalg.Orthonormalization)
@@ -135,7 +134,7 @@ def test_defect_is_the_formula_in_float64() -> None:
 
 
 def by_products(Y: Tensor) -> bool:
-    return polar_matmuls(Y, precision.gram(Y)) is not None
+    return not decompositions(lambda: linalg.polar(Y))
 
 
 @pytest.mark.parametrize(

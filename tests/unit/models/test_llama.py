@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations
 
 from manifold_tying import Untied
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.models._llama import rotary_tables, rotate
 
 SEQUENTIAL = LlamaConfig(
     vocab_size=61,
@@ -142,9 +141,10 @@ def parallel_formula(model: Llama, ids: Tensor) -> Tensor:
     config = model.config
     weights = model.state_dict()
     D, group = config.head_dim, config.num_heads // config.num_kv_heads
-    # The convention is float32 angles: as complex numbers, exactly those of the model.
-    cos, sin = rotary_tables(len(ids), D, config.rope_theta, ids.device)
-    turns = torch.complex(cos.double(), sin.double())
+    # The convention is float32 angles.
+    frequencies = 1 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+    angles = torch.arange(len(ids), dtype=torch.float32)[:, None] * frequencies
+    turns = torch.complex(angles.cos().double(), angles.sin().double())
 
     def norm(x: Tensor, name: str) -> Tensor:
         gain = weights[f"{name}.weight"]
@@ -196,11 +196,14 @@ def test_parallel_form_is_its_formula(norm: Any, embedding_norm: bool) -> None:
 
 
 def test_low_precision_is_rotated_in_float32() -> None:
-    tables = rotary_tables(300, 8, 10_000.0, torch.device("cpu"))
-    x = torch.randn(2, 3, 300, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(rotate(x, tables), rotate(x.float(), tables).bfloat16())
-    cos, sin = tables
-    assert not torch.equal(rotate(x, (cos.bfloat16(), sin.bfloat16())), rotate(x, tables))
+    """bfloat16 angles would be the same for neighbouring positions beyond 256."""
+    model = build(SEQUENTIAL).bfloat16()
+    seen: list[Any] = []
+    attention: Any = model.blocks[0].attention
+    attention.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    model(tokens(SEQUENTIAL, length=300))
+    cos, sin = seen[0]
+    assert cos.dtype == sin.dtype == torch.float32 and len(cos.unique(dim=0)) == 300
 
 
 @pytest.mark.parametrize("form", FORMS)

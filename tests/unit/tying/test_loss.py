@@ -12,7 +12,6 @@ from machine import peak_bytes
 from torch import Tensor
 
 from manifold_tying.tying import linear_cross_entropy
-from manifold_tying.tying._loss import CHUNKS
 
 Loss = Callable[..., Tensor]
 
@@ -44,7 +43,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    N=st.integers(1, 3 * CHUNKS + 1),
+    N=st.integers(1, 37),  # three tokens a chunk, and one
     d=st.integers(1, 9),
     V=st.integers(1, 40),
     masked=st.sampled_from([0.0, 0.5, 1.0]),
