@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def refusals(group: Group) -> dict[str, str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     attempt("policy", lambda: shard_model(spd, group.mesh, mp_policy=policy))
     sharded: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), mt.stiefel(nn.Linear(4, 4))), mesh=group.mesh)
+    attempt("methods", lambda: shard_model(spd, group.mesh, methods=["losses"]))
     attempt("constrained after", lambda: mt.orthogonal(sharded[0]))
     attempt("materialized", lambda: mt.materialize(sharded))
     pit = shard_vocabulary(mt.PIT(9, 4), group.mesh)
@@ -321,6 +323,33 @@ def from_meta(arm: str, group: Group) -> dict[str, Any]:
     }
 
 
+def constrained_layers_of(group: Group) -> dict[str, Any]:
+    """Layers from the meta device that are reset while sharded, against whole ones; and one under a bfloat16 policy."""
+    put_on: dict[str, Callable[[nn.Linear], Any]] = {
+        "stiefel": mt.stiefel,
+        "cayley": partial(mt.orthogonal, map="cayley"),
+        "qr": partial(mt.orthogonal, map="qr"),
+        "spd": partial(mt.spd, name="weight"),
+        "equivalence": partial(mt.equivalence, block_size=4, seed=0),
+    }
+    found: dict[str, Any] = {}
+    for kind, constrain in put_on.items():
+        sizes = (8, 8) if kind == "spd" else (8, 12)
+        whole = constrain(nn.Linear(*sizes, bias=False))
+        with torch.device("meta"):
+            model = shard_model(nn.Sequential(constrain(nn.Linear(*sizes, bias=False))), group.mesh)
+        model.to_empty(device="cpu")
+        layers: list[Any] = [whole, model[0]]
+        for layer in layers:
+            torch.manual_seed(1)
+            layer.reset_parameters()
+        found[kind] = float((model(torch.eye(8)) - whole(torch.eye(8))).abs().max())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    low = nn.Sequential(mt.PIT(20, 8, memory="trainable"), mt.stiefel(nn.Linear(8, 8)))
+    found["dtype"] = str(shard_model(low, group.mesh, mp_policy=policy)(torch.arange(3)).dtype)
+    return found
+
+
 def low_precision(group: Group) -> dict[str, Any]:
     """The dtypes under a bfloat16 policy, of L and Z inside and of what the blocks see."""
     model = build("pit-trainable")
@@ -407,6 +436,7 @@ def main(rank: int, folder: Path) -> None:
     run("plain parameters", two, points_of_plain_parameters)
     run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
+    run("constrained", two, constrained_layers_of)
     run("pit-trainable checkpointed", two, trained, "pit-trainable", "checkpointed")
     for (arm, layout), sizes in RUNS.items():
         for size in sizes:

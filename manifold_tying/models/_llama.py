@@ -147,17 +147,21 @@ class Llama(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights for everything but the interface; also initializes a meta-device model after ``to_empty``.
 
+        Constrained weights are projected.
+
         Weights are N(0, std²). The two projections that write to the residual stream have std / √(2L), so that the
         stream's variance after 2L additions does not grow with the depth L (GPT-2).
         """
-        if any(is_parametrized(module) for module in self.blocks.modules()):
-            raise RuntimeError("reset_parameters cannot draw constrained weights; reset first, then add constraints")
         std = self.config.initializer_std
         residual_std = std / math.sqrt(2 * self.config.num_layers)
         for name, module in self.blocks.named_modules():
             if isinstance(module, nn.Linear):
                 scale = residual_std if name.endswith((".output", ".down")) else std
-                distributed.sharded_normal_(module.weight).mul_(scale)
+                if is_parametrized(module, "weight"):
+                    weight = torch.randn(module.out_features, module.in_features) * scale
+                    module.weight = weight.to(self.norm.weight.device)
+                else:
+                    distributed.sharded_normal_(module.weight).mul_(scale)
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, Attention) and module.gate is not None:

@@ -100,7 +100,7 @@ class RiemannianAdam(RiemannianOptimizer):
     def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
         second = _second_moment(p, group) if isinstance(manifold, Stiefel) else manifold.component_inner(p, p)
         return {
-            "step": torch.zeros((), device=p.device),
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(second),
         }
@@ -115,7 +115,7 @@ class RiemannianAdam(RiemannianOptimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p].update(
-                    step=torch.zeros((), device=p.device if group["fused"] else "cpu"),
+                    step=torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu"),
                     exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
                     exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
                 )

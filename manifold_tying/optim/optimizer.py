@@ -136,7 +136,9 @@ class RiemannianOptimizer(Optimizer):
                     if manifold is not None:
                         self.state.pop(p, None)
                         self._add_point(p, manifold, group)
-                elif manifold is None and p in self._tagged:
+                elif manifold is not None:
+                    self._tagged.add(p)  # again, in a copy of the optimizer
+                elif p in self._tagged:
                     self._tagged.remove(p)
                     del self._manifolds[p]
                     self.state.pop(p, None)

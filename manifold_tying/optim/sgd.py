@@ -65,7 +65,7 @@ class RiemannianSGD(RiemannianOptimizer):
             )
 
     def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
-        return {"step": torch.zeros((), device=p.device), "momentum_buffer": torch.zeros_like(p)}
+        return {"step": torch.zeros((), dtype=torch.float32, device=p.device), "momentum_buffer": torch.zeros_like(p)}
 
     def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         found = [self.state[p].get("momentum_buffer") for p in params]

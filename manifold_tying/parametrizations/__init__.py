@@ -9,6 +9,7 @@ from manifold_tying.parametrizations._cholesky import CholeskyFactor as Cholesky
 from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import Constraint as Constraint
+from manifold_tying.parametrizations._constraint import dtype_after as dtype_after
 from manifold_tying.parametrizations._constraint import mark_point as mark_point
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout

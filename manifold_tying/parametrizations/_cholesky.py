@@ -63,7 +63,7 @@ class CholeskyFactor(Constraint):
         self.bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
 
     def forward(self, stored: Tensor) -> Tensor:
-        return self.lower(stored).to(self.dtype_marker.dtype)
+        return self.lower(stored).to(self.dtype)
 
     def lower(self, stored: Tensor) -> Tensor:
         """L in the stored tensor's dtype; a DTensor is gathered, so every rank gets the full L."""
@@ -102,7 +102,7 @@ class CholeskySPD(Constraint):
     def forward(self, stored: Tensor) -> Tensor:
         with precision.full_precision(stored.device):
             L = self.factor.lower(stored)
-            return (L @ L.mT).to(self.dtype_marker.dtype)
+            return (L @ L.mT).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         T = nearest_spd(weight.to(precision.compute_dtype(weight.dtype)))

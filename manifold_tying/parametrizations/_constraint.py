@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from manifold_tying import distributed
 from manifold_tying.parametrizations._points import mark
 
 
@@ -17,16 +18,20 @@ class Constraint(nn.Module, ABC):
     The stored tensor stays at least float32 (:class:`Float32ParametrizationList`); the weight has the layer's dtype.
     """
 
-    dtype_marker: Tensor
+    dtype: torch.dtype
+    """The layer's dtype, which the weight has."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        # Empty tensor that tracks the layer's dtype; the stored tensor stays float32.
-        self.register_buffer("dtype_marker", torch.empty(0, dtype=dtype), persistent=False)
+        self.dtype = dtype
 
     def layer_dtype_tensors(self) -> list[Tensor]:
-        """The tensors that keep the layer's dtype and are cast by .half() and .bfloat16()."""
-        return [self.dtype_marker]
+        """The tensors that have the layer's dtype, so that .half() and .bfloat16() cast them."""
+        return []
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.dtype = dtype_after(fn, self.dtype)
+        return super()._apply(fn, recurse)
 
     @staticmethod
     def warn_on_drift(found: Sequence[tuple[str, Any, Tensor]]) -> None:
@@ -39,14 +44,22 @@ class Constraint(nn.Module, ABC):
     def right_inverse(self, weight: Tensor) -> Tensor: ...
 
 
+def dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
+    """What a cast or move of ``nn.Module._apply`` makes of a dtype."""
+    return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+
+
 class Float32ParametrizationList(parametrize.ParametrizationList):
     """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str
     """Class of the layer, name and shape of the parameter: identifies it in messages when the full name is unknown."""
+    weight_shape: torch.Size
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        layer_dtype = [t for part in self.modules() if isinstance(part, Constraint) for t in part.layer_dtype_tensors()]
+        found = [part for part in self.modules() if isinstance(part, Constraint)]
+        layer_dtype = [tensor for part in found for tensor in part.layer_dtype_tensors()]
+        dtypes = [dtype_after(fn, part.dtype) for part in found]
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -59,19 +72,31 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
             return tensor.to(moved.device, torch.float32)
 
         super()._apply(wide, recurse)
+        for part, dtype in zip(found, dtypes, strict=True):
+            part.dtype = dtype
         mark_point(self)
         return self
 
     def right_inverse(self, value: Tensor) -> None:
-        """Assign a weight, cast from any floating dtype."""
+        """Assign a weight, cast from any floating dtype; if the stored tensor is sharded, every rank has the same weight."""
         if isinstance(value, Tensor) and value.is_floating_point():
             value = value.to(self.original.dtype)
-        super().right_inverse(value)
+        if not distributed.is_dtensor(self.original):
+            super().right_inverse(value)
+            return
+        with torch.no_grad():
+            for part in reversed(cast(list[Constraint], list(self))):
+                value = part.right_inverse(value)
+            distributed.to_local(self.original).copy_(distributed.shard_like(value, self.original))
 
     # The manifold is an attribute of the tensor: copying, loading and sharding replace the tensor and lose it.
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        mark_point(self)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
         mark_point(self)
 
     def __setattr__(self, name: str, value: Any) -> None:

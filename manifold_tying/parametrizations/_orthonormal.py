@@ -22,7 +22,9 @@ class OnStiefel(Constraint):
         self.manifold = manifold
 
     def forward(self, stored: Tensor) -> Tensor:
-        return self.layout.to_weight(stored).to(self.dtype_marker.dtype)
+        # FSDP2 gathers a stored tensor in the dtype of its policy, which may be below the layer's.
+        dtype = min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        return self.layout.to_weight(stored).to(dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)
@@ -40,7 +42,7 @@ class OrthonormalFactor(Constraint):
     def forward(self, stored: Tensor) -> Tensor:
         # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
         X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
-        return self.layout.to_weight(X).to(self.dtype_marker.dtype)
+        return self.layout.to_weight(X).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return linalg.polar(self.layout.to_matrix(weight))[0]
@@ -69,7 +71,7 @@ class CayleyFactor(Constraint):
         X = linalg.cayley_at(self.base, stored, self.terms)
         if self.terms is not None:
             X = linalg.polar(X)[0]
-        return self.layout.to_weight(X).to(self.dtype_marker.dtype)
+        return self.layout.to_weight(X).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         base = linalg.polar(self.layout.to_matrix(weight))[0]

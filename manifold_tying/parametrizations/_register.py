@@ -133,6 +133,9 @@ def materialize(module: M) -> M:
             value = getattr(owner, name)
             own_class(owner)
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+            for key, hook in list(owner._load_state_dict_pre_hooks.items()):
+                if getattr(hook, "hook", None) is _explain_plain_weights and not parametrize.is_parametrized(owner):
+                    del owner._load_state_dict_pre_hooks[key]
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     return module
 
@@ -186,7 +189,8 @@ def _refuse_pickle(module: nn.Module) -> NoReturn:
 def register(module: M, name: str, constraint: Constraint) -> M:
     """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the stored tensor."""
     weight = getattr(module, name)
-    label = f"{type(module).__name__}.{name} of shape {tuple(weight.shape)}"
+    weight_shape = weight.shape
+    label = f"{type(module).__name__}.{name} of shape {tuple(weight_shape)}"
     given = weight.data
     weight.data = given.to(precision.compute_dtype(given.dtype))
     try:
@@ -195,24 +199,42 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     except BaseException:
         weight.data = given  # projection failed: restore the module
         raise
+    setattr(type(module), name, _weight_of(name))
     type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # torch made this class for the module
     parts = cast(Float32ParametrizationList, parametrized(module)[name])
     parts.__class__ = Float32ParametrizationList
-    parts.label = label
+    parts.label, parts.weight_shape = label, weight_shape
     set_owner(parts, module, name)
     mark_point(parts)
     module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
-        _project_after_reset(type(module))
+        _reset_plain_weights(type(module))
     if isinstance(module, nn.RNNBase):
         _keep_flat_weights(type(module))
     weight.grad = None  # belonged to the plain weight
     return module
 
 
+def _weight_of(name: str) -> property:
+    """torch's property of a constrained weight, except that ``cached()`` tells apart layers of one class, such as copies."""
+
+    def get(self: Any) -> Tensor:
+        parts, key = self.parametrizations[name], (id(self), name)
+        if not parametrize._cache_enabled:
+            return cast(Tensor, parts())
+        if key not in parametrize._cache:
+            parametrize._cache[key] = parts()
+        return cast(Tensor, parametrize._cache[key])
+
+    def assign(self: Any, value: Tensor) -> None:
+        self.parametrizations[name].right_inverse(value)
+
+    return property(get, assign)
+
+
 def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     *_, errors = rest
-    for name in parametrized(module):
+    for name in getattr(module, "parametrizations", ()):  # none after torch's remove_parametrizations
         if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
             errors.append(
                 f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
@@ -220,16 +242,22 @@ def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str
             )
 
 
-def _project_after_reset(kind: Any) -> None:
-    """Make ``reset_parameters`` draw the plain weight, which would otherwise write to the stored tensor or to a copy."""
+def _reset_plain_weights(kind: Any) -> None:
+    """Make ``reset_parameters`` draw plain weights, then assign them. It would otherwise write to a computed copy."""
     (layer,) = kind.__bases__
 
-    def reset_parameters(self: Any) -> None:
+    def reset_parameters(self: Any, *args: Any, **options: Any) -> Any:
         with parametrize.cached():  # writes and reads then reach the same tensor
-            layer.reset_parameters(self)
+            for name, parts in parametrized(self).items():
+                if isinstance(parts, Float32ParametrizationList) and len(parts) == 1:
+                    # Not the map of the stored tensor, which may be uninitialized, or a shard.
+                    dtype, device = cast(Constraint, parts[0]).dtype, parts.original.device
+                    parametrize._cache[id(self), name] = torch.empty(parts.weight_shape, dtype=dtype, device=device)
+            result = layer.reset_parameters(self, *args, **options)
             drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}
         for name, weight in drawn.items():
             setattr(self, name, weight)
+        return result
 
     kind.reset_parameters = reset_parameters
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from manifold_tying._extra import needs_extra
 from manifold_tying._json import NotJSON, parsed
 from manifold_tying.parametrizations import CONVOLUTIONS, Layout
-from manifold_tying.poet.apply import keep_plain_weights, register_equivalence
+from manifold_tying.poet.apply import keep_plain_weights, plain_name, register_equivalence
 from manifold_tying.poet.parametrization import Equivalence, check_drift, equivalences
 from manifold_tying.poet.spec import BlockSpec, RotationSpec, check_seed, check_terms
 
@@ -27,13 +27,13 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Save the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
 
     The file holds only a digest of W0; :func:`load_adapter` applies the rotations to the model that finetuning started from.
-    Nothing may have been merged. Prefixes of torch.compile and data parallelism are removed from the names. Warns if R and P
-    are not orthogonal to within 1e-3.
+    Nothing may have been merged. The names are those without torch.compile, checkpoint wrappers and data parallelism. Warns
+    if R and P are not orthogonal to within 1e-3.
 
     Raises:
         ValueError: the model has no equivalence, one was merged, or the folder does not exist; nothing is written.
     """
-    found = [(_plain_name(name), part, stored) for name, part, stored in equivalences(_unwrapped(model))]
+    found = [(plain_name(name), part, stored) for name, part, stored in equivalences(_unwrapped(model))]
     if not found:
         raise ValueError(
             "the model has no equivalence to save; call equivalence or equivalence_ on it before finetuning"
@@ -120,7 +120,7 @@ class AdapterEntry:
     ) -> "AdapterEntry":
         """ValueError unless the description, the tensors and the model's weight agree."""
         prefix, _, name = path.rpartition(".")
-        owner = {_plain_name(own): module for own, module in model.named_modules()}.get(prefix)
+        owner = {plain_name(own): module for own, module in model.named_modules()}.get(prefix)
         if owner is None:
             raise ValueError(f"the adapter is for {path!r}, which this model does not have")
         try:
@@ -203,11 +203,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return _unwrapped(model.module)
     return model
-
-
-def _plain_name(path: str) -> str:
-    """The name without torch.compile's ``_orig_mod``."""
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _safetensors() -> Any:

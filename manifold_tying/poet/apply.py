@@ -178,12 +178,17 @@ def equivalence_(
     if seed is None:
         seed = random_seed()
     for name in taken:
-        _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, name))
+        _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, plain_name(name)))
     keep_plain_weights(model)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
         print(f"left unchanged: {', '.join(left) or 'none'}")
     return taken, left
+
+
+def plain_name(path: str) -> str:
+    """The name without what torch.compile and activation checkpointing insert."""
+    return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Equivalence(Constraint):
         return self
 
     def layer_dtype_tensors(self) -> list[Tensor]:
-        return [self.dtype_marker, self.ordered_base]
+        return [self.ordered_base]
 
     @property
     def _form(self) -> list[int]:
@@ -106,6 +106,7 @@ class Equivalence(Constraint):
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if base is not None and assign:
             self.ordered_base = self._to_rotation_order(base.detach())
+            self.dtype = base.dtype
         elif base is not None:
             self.ordered_base.copy_(self._to_rotation_order(base.detach().to(self.ordered_base.device)))
 
@@ -131,22 +132,25 @@ class Equivalence(Constraint):
 
     def forward(self, stored: Tensor) -> Tensor:
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
-        return W.view(self.layout.shape).to(self.dtype_marker.dtype)
+        return W.view(self.layout.shape).to(self.dtype)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) must have the layer's dtype unless autocast is on."""
         dtype = precision.autocast_dtype(x)
         autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
-        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype_marker.dtype):
+        if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype):
             raise ValueError(
-                f"expected inputs (..., {self.spec.P.n}) in {self.dtype_marker.dtype}, got {tuple(x.shape)} in {x.dtype}"
+                f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         tokens = x.numel() // x.shape[-1]
-        input_centric = prefers_input_centric(
-            tokens,
-            self.spec,
-            training=torch.is_grad_enabled() and stored.requires_grad,
-            low_precision=dtype.itemsize < stored.dtype.itemsize,
+        input_centric = (
+            not torch.compiler.is_exporting()
+            and prefers_input_centric(  # an export serves any number of tokens
+                tokens,
+                self.spec,
+                training=torch.is_grad_enabled() and stored.requires_grad,
+                low_precision=dtype.itemsize < stored.dtype.itemsize,
+            )
         )
         return poet_linear(x, self.ordered_base, stored, self.spec, self.perms, bias, input_centric=input_centric)
 

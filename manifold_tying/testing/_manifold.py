@@ -180,6 +180,12 @@ def _transport_is_linear(subject: Subject, draw: Draw) -> None:
     _close(transp(x, y, u + 2 * w), transp(x, y, u) + 2 * transp(x, y, w), "transp(u + 2w) - transp(u) - 2 transp(w)")
 
 
+def _transport_in_place_is_nothing(subject: Subject, draw: Draw) -> None:
+    x, _ = subject.draw(draw)
+    u = subject.tangent(draw, x)
+    _close(implemented(subject.manifold.transp)(x, x, u), u, "transp(x, x, u) - u", metric_condition(subject, x))
+
+
 def _transported(subject: Subject, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     x, _ = subject.draw(draw)
     return x, subject.manifold.retr(x, 0.7 * unit_vector(subject, draw, x)), subject.tangent(draw, x)
@@ -290,6 +296,7 @@ MANIFOLD_LAWS: tuple[Law[Subject], ...] = (
     Law("logmap inverts expmap", _logarithm_inverts),
     Law("transp gives tangent vectors", _transport_is_tangent),
     Law("transp is linear", _transport_is_linear),
+    Law("transp from a point to itself keeps the vector", _transport_in_place_is_nothing),
     Law("a batch equals its elements", _batch_is_its_elements),
     Law("dtype and device are preserved", _dtype_and_device_stay),
 )
@@ -322,6 +329,8 @@ def check_manifold(
     """
     __tracebackhide__ = True
     ok, reason = manifold.check_point(torch.empty(shape), explain=True)
+    if ok and manifold.ndim not in (0, len(shape)):
+        ok, reason = False, f"that is a batch of points with {manifold.ndim} dimensions"
     if not ok:
         raise ValueError(f"expected the shape of a point of {manifold}, got {shape}: {reason}")
     check(MANIFOLD_LAWS, Subject(manifold, shape, order, uniform, device), f"{manifold} at {shape}", skip)

@@ -177,6 +177,34 @@ def _together_is_one_by_one(subject: Subject, draw: Draw) -> None:
         _require_near(_plain(p), _plain(alone[0]), "three points move differently together than alone: the distance")
 
 
+def _closures_are_run(subject: Subject, draw: Draw) -> None:
+    seed, gradient = draw(SEEDS), draw(ambient(subject.shape))
+    params, optimizer = subject.start(seed)
+    others, other = subject.start(seed)
+
+    def closure() -> float:
+        others[0].grad = gradient.clone()
+        return 7.0
+
+    _drive(params, optimizer, [gradient[None]])
+    if other.step(closure) != 7.0:
+        raise AssertionError("step(closure) does not return the closure's loss")
+    _require_equal(others, params, "step(closure) does not use the closure's gradient")
+
+
+def _added_groups_move(subject: Subject, draw: Draw) -> None:
+    params, _ = subject.start(draw(SEEDS), 2)
+    optimizer = subject.make(params[:1])
+    optimizer.add_param_group({"params": params[1:]})
+    before = _plain(params[1])
+    gradient = subject.manifold.proju(before, draw(ambient(subject.shape)))
+    if gradient.abs().max() < 1e-5:  # St(1, 1)
+        raise NotApplicable
+    _drive(params, optimizer, [torch.zeros_like(gradient)[None], gradient[None]])
+    if torch.equal(_plain(params[1]), before):
+        raise AssertionError("a point of a group that was added does not move")
+
+
 def _gradients_are_left(subject: Subject, draw: Draw) -> None:
     params, optimizer = subject.start(draw(SEEDS))
     for gradient in subject.gradients(draw)[0]:
@@ -241,6 +269,8 @@ OPTIMIZER_LAWS: tuple[Law[Subject], ...] = (
     Law("points without a gradient do not move", _no_gradient_no_move),
     Law("maximize mirrors minimize", _maximize_mirrors),
     Law("points move independently", _together_is_one_by_one),
+    Law("points of added groups move", _added_groups_move),
+    Law("closures are run", _closures_are_run),
     Law("p.grad is not modified", _gradients_are_left),
     Law("a saved state resumes bit for bit", _saved_state_continues),
     Law("deep copies resume bit for bit", _copies_continue),

@@ -73,7 +73,7 @@ class FreePIT(PIT):
     def head_weight(self) -> Tensor:
         if self.bridge is None:
             return self.table
-        with precision.full_precision(self._dtype_marker.device):
+        with precision.full_precision(self.table.device):
             return self.table @ self.bridge.mT
 
     def _table(self) -> Tensor:

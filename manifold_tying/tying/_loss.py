@@ -64,7 +64,9 @@ def _loss_and_gradients(
     scale = 1 / counted.sum().clamp_min(1).to(wide)
     index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
     loss = torch.zeros((), dtype=wide, device=h.device)
-    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    # float16 gradients of a mean over many tokens underflow until the backward multiplies them by the loss scale.
+    held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+    grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
     parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.world_size)
     if h.is_cuda:
@@ -84,7 +86,7 @@ def _loss_and_gradients(
             # Out of place: see linalg._cayley on what a forward returns.
             loss = loss + losses.masked_fill(~counted[own], 0).sum()
         if grad_hidden is not None:
-            grad_hidden[part] = (p @ W) * (scale * counted[part])
+            grad_hidden[part] = (p @ W).to(held) * (scale * counted[part])
         if grad_table is not None:
             if dtype == wide:
                 grad_table.addmm_(p.mT, h_part)
@@ -127,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         """The loss of the arguments of :func:`_loss_and_gradients`."""
         autograd.save(ctx, args)
+        ctx.float16 = args[0].dtype == torch.float16
         with precision.disable_autocast(args[0].device):
             loss, *ctx.gradients = _loss_and_gradients(*args)
         return loss
@@ -139,6 +142,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             with precision.disable_autocast(grad.device):
                 gradients = _loss_and_gradients(*autograd.saved(ctx)[0])[1:]
         hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
+        if hidden is not None and ctx.float16:
+            hidden = hidden.half()
         return hidden, table, None, None, None, None, None
 
 

@@ -83,9 +83,9 @@ class ManifoldPIT(PIT):
 
     @property
     def head_weight(self) -> Tensor:
-        with precision.full_precision(self._dtype_marker.device):
-            right = self.transform if self.bridge is None else self.transform @ self.bridge.mT
-            return self.memory @ right
+        Z = self.memory
+        with precision.full_precision(Z.device):
+            return Z @ (self.transform if self.bridge is None else self.transform @ self.bridge.mT)
 
     def _table(self) -> Tensor:
         return self.memory
@@ -113,7 +113,8 @@ class ManifoldPIT(PIT):
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             if self.bridge is not None:
                 h = h @ self.bridge
-            h = (h @ L) @ L.mT if len(h) < len(L) else h @ (L @ L.mT)  # whichever is cheaper
+            few = not torch.compiler.is_exporting() and len(h) < len(L)  # an export serves any number of tokens
+            h = (h @ L) @ L.mT if few else h @ (L @ L.mT)  # whichever is cheaper
             return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def shard_model(
     mesh: "DeviceMesh | None" = None,
     *,
     blocks: Iterable[nn.Module] = (),
-    methods: Sequence[str] = ("loss",),
+    methods: Sequence[str] | None = None,
     mp_policy: "MixedPrecisionPolicy | None" = None,
     reshard_after_forward: bool = True,
 ) -> M:
@@ -39,24 +39,31 @@ def shard_model(
             constraints (``stiefel``, ``equivalence_``, ...) first.
         mesh: 1-D to shard, 2-D to replicate along the first dimension and shard along the second; None for all ranks.
         blocks: modules to gather one at a time, for instance ``model.blocks``.
-        methods: methods of the model that are called instead of ``forward``.
-        mp_policy: policy for the blocks, the rest and plain tables.
+        methods: methods of the model that are called instead of ``forward``; None is ``loss``, if the model has it.
+        mp_policy: policy for the blocks, the rest and plain tables. PIT's embeddings get its ``param_dtype``, too.
         reshard_after_forward: free gathered parameters between forward and backward.
 
     Raises:
         ValueError: a group that ``mp_policy`` casts below float32 has a constraint with a map (``orthogonal``, ``spd``,
-            ``equivalence``). Omit the policy and use ``torch.autocast``.
+            ``equivalence``), for which omit the policy and use ``torch.autocast``; or the model lacks one of the methods.
+            Nothing is sharded then.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     policy = mp_policy or MixedPrecisionPolicy()
     blocks = list(blocks)
+    if methods is None:
+        methods = [name for name in ("loss",) if hasattr(model, name)]
+    if missing := [name for name in methods if not hasattr(model, name)]:
+        raise ValueError(f"a {type(model).__name__} has no method {', '.join(missing)}; name those that it has")
     low = policy.param_dtype is not None and policy.param_dtype.itemsize < 4
     interfaces = [module for module in model.modules() if isinstance(module, TokenInterface)]
     if low:
         _check_trivializations(model, interfaces)
     for interface in interfaces:
         wide = isinstance(interface, PIT) or any(True for _ in constraints(interface))
+        if isinstance(interface, PIT) and policy.param_dtype is not None:
+            interface.embedding_dtype = policy.param_dtype
         fully_shard(
             interface,
             mesh=mesh,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Bounds, Diagonal
+from manifold_tying.parametrizations import Bounds, Diagonal, dtype_after
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
@@ -54,7 +54,7 @@ class PIT(TokenInterface):
     memory: Tensor
     cholesky_factor: Tensor
     bridge: nn.Parameter | None
-    _dtype_marker: Tensor
+    embedding_dtype: torch.dtype
 
     # copy and pickle call __new__ without arguments, hence the defaults.
     def __new__(cls, vocab_size: int = 0, hidden_size: int = 0, *, memory: Memory = "free", **options: Any) -> Self:
@@ -81,8 +81,9 @@ class PIT(TokenInterface):
                 f"expected vocab_size >= hidden_size, since d orthonormal columns need V >= d rows; got V={vocab_size}, "
                 f"d={hidden_size}; use a larger vocabulary or a narrower model"
             )
-        # Empty tensor that tracks the model's dtype, in which embeddings are returned; the parameters stay float32.
-        self.register_buffer("_dtype_marker", torch.empty(0), persistent=False)
+        self.embedding_dtype = (
+            torch.get_default_dtype()
+        )  # the model's, in which embeddings are returned; the parameters stay float32
         self.register_parameter("bridge", None)
 
     @classmethod
@@ -137,13 +138,13 @@ class PIT(TokenInterface):
             free = _pit_class("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
             if self.bridge is not None:
                 free.bridge = nn.Parameter(self.bridge.detach().clone())
-            return free.to(self._dtype_marker.dtype)
+            return free.to(self.embedding_dtype)
 
     @property
     def transform(self) -> Tensor:
         """T = L Lᵀ, (d, d)."""
-        with precision.full_precision(self._dtype_marker.device):
-            L = self.cholesky_factor
+        L = self.cholesky_factor
+        with precision.full_precision(L.device):
             return L @ L.mT
 
     @property
@@ -155,7 +156,7 @@ class PIT(TokenInterface):
         """Rows of E at ids (...), (..., d).
 
         T⁻¹ is applied once to each distinct token. On GPUs and in compiled code, where counting them would sync, it is applied
-        to every looked-up row, or to the full vocabulary if that is smaller.
+        to every looked-up row, or to the full vocabulary if that is smaller (not by torch.export, for any number of tokens).
         """
         check_ids(ids)
         with precision.full_precision(ids.device):
@@ -168,13 +169,18 @@ class PIT(TokenInterface):
             ):
                 rows, index = ids.unique(return_inverse=True)
                 e = F.embedding(index, self._divide(vocab_embedding(rows, table)))
-            elif ids.numel() > self.vocab_size and not distributed.is_dtensor(table):
-                e = F.embedding(ids, self._divide(table))
+            elif (
+                not torch.compiler.is_exporting()
+                and ids.numel() > self.vocab_size
+                and not distributed.is_dtensor(table)
+            ):
+                # A view: Dynamo refuses one tensor as two arguments of a Function.
+                e = F.embedding(ids, self._divide(table.view_as(table)))
             else:
                 e = self._divide(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
             if self.bridge is not None:
                 e = e @ self.bridge
-        return e.to(self._dtype_marker.dtype)
+        return e.to(self.embedding_dtype)
 
     def _table(self) -> Tensor:
         """The stored matrix (V, d) that tokens index."""
@@ -220,12 +226,13 @@ class PIT(TokenInterface):
         return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Device moves and .double() as usual; .half() and .bfloat16() only cast ``_dtype_marker``."""
+        """Device moves and .double() as usual; .half() and .bfloat16() only change the dtype of the embeddings."""
+        self.embedding_dtype = dtype_after(fn, self.embedding_dtype)
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrowed and tensor is not self._dtype_marker else moved
+            return tensor.to(moved.device) if narrowed else moved
 
         return super()._apply(wide, recurse)
 

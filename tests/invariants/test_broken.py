@@ -55,6 +55,7 @@ MANIFOLDS: dict[str, Callable[..., None]] = {
     ),
     "transp gives tangent vectors": manifold(transp=lambda self, x, y, v: v),
     "transp is linear": manifold(transp=lambda self, x, y, v: base.proju(y, v) * v.norm()),
+    "transp from a point to itself keeps the vector": manifold(transp=lambda self, x, y, v: 0 * v),
     "a batch equals its elements": manifold(retr=lambda self, x, u: base.retr(x, u * (1 + 1e-8 * (x.ndim - 2)))),
     "dtype and device are preserved": manifold(
         inner=lambda self, x, u, v=None, keepdim=False: base.inner(x, u, v, keepdim=keepdim).double()
@@ -100,6 +101,13 @@ class Forgets(Momentum):
         return Forgets([memo[id(p)] for p in self.param_groups[0]["params"]])
 
 
+class First(Momentum):
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups, groups = self.param_groups[:1], self.param_groups
+        super().step()
+        self.param_groups = groups
+
+
 climbs = optimizer(before=points(lambda p: None if p.grad is None else p.grad.neg_()))
 moves = optimizer(after=points(lambda p: p.copy_(p.manifold.projx(p + 1e-3 * p.flip(-2)))))
 OPTIMIZERS: dict[str, Any] = {
@@ -113,6 +121,8 @@ OPTIMIZERS: dict[str, Any] = {
     "points without a gradient do not move": moves,
     "maximize mirrors minimize": optimizer(before=lambda self, group: group.update(maximize=False)),
     "points move independently": optimizer(before=lambda self, group: group.update(lr=0.05 / len(group["params"]))),
+    "points of added groups move": First,
+    "closures are run": climbs,
     "p.grad is not modified": climbs,
     "a saved state resumes bit for bit": Forgets,
     "deep copies resume bit for bit": Forgets,

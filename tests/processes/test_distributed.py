@@ -155,6 +155,13 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         assert result["losses"] == pytest.approx(alone("pit-trainable")[:3], rel=2e-3)
 
 
+def test_constrained_layers_are_reset_while_sharded(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        result = dict(found[rank]["constrained 2"])
+        assert result.pop("dtype") == "torch.bfloat16"
+        assert max(result.values()) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
@@ -165,6 +172,7 @@ def test_factors_stay_float32_under_a_policy(found: list[dict[str, Any]]) -> Non
         ("mixed", "distributed alike"),
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),
+        ("methods", "no method losses"),
         ("constrained after", "constrain it first, then shard"),
         ("materialized", "is a DTensor"),
         ("id", "expected token ids from 0 to 8"),

@@ -11,8 +11,9 @@ import transformers
 from derivatives import relative_error
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
 
-from manifold_tying import Untied
+from manifold_tying import Untied, stiefel
 from manifold_tying.models import Llama, LlamaConfig
 
 SEQUENTIAL = LlamaConfig(
@@ -289,11 +290,17 @@ def test_a_model_comes_up_from_the_meta_device(form: str) -> None:
     assert torch.equal(other(ids), model(ids))
 
 
-def test_constrained_weights_are_not_reset_in_silence() -> None:
+def test_constrained_weights_are_reset_to_projected_ones() -> None:
     model = Llama(SEQUENTIAL, tables(SEQUENTIAL))
-    parametrizations.orthogonal(model.blocks[0].attention.query)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(RuntimeError, match="reset first, then add constraints"):
+    block: Any = model.blocks[0]
+    query: Any = block.attention.query
+    kinds: tuple[Any, ...] = (stiefel, parametrizations.orthogonal)
+    for constrain in kinds:
+        before = constrain(query).weight.detach().clone()
         model.reset_parameters()
+        assert not torch.allclose(query.weight, before, atol=0.1)
+        torch.testing.assert_close(query.weight @ query.weight.T, torch.eye(len(before)))
+        remove_parametrizations(query, "weight")
 
 
 # --- handling ---------------------------------------------------------------------------------------------------------

@@ -464,3 +464,16 @@ def test_old_names_of_options_warn() -> None:
     assert optimizer.param_groups[0]["project_every"] == 3
     with pytest.raises(TypeError, match="unexpected option 'learning_rate'"):
         RiemannianSGD([X], learning_rate=0.1)
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_steps_are_counted_in_float32_whatever_the_default_dtype(kind: Any) -> None:
+    point, plain = geoopt.ManifoldParameter(torch.eye(4, 2), manifold=mt.Stiefel()), nn.Parameter(torch.ones(3))
+    optimizer = kind([point, plain], lr=0.1)
+    torch.set_default_dtype(torch.bfloat16)  # counts to 256
+    try:
+        point.grad, plain.grad = torch.ones(4, 2, dtype=torch.float32), torch.ones(3, dtype=torch.float32)
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {state["step"].dtype for state in optimizer.state.values() if "step" in state} == {torch.float32}

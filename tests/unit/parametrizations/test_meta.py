@@ -77,11 +77,7 @@ def test_up_from_the_meta_device(name: str) -> None:
         if not assign:
             model.to_empty(device="cpu")
         model.load_state_dict(real.state_dict(), assign=assign)
-        if assign:  # buffers that no state dict holds
-            for module in model.modules():
-                for key, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_meta and not buffer.numel():
-                        module.register_buffer(key, torch.empty_like(buffer, device="cpu"), persistent=False)
+        model.to("cpu")
         assert torch.equal(output(model, "cpu"), output(real, "cpu"))
         step(model, "cpu")
 
@@ -92,6 +88,26 @@ def test_an_equivalence_from_the_meta_device_without_a_state() -> None:
     assert torch.isfinite(model.weight).all()
     for name, buffer in real.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer) or name.endswith("ordered_base")
+
+
+def test_an_assigned_state_brings_the_dtype_of_W0() -> None:
+    real = equivalence(nn.Linear(8, 8).bfloat16(), block_size=4)
+    with torch.device("meta"):
+        model = equivalence(nn.Linear(8, 8), block_size=4)
+    model.load_state_dict(real.state_dict(), assign=True)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    assert torch.equal(model(x), real(x)) and model.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_uninitialized_numbers_are_not_read(map: Any) -> None:
+    with torch.device("meta"):
+        layer = orthogonal(nn.Linear(8, 8), map=map)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
+        next(layer.parametrizations.parameters()).fill_(torch.nan)  # type: ignore[union-attr]
+    layer.reset_parameters()
+    assert layer.weight.isfinite().all()
 
 
 @every_model

@@ -380,3 +380,44 @@ def test_a_pickled_model_says_what_works_instead(put_on: Any) -> None:
     x = torch.randn(3, 6)
     plain = pickle.loads(pickle.dumps(materialize(copy.deepcopy(model))))  # what it names works
     torch.testing.assert_close(plain(x), model(x))
+
+
+@pytest.mark.parametrize("remove", [materialize, partial(parametrize.remove_parametrizations, tensor_name="weight")])
+def test_a_layer_without_its_constraint_loads_and_pickles_as_any(remove: Any) -> None:
+    layer, other = remove(stiefel(nn.Linear(4, 6))), nn.Linear(4, 6)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer.weight, other.weight)
+    assert remove is not materialize or b"manifold_tying" not in pickle.dumps(layer)
+
+
+@pytest.mark.parametrize("put_on", [orthogonal, partial(equivalence, block_size=2)])
+def test_layers_of_one_class_are_cached_apart(put_on: Any) -> None:
+    first = put_on(nn.Linear(4, 4))
+    layers = [first, copy.deepcopy(first), put_on(nn.Linear(4, 4))]
+    layers[1].weight = torch.randn(4, 4)
+    expected = [layer.weight for layer in layers]
+    with parametrize.cached():
+        for layer, weight in zip(layers, expected, strict=True):
+            assert torch.equal(layer.weight, weight) and layer.weight is layer.weight
+
+
+def test_reset_parameters_keeps_its_signature() -> None:
+    class Own(nn.Linear):
+        def reset_parameters(self, gain: float = 1.0) -> Any:
+            nn.init.orthogonal_(self.weight, gain)
+            return f"gain {gain}"
+
+    layer: Any = stiefel(Own(4, 6))
+    before = layer.weight.detach().clone()
+    assert layer.reset_parameters(gain=2.0) == "gain 2.0"
+    assert defect(layer.weight) < 1e-5 and not torch.allclose(layer.weight, before, atol=0.1)
+
+
+def test_a_point_stays_one_when_loading_swaps_tensors() -> None:
+    layer = stiefel(nn.Linear(4, 6))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(layer.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert isinstance(getattr(stored(layer), "manifold", None), Stiefel)

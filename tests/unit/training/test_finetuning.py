@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import manifold_tying as mt
 from manifold_tying import equivalence_, load_adapter, materialize, merge, save_adapter
@@ -127,7 +128,7 @@ def test_an_adapter_fits_a_model_loaded_in_low_precision(
 
 
 def test_adapters_of_wrapped_models_are_those_of_the_model(pretrained: Any, tmp_path: Path) -> None:
-    """DistributedDataParallel and torch.compile put names of their own before a layer's, on the whole model or on a part."""
+    """They put names of their own before a layer's, on the whole model or on a part."""
     ids = torch.randint(61, (2, 9))
     model = finetuned(pretrained, block_size=8, terms=None)
     expected = logits(model, ids)
@@ -139,7 +140,7 @@ def test_adapters_of_wrapped_models_are_those_of_the_model(pretrained: Any, tmp_
         dist.destroy_process_group()
     compiled = cast(nn.Module, torch.compile(parallel))
     inside = copy.deepcopy(model)
-    inside.blocks[1] = cast(nn.Module, torch.compile(inside.blocks[1]))
+    inside.blocks[1] = cast(nn.Module, torch.compile(checkpoint_wrapper(inside.blocks[1])))
     for wrapped in (parallel, nn.DataParallel(model), compiled, inside):
         path = save_adapter(wrapped, tmp_path / "wrapped.safetensors")
         assert set(load_file(path)) == set(load_file(plain))

@@ -203,3 +203,12 @@ def test_float64_stays_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(hidden, table, targets)
     assert torch.equal(loss, linear_cross_entropy(hidden, table, targets)) and loss.dtype == torch.float64
+
+
+def test_float16_gradients_do_not_underflow_before_they_are_scaled() -> None:
+    h, W, targets = problem(20_000, 16, 40, dtype=torch.float32)
+    (expected,) = torch.autograd.grad(dense(h, W, targets), h)
+    low = h.detach().half().requires_grad_()
+    (found,) = torch.autograd.grad(2.0**16 * linear_cross_entropy(low, W.detach().half(), targets), low)
+    assert found.dtype == torch.float16
+    assert (found.float() / 2**16 - expected).norm() < 2e-3 * expected.norm()

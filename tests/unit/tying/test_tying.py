@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from manifold_tying import PIT, TokenInterface, TransposeTying, Untied, materialize
+from manifold_tying import PIT, TokenInterface, TransposeTying, Untied, equivalence, materialize
 from manifold_tying.linalg import defect
 
 V, D = 40, 8
@@ -69,9 +69,10 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_is_eager() -> None:
-    interface = INTERFACES["pit-bridge"]()
-    ids, targets = torch.randint(V, (2, 2)), torch.randint(V, (2, 2))
+@pytest.mark.parametrize(("name", "tokens"), [("pit-bridge", 4), ("pit-bridge", 2 * V), ("pit-free", 2 * V)])
+def test_compiled_is_eager(name: str, tokens: int) -> None:
+    interface = INTERFACES[name]()
+    ids, targets = torch.randint(V, (tokens,)), torch.randint(V, (2, 2))
     hidden = torch.randn(2, 2, D, requires_grad=True)
     leaves = [hidden, *(p for p in interface.parameters() if p.requires_grad)]
 
@@ -83,6 +84,24 @@ def test_compiled_is_eager() -> None:
     results = [(value, *torch.autograd.grad(value, leaves)) for value in values]
     for eager, traced in zip(*results, strict=True):
         torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-6)  # the same operations, another order of sums
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_an_exported_graph_takes_any_number_of_tokens(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.interface = INTERFACES[name]()
+            self.body = equivalence(nn.Linear(D, D), block_size=D)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.interface.logits(self.body(self.interface.embed(ids)))
+
+    model = Model()
+    program = torch.export.export(model, (torch.randint(V, (5,)),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    for tokens in (2, 3 * V):
+        ids = torch.randint(V, (tokens,))
+        torch.testing.assert_close(program.module()(ids), model(ids), rtol=1e-5, atol=1e-5)
 
 
 def test_sizes_must_be_positive() -> None:
