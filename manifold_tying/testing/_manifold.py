@@ -330,7 +330,7 @@ def check_manifold(
     __tracebackhide__ = True
     ok, reason = manifold.check_point(torch.empty(shape), explain=True)
     if ok and manifold.ndim not in (0, len(shape)):
-        ok, reason = False, f"that is a batch of points with {manifold.ndim} dimensions"
+        ok, reason = False, f"its points have ndim {manifold.ndim}, so that is a batch of them"
     if not ok:
         raise ValueError(f"expected the shape of a point of {manifold}, got {shape}: {reason}")
     check(MANIFOLD_LAWS, Subject(manifold, shape, order, uniform, device), f"{manifold} at {shape}", skip)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from layers import ORTHONORMAL
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, spd, stiefel
 from manifold_tying import testing as mtt
@@ -73,6 +73,11 @@ GEOOPT: dict[str, tuple[Any, tuple[int, ...], list[str]]] = {
 def test_geoopts_manifolds(name: str) -> None:
     manifold, shape, broken = GEOOPT[name]
     mtt.check_manifold(manifold, shape, skip=broken)
+
+
+def test_a_batch_is_no_shape_of_a_point() -> None:
+    with pytest.raises(ValueError, match="ndim 1, so that is a batch"):
+        mtt.check_manifold(geoopt.Sphere(), (4, 5))
 
 
 # ---- optimizers
@@ -179,6 +184,24 @@ def test_torchs_own_break_these_and_no_other_laws(kind: str, without_shrinking: 
             holds=mtt.assert_orthonormal,
         )
     assert {SHARED_CLASS, TIED} <= set(caught.value.broken) <= set(TORCH[kind])
+
+
+class Symmetric(nn.Module):
+    """A parametrization without right_inverse: its weight cannot be assigned."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return X.triu() + X.triu(1).mT
+
+
+@pytest.mark.parametrize(
+    ("put_on", "skipped"),
+    [
+        (lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()), [SHARED_CLASS]),
+        (parametrizations.weight_norm, [SHARED_CLASS, TIED]),
+    ],
+)
+def test_parametrizations_of_users(put_on: Any, skipped: list[str]) -> None:
+    mtt.check_parametrization(put_on, nn.Linear(4, 4), skip=skipped)
 
 
 # ---- token interfaces
