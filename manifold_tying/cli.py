@@ -1,6 +1,7 @@
 """The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -39,6 +40,9 @@ galore-60m, galore-130m, galore-350m, galore-1.3b.
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command line. Prints errors that the user can fix (ValueError, OSError, a missing package); exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every encoding has Δ
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if name in ("-h", "--help"):

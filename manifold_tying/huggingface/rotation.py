@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from manifold_tying import precision
 from manifold_tying.huggingface.install import halves
 from manifold_tying.huggingface.tables import random_ids
 from manifold_tying.parametrizations import parametrized
@@ -176,8 +177,9 @@ def _is_rms_norm(norm: nn.Module) -> bool:
     if weight is None or len(norm._parameters) != 1:
         return False
     x = torch.linspace(-1, 2, 4 * len(weight)).reshape(4, -1).to(weight)
-    expected: Tensor = weight * x / x.square().mean(-1, keepdim=True).sqrt()
-    return torch.allclose(norm(x), expected, rtol=1e-2, atol=1e-3)
+    wide = precision.compute_dtype(weight.dtype)  # bfloat16 rounds the formula by more than is allowed
+    expected: Tensor = weight.to(wide) * x.to(wide) / x.to(wide).square().mean(-1, keepdim=True).sqrt()
+    return torch.allclose(norm(x).to(wide), expected, rtol=1e-2, atol=1e-3)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from manifold_tying.training.config import (
     other_text,
     unused_settings,
 )
-from manifold_tying.training.files import locked, write_atomic, writing_to
+from manifold_tying.training.files import locked, read_own, write_atomic, writing_to
 from manifold_tying.training.loop import Diverged, Observer, train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
@@ -133,13 +133,23 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
     processes = Processes.from_settings(config.settings)
     corpora = prepare_data(config)
 
+    experiment = config.out / "experiment.json"
+
+    def earlier_arms() -> Iterable[str]:
+        return read_own(experiment, ("arms", "settings")).get("arms", ())
+
     def check_folders() -> None:
+        earlier_arms()
         for (_, run), corpus in zip(runs, corpora, strict=True):
             check_folder(run, corpus)
 
     def describe() -> None:
+        if left := [arm for arm in earlier_arms() if arm not in {arm for arm, _ in runs}]:
+            print(
+                f"{config.out} also holds {', '.join(left)}; the summary and the report have only the arms of this command"
+            )
         with writing_to(config.out):
-            write_atomic(config.out / "experiment.json", json.dumps(_describe(config), indent=1).encode())
+            write_atomic(experiment, json.dumps(_describe(config), indent=1).encode())
 
     rows: list[dict[str, Any]] = []
     processes.on_main(check_folders)
@@ -218,7 +228,8 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
         shared = {k: v for k, v in shared.items() if k not in POET_SETTINGS}
     for arm, run in runs.items():
         own = run.as_json()
-        per_arm[arm] |= {k: own[k] for k in own if k not in shared and k not in ("interface", "seed")}
+        hidden = (*shared, "interface", "seed", *(POET_SETTINGS if own["body"] == "adamw" else ()))
+        per_arm[arm] |= {k: own[k] for k in own if k not in hidden}
     return {
         "command": called_as("ablate", "reproduce") or f"ablate({config})",
         "machine": machine(torch.device(config.settings.device)),

@@ -2,13 +2,14 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from manifold_tying._json import check_regular
+from manifold_tying._json import check_regular, read_object
 
 
 class Damaged(ValueError):
@@ -31,9 +32,25 @@ def write_atomic(path: Path, data: bytes) -> Path:
     try:
         draft.write_bytes(data)
         os.replace(draft, path)
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
     return path
+
+
+def read_own(path: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """The JSON object of a file that is about to be written, {} if it is missing or damaged.
+
+    Raises ValueError if it lacks these keys, so that it is somebody else's.
+    """
+    try:
+        found = read_object(path, "")
+    except ValueError:
+        return {}
+    if not set(keys) <= found.keys():
+        raise ValueError(f"{path} is not a file that manifold-tying wrote; choose another --out")
+    return found
 
 
 def flush_to_disk(path: Path) -> None:

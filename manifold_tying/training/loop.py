@@ -253,7 +253,9 @@ def _nan_message(
         text += f", for the {state.skipped}th step in a row"
     if kept:
         text += f"; --resume continues from {kept[-1]}"
-    return f"{text}. Lower the learning rate, or skip single steps with --on-nan skip"
+    return f"{text}. Lower the learning rate" + ", or skip single steps with --on-nan skip" * (
+        config.settings.on_nan == "stop"
+    )
 
 
 def _exit_early(

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.training.checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
 from manifold_tying.training.config import ARM, CORPUS, TrainConfig
-from manifold_tying.training.files import Damaged, write_atomic, writing_to
+from manifold_tying.training.files import Damaged, read_own, write_atomic, writing_to
 from manifold_tying.training.hf_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training.machine import called_as, check_device, machine, peak_memory
 from manifold_tying.training.processes import Processes
@@ -86,7 +86,11 @@ def open_folder(
 
 
 def _candidates(config: TrainConfig) -> list[Path]:
-    """Checkpoints to resume from, newest first; raises ValueError if the folder holds a run and ``resume`` is off."""
+    """Checkpoints to resume from, newest first.
+
+    Raises ValueError if the folder holds a config.json of something else, or a run and ``resume`` is off.
+    """
+    read_own(config.out / CONFIG, ("interface", "seed"))
     if config.resume_from is not None:
         return [find_checkpoint(config.out, config.resume_from)]
     saved = checkpoints(config.out)

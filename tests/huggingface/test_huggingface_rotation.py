@@ -49,6 +49,17 @@ def test_two_equal_tables_are_one() -> None:
     assert difference(logits(mt.convert(model, transform="rotation")), before) <= 1e-4
 
 
+def test_a_model_in_bfloat16_is_rotated() -> None:
+    model = build()
+    with torch.no_grad():
+        for name, gain in model.named_parameters():
+            if "layernorm" in name:  # the final norm's gain is approximated
+                gain.copy_(torch.linspace(0.1, 3, len(gain)))
+    before = logits(model)
+    rotated = mt.convert(model.bfloat16(), transform="rotation")
+    assert rotated.dtype == torch.bfloat16 and difference(logits(rotated), before) < 0.05
+
+
 def with_lora(model: Any) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
 

@@ -5,7 +5,6 @@ import codecs
 import importlib.util
 import os
 import platform
-import stat
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -179,13 +178,13 @@ def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
 def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:
     """Regular files below root whose name ends in suffix, by relative path; skips hidden files and links to folders.
 
-    Reading a FIFO or a device might never end. Raises OSError if a folder cannot be listed.
+    Reading a FIFO or a device might never end; a link may lead nowhere. Raises OSError if a folder cannot be listed.
     """
     found = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
-        found += [path for path in paths if stat.S_ISREG(path.stat().st_mode)]
+        found += [path for path in paths if path.is_file()]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -60,9 +60,10 @@ def merged(experiments: Mapping[str, Experiment]) -> Experiment:
 
 
 def comparable(experiment: Experiment) -> list[list[str]]:
-    """The finished arms, grouped so that losses within a group are comparable."""
+    """The finished arms, grouped so that losses within a group are measured alike, after as many tokens."""
     groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
-    for _, alike in measured.groupby([*MEASURED_ON], sort=False):
+    measured["tokens"] = [{row["arm"]: row["tokens"] for row in experiment.rows}[arm] for arm in measured.index]
+    for _, alike in measured.groupby([*MEASURED_ON, "tokens"], sort=False):
         if alike.text.nunique() > 1:
             groups += [list(of.index) for _, of in alike.groupby("text", sort=False, dropna=False)]
         else:  # the first versions did not record the text
@@ -89,6 +90,7 @@ def _sentence(name: str, values: pd.Series) -> str:
 def _measured_on(experiment: Experiment) -> pd.DataFrame:
     """One row per arm: the settings of ``MEASURED_ON`` and the ``text`` recorded by its runs."""
     table: dict[str, list[str | None]] = {}
+    specs: dict[str, str | None] = {}
     for arm, own in experiment.arms.items():
         settings = {**experiment.settings, **own}
         start, shape = settings.get("init_from"), PRESETS.get(settings.get("preset", ""))
@@ -103,5 +105,7 @@ def _measured_on(experiment: Experiment) -> pd.DataFrame:
             if row["arm"] == arm and "held_out_sha256" in row
         ]
         table[arm] = [str(named.get(key) or settings.get(key, "unknown")) for key in MEASURED_ON]
-        table[arm].append(" and ".join(dict.fromkeys(texts)) or None)
+        table[arm].append(text := " and ".join(dict.fromkeys(texts)) or None)
+        if text is not None:  # one text, even if its path is spelled in two ways
+            table[arm][0] = specs.setdefault(text, table[arm][0])
     return pd.DataFrame.from_dict(table, orient="index", columns=[*MEASURED_ON, "text"])

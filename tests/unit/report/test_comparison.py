@@ -95,6 +95,16 @@ def test_arms_are_grouped_by_what_they_are_measured_on_and_not_by_folder(folders
     assert comparable(both) == [["run/pit-trainable"], first + second]
 
 
+def test_a_text_is_one_by_whatever_path(tmp_path: Path) -> None:
+    for data in ("text:notes", "text:notes/"):
+        folder = tmp_path / str(len(data))
+        rows = [row | {"evaluated_tokens": 128, "held_out_sha256": "4f10f6b4"} for row in write_experiment(folder)]
+        (folder / "summary.json").write_text(json.dumps(rows))
+        describe(folder, settings={"preset": "nano", "data": data})
+    both = load_experiments([tmp_path / "10", tmp_path / "11"])
+    assert differences(both) == [] and len(comparable(both)) == 1
+
+
 def test_other_budgets_and_rates_can_be_compared(folders: dict[str, Path], tmp_path: Path) -> None:
     write_experiment(tmp_path / "second", arms=("untied",))
     settings = json.loads((folders["first"] / "experiment.json").read_text())["settings"]
@@ -102,10 +112,16 @@ def test_other_budgets_and_rates_can_be_compared(folders: dict[str, Path], tmp_p
     assert differences(load_experiments([folders["first"], tmp_path / "second"])) == []
 
 
-def test_the_budgets_of_an_ablation_are_compared(tmp_path: Path) -> None:
+def test_the_budgets_of_an_ablation_are_compared_each_in_itself(tmp_path: Path) -> None:
+    arms = ("untied", "transpose")
     for tokens in (400, 1200):
-        write_experiment(tmp_path / f"tokens-{tokens}", arms=("untied",))
-    assert list(load_experiments([tmp_path]).arms) == ["tokens-400/untied", "tokens-1200/untied"]
+        folder = tmp_path / f"tokens-{tokens}"
+        rows = [row | {"tokens": tokens} for row in write_experiment(folder, arms=arms)]
+        (folder / "summary.json").write_text(json.dumps(rows))
+    budgets = load_experiments([tmp_path])
+    groups = [[f"tokens-{tokens}/{arm}" for arm in arms] for tokens in (400, 1200)]
+    assert list(budgets.arms) == groups[0] + groups[1] and comparable(budgets) == groups
+    assert differences(budgets) == []
     write_experiment(tmp_path, arms=("transpose",))
     assert list(load_experiments([tmp_path]).arms) == ["transpose"]
 

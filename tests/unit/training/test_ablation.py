@@ -79,6 +79,22 @@ def test_the_same_command_again_does_only_what_is_missing(tmp_path: Path, corpus
         ablate(dataclasses.replace(more, settings=settings(corpus, lr=0.5)))
 
 
+def test_arms_that_an_earlier_command_left_are_named(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = AblateConfig(out=tmp_path / "out", arms="untied,transpose", seeds=1, settings=settings(corpus))
+    ablate(small)
+    capsys.readouterr()
+    ablate(dataclasses.replace(small, arms="transpose"))
+    assert "also holds untied; the summary and the report have only" in capsys.readouterr().out
+
+
+def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path) -> None:
+    ablate(AblateConfig(out=tmp_path, arms="untied,transpose", seeds=1, settings=settings(corpus, steps=1)))
+    described = json.loads((tmp_path / "experiment.json").read_text())
+    assert not {"init", "block_size", "merge_every"} & {*described["settings"], *described["arms"]["untied"]}
+
+
 def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
     arms = "pit-trainable,pit-trainable+memory_lr=0+embedding_norm=false,transpose+lr=0.001"
     rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings(corpus)))

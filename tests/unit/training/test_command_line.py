@@ -28,6 +28,12 @@ def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeyp
     assert run(["train", "--out", "runs/x"], capsys) == (2, said)
 
 
+def test_an_encoding_without_greek_is_enough(process_environment: dict[str, str]) -> None:
+    program = "from manifold_tying.cli import main; main(['train', '--help'])"
+    environment = process_environment | {"PYTHONIOENCODING": "ascii"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE)
+
+
 def test_a_run_is_not_converted(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(tmp_path / "run", corpus, "transpose", steps=1))
     for folder in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000001"):

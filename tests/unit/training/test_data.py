@@ -167,11 +167,12 @@ def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: py
     assert text == joined(list(kept.values()))
 
 
-def test_a_folder_with_a_fifo_is_read(tmp_path: Path) -> None:
+def test_a_folder_with_a_fifo_and_a_link_to_nothing_is_read(tmp_path: Path) -> None:
     """Opening a FIFO waits for a writer for ever."""
     text_folder(tmp_path, DOCUMENTS)
     os.mkfifo(tmp_path / "0" / "000.txt.fifo")
     os.mkfifo(tmp_path / "fifo.jsonl")
+    (tmp_path / "0" / "nothing.txt").symlink_to(tmp_path / "missing")
     with in_time():
         documents = ["".join(parts) for parts in open_corpus(f"text:{tmp_path}").documents()]
         with pytest.raises(ValueError, match="no file or folder"):
