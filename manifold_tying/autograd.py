@@ -35,7 +35,10 @@ def custom_gradient(
         if torch.compiler.is_compiling():  # a compiled graph has no second derivatives
             with torch.no_grad():
                 return backward(ctx, *gradients)
-        if not differentiable and (torch.is_grad_enabled() or in_transform()):
+        batched = any(
+            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients
+        )  # is_grads_batched
+        if not differentiable and (torch.is_grad_enabled() or in_transform() or batched):
             return _plain_gradients(plain, ctx, gradients)
         return backward(ctx, *gradients)
 

@@ -58,6 +58,15 @@ def test_gradients_and_tangents_of_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_batched_gradients_of_models(name: str) -> None:
+    case, weights = Case(name), torch.tensor([1.0, -2.0], dtype=DOUBLE)
+    start, expected = case.start.clone().requires_grad_(), gradient(case, case.start)
+    value = case(start)
+    (found,) = torch.autograd.grad(value, start, weights.to(value.dtype), is_grads_batched=True)
+    torch.testing.assert_close(found, weights[:, None] * expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_curvature_of_models(name: str) -> None:
     case = Case(name)
     expected, v = curvature(case, case.start, case.direction), case.direction
