@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.checks import RENAMED, Group, check_point, checked_scale, renamed
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
@@ -174,8 +175,11 @@ class RiemannianOptimizer(Optimizer):
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
             placed: Any = p  # a DTensor has a mesh
             where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
-            scale = id(self._scales[p]) if p in self._scales else None
-            alike[manifold_key(self._manifolds[p]), p.shape, p.dtype, where, scale].append(p)
+            scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
+            own = (
+                manifold_key(manifold) if isinstance(manifold, Stiefel) else id(p)
+            )  # a foreign inner may drop dimensions
+            alike[own, p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:

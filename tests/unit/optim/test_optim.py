@@ -212,7 +212,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ("manifold", "pair"),
     dict.fromkeys(
         [
-            *((manifold, "adam") for manifold in FOREIGN if manifold != "upper half"),
+            *((manifold, "adam") for manifold in FOREIGN),
             ("upper half", "sgd"),
             *itertools.product(("balls", "spd"), PAIRS),
         ]
@@ -220,7 +220,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 )
 def test_other_manifolds_move_as_in_geoopt(manifold: str, pair: str) -> None:
     make, start = FOREIGN[manifold]
-    x0 = [start(), start()]  # two of them, which we move as one stack
+    x0 = [start(), start()]
     ours, theirs, options = PAIRS[pair]
     shared = make()
     runs = []
