@@ -55,6 +55,7 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
     label: str
     """Class of the layer, name and shape of the parameter: identifies it in messages when the full name is unknown."""
     weight_shape: torch.Size
+    """Shape of the parameter, which that of the stored tensor may differ from."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         found = [part for part in self.modules() if isinstance(part, Constraint)]

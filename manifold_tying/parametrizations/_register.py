@@ -228,6 +228,7 @@ def _weight_of(name: str) -> property:
 
     def assign(self: Any, value: Tensor) -> None:
         self.parametrizations[name].right_inverse(value)
+        parametrize._cache.pop((id(self), name), None)
 
     return property(get, assign)
 

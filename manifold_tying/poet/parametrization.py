@@ -143,14 +143,12 @@ class Equivalence(Constraint):
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         tokens = x.numel() // x.shape[-1]
-        input_centric = (
-            not torch.compiler.is_exporting()
-            and prefers_input_centric(  # an export serves any number of tokens
-                tokens,
-                self.spec,
-                training=torch.is_grad_enabled() and stored.requires_grad,
-                low_precision=dtype.itemsize < stored.dtype.itemsize,
-            )
+        any_number = torch.compiler.is_exporting()  # of tokens: nothing may depend on it
+        input_centric = not any_number and prefers_input_centric(
+            tokens,
+            self.spec,
+            training=torch.is_grad_enabled() and stored.requires_grad,
+            low_precision=dtype.itemsize < stored.dtype.itemsize,
         )
         return poet_linear(x, self.ordered_base, stored, self.spec, self.perms, bias, input_centric=input_centric)
 

@@ -399,6 +399,8 @@ def test_layers_of_one_class_are_cached_apart(put_on: Any) -> None:
     with parametrize.cached():
         for layer, weight in zip(layers, expected, strict=True):
             assert torch.equal(layer.weight, weight) and layer.weight is layer.weight
+        layers[0].weight = expected[1].detach()
+        torch.testing.assert_close(layers[0].weight, expected[1])
 
 
 def test_reset_parameters_keeps_its_signature() -> None:
