@@ -68,6 +68,7 @@ def vector_angles(a: Tensor, b: Tensor) -> Tensor:
     NaN if one vector is zero. (Kahan.)
     """
     a, b = (v.detach().double() for v in (a, b))
+    a, b = (v / v.abs().amax(-1, keepdim=True) for v in (a, b))  # the norm of tiny numbers underflows
     a, b = (v / torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a, b))
     return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
 

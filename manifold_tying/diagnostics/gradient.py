@@ -17,7 +17,8 @@ class SideGradients:
     """The two terms of ∂ℓ/∂θ = lookup + head for one parameter of the token interface, detached."""
 
     lookup: Tensor
-    """Through the embeddings. If θ is a table, only the rows of the batch's tokens are non-zero."""
+    """Through the embeddings. If θ is a table or Z, only the rows of the batch's tokens are non-zero; a free PIT table W also
+    enters by WᵀW, so all are."""
     head: Tensor
     """Through the logits, with hidden states held fixed. Non-zero for every token, since each has a probability."""
 
@@ -29,7 +30,7 @@ class BucketGradients:
     bucket: str
     tokens: int
     touched: int
-    """Rows with a non-zero lookup gradient."""
+    """Rows with a non-zero lookup gradient; all, for a free PIT table."""
     lookup_norm: float
     head_norm: float
     angle: float

@@ -105,7 +105,8 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, import_transformers().PreTrainedModel):
         raise ValueError(
             f"expected a transformers model (PreTrainedModel), got {type(model).__name__}; unwrap a PEFT or compiled model "
-            "first: peft_model.merge_and_unload(), compiled._orig_mod. A model of your own takes PIT.from_embedding(weight)"
+            "first: peft_model.merge_and_unload(), where mt.materialize comes before for constrained layers; "
+            "compiled._orig_mod. A model of your own takes PIT.from_embedding(weight)"
         )
     if getattr(model, "is_quantized", False):
         raise ValueError(
@@ -124,9 +125,9 @@ def check_adapters(model: "PreTrainedModel") -> None:
     if layers or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             f"expected a model without adapters, got {type(model).__name__} with PEFT's ({', '.join(layers[:3]) or 'no layers'}"
-            f"{', ...' if len(layers) > 3 else ''}); merge them first: peft_model.merge_and_unload(). If the adapter was added "
-            "by model.add_adapter or load_adapter, save it, reload the base model, attach the adapter with "
-            "peft.PeftModel.from_pretrained, and merge it"
+            f"{', ...' if len(layers) > 3 else ''}); merge them first: peft_model.merge_and_unload(), where mt.materialize "
+            "comes before for constrained layers. If the adapter was added by model.add_adapter or load_adapter, save it, "
+            "reload the base model, attach the adapter with peft.PeftModel.from_pretrained, and merge it"
         )
 
 

@@ -1,7 +1,7 @@
 """Pure tensor functions: p x p Gram matrices replace factorizations of n x p.
 
 Leading dimensions are batch dimensions. float32 and float64 are computed in their own dtype, bfloat16 and float16 in float32
-and cast back; autocast and TF32 are off inside.
+and cast back; autocast and TF32 are off in the forward. Some gradients follow the user's settings.
 """
 
 from manifold_tying.linalg._cayley import cayley as cayley
@@ -10,7 +10,6 @@ from manifold_tying.linalg._cayley import cayley_curve as cayley_curve
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
-from manifold_tying.linalg._inverse_sqrt import inverse_sqrt as inverse_sqrt
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar

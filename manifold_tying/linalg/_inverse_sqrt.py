@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.precision import check_finite, compute_dtype, eye_like, full_precision, sym
+from manifold_tying.precision import eye_like, sym
 
 _SERIES = [1.0]  # of (1 + x)^(-1/2)
 for _k in range(1, 9):
@@ -17,20 +17,6 @@ _WIDE = (
 )
 # Rounds of corrections. Where they do not suffice, an eigendecomposition is faster, and more accurate.
 _ROUNDS = 2
-
-
-def inverse_sqrt(G: Tensor) -> Tensor:
-    """G^(-1/2) of symmetric positive definite G (..., p, p) of condition up to about 1e6.
-
-    Close to a multiple of the identity, as in retractions: one to six matmuls. Otherwise about 17, and from a condition of
-    about 30 a float64 eigendecomposition.
-    """
-    W = G.to(compute_dtype(G.dtype))
-    if W.numel() == 0:
-        return G.clone()
-    with full_precision(G.device):
-        found = inverse_sqrt_by_matmuls(W)
-        return (found[0] if found else _by_eigenvalues(W)).to(G.dtype)
 
 
 def inverse_sqrt_by_matmuls(G: Tensor, *, sync_free: bool = False) -> tuple[Tensor, bool] | None:
@@ -97,10 +83,3 @@ def converges(size: float, eps: float) -> bool:
 
 def _norm(A: Tensor) -> float:
     return float(torch.linalg.vector_norm(A) if A.ndim == 2 else torch.linalg.vector_norm(A, dim=(-2, -1)).amax())
-
-
-def _by_eigenvalues(G: Tensor) -> Tensor:
-    check_finite(G)
-    eigenvalues, V = torch.linalg.eigh(G.double())
-    floor = eigenvalues[..., -1:] * 1e-15
-    return sym((V * eigenvalues.clamp_min(floor).rsqrt()[..., None, :]) @ V.mT).to(G.dtype)

@@ -84,6 +84,7 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
             value = value.to(self.original.dtype)
         if not distributed.is_dtensor(self.original):
             super().right_inverse(value)
+            mark_point(self)
             return
         with torch.no_grad():
             for part in reversed(cast(list[Constraint], list(self))):

@@ -140,7 +140,7 @@ class AdapterEntry:
         if list(base.shape) != described["shape"] or known.isdisjoint(_digests(base)):
             raise ValueError(
                 f"{path} is not the weight that the adapter was learned for; load it on the model that finetuning started "
-                "from"
+                "from, in its dtype or in float32"
             )
         skew, *orders = (tensors[f"{path}.{key}"] for key in _PARTS)
         matrix = Layout(base.shape, flatten=isinstance(owner, CONVOLUTIONS)).matrix_shape
@@ -157,7 +157,8 @@ class AdapterEntry:
     @property
     def weight(self) -> int:
         """Identifies the model's tensor that this entry changes."""
-        return id(self.owner if self.layout is None else self.owner._parameters[self.name])
+        present = _equivalence_of(self.owner, self.name)
+        return id(self.owner._parameters[self.name] if present is None else present[1])
 
     @torch.no_grad()
     def apply_(self) -> tuple[str, Equivalence, Tensor]:
@@ -186,7 +187,10 @@ def _is_valid_order(order: Tensor, side: BlockSpec) -> bool:
 
 
 def _digests(base: Tensor) -> tuple[str, str]:
-    """Digests of the bfloat16 values, directly and by way of float16, so models loaded in any of the three dtypes match."""
+    """Digests of the bfloat16 values, directly and by way of float16.
+
+    They match for one dtype, and for float32 with any other; not for bfloat16 with float16, which has rounded differently.
+    """
     values = base.detach().cpu()
     return _digest(values), _digest(values.half())
 

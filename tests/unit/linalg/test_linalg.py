@@ -117,7 +117,6 @@ def test_defect_in_float32_with_few_small_singular_values(shape: tuple[int, int]
 def test_no_matrices_at_all() -> None:
     for shape, method in itertools.product(((0, 5, 3), (0, 90, 80)), METHODS):
         assert linalg.orthonormalize(torch.zeros(shape), method).shape == shape
-    assert linalg.inverse_sqrt(torch.zeros(0, 4, 4)).shape == (0, 4, 4)
 
 
 def test_defect_is_the_formula_in_float64() -> None:
@@ -261,54 +260,6 @@ def test_qr_is_numpys_up_to_signs(method: Any, shape: tuple[int, ...], log_condi
     signs = np.sign(np.diagonal(upper, axis1=-2, axis2=-1))[..., None, :]
     np.testing.assert_allclose(Q.numpy(), expected * signs, rtol=0, atol=1e-13 + 1e-14 * 10**log_condition)
     np.testing.assert_allclose(np.tril(R, -1), 0, rtol=0, atol=1e-13)
-
-
-# ---- inverse square root
-
-
-def spd_matrix(d: int, condition: float, seed: int = 0) -> Tensor:
-    torch.manual_seed(seed)
-    V = orthonormal(d, d)
-    G = (V * torch.logspace(0, -math.log10(condition), d, dtype=torch.float64)) @ V.mT
-    return (G + G.mT) / 2
-
-
-@reproducible
-@given(st.integers(1, 24), st.floats(0, 6), st.floats(-6, 6), seeds)
-def test_inverse_sqrt_is_scipys(d: int, log_condition: float, log_scale: float, seed: int) -> None:
-    condition, scale = 10**log_condition, 10**log_scale
-    G = spd_matrix(d, condition, seed) * scale
-    P = linalg.inverse_sqrt(G)
-    assert torch.equal(P, P.mT)
-    expected = np.linalg.inv(scipy.linalg.sqrtm(G.numpy()))
-    size = float(np.linalg.norm(expected, 2))
-    # eps times the condition: G itself is only known to that
-    np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=1e-14 * condition * size + 1e-14 * size)
-
-
-@pytest.mark.parametrize("d", [5, 64])
-def test_inverse_sqrt_in_float32(d: int) -> None:
-    for condition in (1.0, 1.1, 10.0, 1e3, 1e4, 1e6):
-        G = spd_matrix(d, condition).float()
-        P = linalg.inverse_sqrt(G)
-        eigenvalues, V = np.linalg.eigh(G.double().numpy())
-        expected = (V / np.sqrt(eigenvalues)) @ V.T
-        # Rounding, of which the refinement multiplies a part by √condition / 4 as long as products are used, to 1e4.
-        tolerance = 3e-7 + 3e-8 * min(condition, 1e4) ** 0.5
-        np.testing.assert_allclose(P.numpy(), expected, rtol=0, atol=tolerance * float(np.linalg.norm(expected, 2)))
-
-
-def test_inverse_sqrt_in_low_precision_and_at_the_ends_of_the_range() -> None:
-    G = conditioned((5, 5)).mT @ conditioned((5, 5))
-    torch.testing.assert_close(linalg.inverse_sqrt(G.bfloat16()), linalg.inverse_sqrt(G.bfloat16().float()).bfloat16())
-    for size in (1e-36, 1e36):
-        torch.testing.assert_close(linalg.inverse_sqrt(size * torch.eye(3)), size**-0.5 * torch.eye(3))
-
-
-def test_inverse_sqrt_falls_back_on_eigenvalues_where_products_do_not_converge() -> None:
-    P = linalg.inverse_sqrt(torch.diag(torch.tensor([1.0, 1e-16, 0.0], dtype=torch.float64)))
-    assert P.isfinite().all()
-    assert P[0, 0] == pytest.approx(1.0) and P[1, 1] == pytest.approx(3e7, rel=0.1)  # eigenvalues floored at 1e-15
 
 
 # ---- reorthonormalize
@@ -526,9 +477,9 @@ def test_an_inherited_matmul_precision_stays_inherited(monkeypatch: pytest.Monke
 # ---- errors
 
 
-@pytest.mark.parametrize("function", ["polar U", "qr", "cholesky-qr", "reorthonormalize", "inverse_sqrt"])
+@pytest.mark.parametrize("function", ["polar U", "qr", "cholesky-qr", "reorthonormalize"])
 def test_nan_and_infinity_are_refused(function: str) -> None:
-    f = {**FUNCTIONS, "inverse_sqrt": lambda Y: linalg.inverse_sqrt(precision.gram(Y))}[function]
+    f = FUNCTIONS[function]
     for dtype, bad in itertools.product(
         (torch.float32, torch.float64, torch.bfloat16), (math.nan, math.inf, -math.inf)
     ):

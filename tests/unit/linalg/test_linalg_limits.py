@@ -53,8 +53,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "qr": (lambda Y: linalg.orthonormalize(Y, "qr"), lambda: (torch.randn(50, 40),)),
     "cayley": (lambda A: linalg.cayley(A - A.mT), lambda: (symmetric(40).tril(),)),
     "cayley_neumann": (lambda A: linalg.cayley_neumann(A - A.mT), lambda: (symmetric(40).tril() / 40,)),
-    "inverse_sqrt near I": (linalg.inverse_sqrt, lambda: (torch.eye(40) + symmetric(40) / 60,)),
-    "inverse_sqrt far": (linalg.inverse_sqrt, lambda: (torch.diag(torch.logspace(0, 3, 40)) + symmetric(40) / 60,)),
     "SPD.projx": (SPD().projx, lambda: (SPD().random(8, 8) + symmetric(8) / 10,)),
     "SPD.egrad2rgrad": (SPD().egrad2rgrad, lambda: (SPD().random(8, 8), symmetric(8))),
     "SPD.retr": (SPD().retr, lambda: (SPD().random(8, 8), symmetric(8) / 4)),

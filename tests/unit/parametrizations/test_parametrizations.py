@@ -415,11 +415,16 @@ def test_reset_parameters_keeps_its_signature() -> None:
     assert defect(layer.weight) < 1e-5 and not torch.allclose(layer.weight, before, atol=0.1)
 
 
-def test_a_point_stays_one_when_loading_swaps_tensors() -> None:
+def test_a_point_stays_one_when_torch_swaps_tensors() -> None:
     layer = stiefel(nn.Linear(4, 6))
+    uses: list[Callable[[], Any]] = [
+        lambda: layer.load_state_dict(layer.state_dict()),
+        lambda: setattr(layer, "weight", torch.randn(6, 4)),
+    ]
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        layer.load_state_dict(layer.state_dict())
+        for use in uses:
+            use()
+            assert isinstance(getattr(stored(layer), "manifold", None), Stiefel)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    assert isinstance(getattr(stored(layer), "manifold", None), Stiefel)

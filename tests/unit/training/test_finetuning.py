@@ -296,3 +296,14 @@ def test_the_matrices_of_a_lora_are_left(pretrained: Any) -> None:
         assert lora and lora <= set(left) and any(name.endswith("query.base_layer") for name in taken)
     taken, _ = equivalence_(copy.deepcopy(model), "*.lora_A.*", block_size=4, verbose=False)
     assert set(taken) == {name for name in lora if ".lora_A." in name}
+
+
+def test_two_weights_of_one_layer_are_loaded_twice(tmp_path: Path) -> None:
+    layer = nn.LSTM(4, 8)
+    plain = copy.deepcopy(layer)
+    for name in ("weight_hh_l0", "weight_ih_l0"):
+        mt.equivalence(layer, name, block_size=4, terms=None)
+    path = save_adapter(layer, tmp_path / "adapter.safetensors")
+    for _ in range(2):
+        load_adapter(plain, path)
+    assert len(equivalences(plain)) == 2

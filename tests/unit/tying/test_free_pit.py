@@ -225,3 +225,14 @@ def test_the_initial_std_falls_with_the_width(d: int, std: float) -> None:
     assert pit.head_weight.std().item() == pytest.approx(std, rel=0.1)
     pit.reset_parameters()
     assert pit.head_weight.std().item() == pytest.approx(std, rel=0.1)
+
+
+def test_a_change_of_any_column_is_noticed() -> None:
+    pit, ids = free(1.0, 500, 400), torch.arange(500)
+    for column in (0, 354, 399):  # sin(355) is nearly 0
+        pit.embed(ids[:1])
+        with torch.no_grad():
+            pit.table[:, column] *= 1.0001
+        fresh = mt.PIT(500, 400)
+        fresh.load_state_dict(pit.state_dict())
+        assert torch.equal(pit.embed(ids), fresh.embed(ids))
