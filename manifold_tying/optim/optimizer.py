@@ -176,9 +176,8 @@ class RiemannianOptimizer(Optimizer):
             placed: Any = p  # a DTensor has a mesh
             where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
-            own = (
-                manifold_key(manifold) if isinstance(manifold, Stiefel) else id(p)
-            )  # a foreign inner may drop dimensions
+            # Foreign points move one by one: their manifold's inner may drop dimensions.
+            own = manifold_key(manifold) if isinstance(manifold, Stiefel) else id(p)
             alike[own, p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 

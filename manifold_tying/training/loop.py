@@ -253,9 +253,8 @@ def _nan_message(
         text += f", for the {state.skipped}th step in a row"
     if kept:
         text += f"; --resume continues from {kept[-1]}"
-    return f"{text}. Lower the learning rate" + ", or skip single steps with --on-nan skip" * (
-        config.settings.on_nan == "stop"
-    )
+    skip = ", or skip single steps with --on-nan skip" if config.settings.on_nan == "stop" else ""
+    return f"{text}. Lower the learning rate{skip}"
 
 
 def _exit_early(

@@ -44,6 +44,7 @@ class PIT(TokenInterface):
         memory: Z, (V, d).
         cholesky_factor: L, (d, d), lower triangular with positive diagonal, T = L Lᵀ.
         transform: T, (d, d).
+        embedding_dtype: the model's dtype, which embeddings have.
 
     Raises:
         ValueError: vocab_size < hidden_size, unknown memory, an option that this memory does not have, or a wrong value.
@@ -81,9 +82,7 @@ class PIT(TokenInterface):
                 f"expected vocab_size >= hidden_size, since d orthonormal columns need V >= d rows; got V={vocab_size}, "
                 f"d={hidden_size}; use a larger vocabulary or a narrower model"
             )
-        self.embedding_dtype = (
-            torch.get_default_dtype()
-        )  # the model's, in which embeddings are returned; the parameters stay float32
+        self.embedding_dtype = torch.get_default_dtype()
         self.register_parameter("bridge", None)
 
     @classmethod
