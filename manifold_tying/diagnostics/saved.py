@@ -89,10 +89,11 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     if type(step) is not int or not isinstance(config, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
     kind = f"checkpoint of step {step}"
+    scale = tensors["log_scale"].exp() if "log_scale" in tensors else 1.0
     if "weight" in tensors:
-        return SavedTables(tensors["weight"], tensors["weight"].mT, f"{kind}, transpose tying"), None
+        return SavedTables(tensors["weight"], scale * tensors["weight"].mT, f"{kind}, transpose tying"), None
     if "embedding" in tensors:
-        return SavedTables(tensors["embedding"], tensors["head"].mT, f"{kind}, untied"), None
+        return SavedTables(tensors["embedding"], scale * tensors["head"].mT, f"{kind}, untied"), None
     pit = _pit(tensors, folder, config)
     return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
 

@@ -26,19 +26,20 @@ class MergeCallback(TrainerCallback):
         self.every = every
         self.options = options
         self.schedule: MergeSchedule | None = None
-        self.norm = 0.0
+        self.norm = self.lowered = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         model: nn.Module = parts["model"]
         optimizer = getattr(parts["optimizer"], "optimizer", parts["optimizer"])  # accelerate wraps it
         self.schedule = MergeSchedule(model, optimizer, self.every, **self.options)
         self.schedule.load_state_dict({"steps": state.global_step})
-        self.norm = args.max_grad_norm
+        if args.max_grad_norm != self.lowered:  # else an interrupted training left it so
+            self.norm = args.max_grad_norm
         keep_plain_weights(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.schedule is not None:
-            args.max_grad_norm = self.schedule.clip(self.norm)
+            args.max_grad_norm = self.lowered = self.schedule.clip(self.norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         if self.schedule is not None:

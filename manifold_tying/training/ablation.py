@@ -54,6 +54,7 @@ class AblateConfig:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out))
         if not 1 <= self.seeds <= MOST_SEEDS:
             raise ValueError(f"expected seeds {'>= 1' if self.seeds < 1 else f'<= {MOST_SEEDS}'}, got {self.seeds}")
         if self.tokens is None:

@@ -44,7 +44,7 @@ class Settings(  # a dataclass lists the fields of its last base first
         for name, hint in _TYPES.items():
             check_value(name, getattr(self, name), hint)
         if self.betas is not None and not (
-            isinstance(self.betas, tuple) and len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+            isinstance(self.betas, tuple | list) and len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         ):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
         if self.batch_size % self.accumulate:
@@ -120,6 +120,7 @@ class TrainConfig:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "out", Path(self.out))
         check_value("interface", self.interface, Interface)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"expected seed {'>= 0' if self.seed < 0 else '< 2^64'}, got {self.seed}")

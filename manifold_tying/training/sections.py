@@ -216,7 +216,8 @@ def check_value(name: str, value: object, hint: Any) -> None:
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(get_args(kind))}")
         for bounds in filter(lambda found: isinstance(found, Bounds), getattr(kind, "__metadata__", ())):
-            assert isinstance(value, int | float)
+            if not isinstance(value, int | float):
+                raise ValueError(f"expected {name} to be a number, got {value!r}")
             low, high, is_open = bounds
             if not (low < value if is_open else low <= value) or value == math.inf:
                 raise ValueError(f"expected {name} {'>' if is_open else '>='} {low:g}, got {value}")

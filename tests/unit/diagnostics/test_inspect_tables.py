@@ -34,9 +34,11 @@ def test_tables_of_something_else(model: torch.nn.Module) -> None:
         interface_tables(model)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interface", ["untied", "transpose", "pit-trainable", "pit-free"])
-def test_a_run_is_read_as_the_model_it_saved(interface: Any, tmp_path: Path) -> None:
-    config = resolve(TrainConfig(out=tmp_path, interface=interface, settings=Settings(steps=1)))
+def test_a_run_is_read_as_the_model_it_saved(interface: Any, scaled: bool, tmp_path: Path) -> None:
+    settings = Settings(steps=1, logit_scale=True if scaled and not interface.startswith("pit") else None)
+    config = resolve(TrainConfig(out=tmp_path, interface=interface, settings=settings))
     model = build_model(config)
     optimizer = build_optimizer(model, config.settings)
     model.loss(torch.arange(16).view(2, 8), torch.arange(16).view(2, 8)).backward()

@@ -30,6 +30,12 @@ class Norms(TrainerCallback):
         self.seen.append(args.max_grad_norm)
 
 
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, *_: Any, **parts: Any) -> None:
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
 def trained(out: Path, resume: str | None = None, steps: int = 10) -> tuple[Any, list[float], Trainer]:
     model, norms = rotating(terms=None), Norms()
     callbacks = [MergeCallback(every=4, clip_ramp_steps=2), norms]
@@ -48,6 +54,18 @@ def test_trainer_merges_clips_and_resumes(tmp_path: Path) -> None:
     assert difference(logits(resumed), logits(whole)) <= 1e-5
     for (_, a, _), (_, b, _) in zip(equivalences(whole), equivalences(resumed), strict=True):
         assert int(a.merges) == int(b.merges) and torch.equal(a.in_order, b.in_order)
+
+
+def test_an_interrupted_training_goes_on_with_the_users_norm(tmp_path: Path) -> None:
+    norms = Norms()
+    callbacks = [MergeCallback(every=4, clip_ramp_steps=2), norms, Interrupt()]
+    trainer = Trainer(rotating(), arguments(tmp_path, 6), train_dataset=Repeated(), callbacks=callbacks)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert norms.seen[-1] == pytest.approx(0.1)
+    trainer.remove_callback(Interrupt)
+    trainer.train()
+    assert norms.seen[5:] == pytest.approx([1, 1, 1, 1, 0.1, 0.55]) and trainer.args.max_grad_norm == 1
 
 
 def test_what_the_trainer_saves_loads_as_what_it_trained(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_every_number_has_a_bound_and_every_choice_is_checked(name: str) -> None
         ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
         ({"out_share": 1.5}, r"0 <= out_share <= 1"),
         ({"block_size": 1}, r"block_size to be an integer >= 2, got 1"),
+        ({"lr": "0.1"}, "expected lr to be a number, got '0.1'"),
     ],
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
