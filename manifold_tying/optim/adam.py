@@ -54,7 +54,7 @@ class RiemannianAdam(RiemannianOptimizer):
         second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). "row" and
             "matrix" make the trajectory independent of the basis of the columns.
         project_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
-            point is retracted at every step. Polar retraction only. Costs accuracy: docs/learning-rates.md.
+            point is retracted at every step. Polar retraction only. See docs/learning-rates.md.
         maximize: maximize the objective.
         foreach: as in torch.optim.AdamW, for ordinary parameters.
         fused: as in torch.optim.AdamW, for ordinary parameters.
