@@ -37,8 +37,14 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float =
         _require((wide[0] - wide[1]).abs().max() / size, rounding(dtype, rows, condition), f"{what}: the difference")
 
 
-def assert_gradient(value: Callable[[], Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> None:
-    """The derivative of ``value()`` along directions in float64 inputs is its central difference quotient to 1e-5."""
+def assert_gradient(
+    function: Callable[[], Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor], C: Tensor
+) -> None:
+    """The derivative of Σ C function() along directions in float64 inputs is its central difference quotient to 1e-5."""
+
+    def value() -> Tensor:
+        return (function() * C).sum()
+
     result, h, sides = value(), 1e-6, []
     gradients: Sequence[Tensor] = [torch.zeros_like(x) for x in inputs]
     if result.requires_grad:

@@ -7,33 +7,26 @@ from contextlib import suppress
 from typing import Any
 
 import geoopt
-import numpy as np
 import scipy.stats
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifold_tying.testing._assertions import assert_close
 from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
 from manifold_tying.testing._manifold_subject import (
-    CHAIN,
     Subject,
     assert_on_manifold,
     assert_tangent,
+    close,
     event,
     implemented,
     inner,
     metric_condition,
     projected,
-    unit_vector,
+    require_near,
 )
+from manifold_tying.testing._moves import MOVE_LAWS
 from manifold_tying.testing._strategies import BATCHES, SEEDS, ambient, points, random_point
-
-LENGTHS = (1.0, 0.0, 1e-9, 0.1, 3.0, 1e4)  # of tangent vectors passed to retr
-
-
-def _close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
-    assert_close(actual, expected, what, CHAIN * condition)
 
 
 def _projection_lands(subject: Subject, draw: Draw) -> None:
@@ -44,8 +37,8 @@ def _projection_lands(subject: Subject, draw: Draw) -> None:
 def _projection_keeps(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     y = projected(subject, x + 0.3 * v)
-    _close(subject.manifold.projx(x), x, "projx(x) - x")
-    _close(subject.manifold.projx(y), y, "projx(projx(y)) - projx(y)")
+    close(subject.manifold.projx(x), x, "projx(x) - x")
+    close(subject.manifold.projx(y), y, "projx(projx(y)) - projx(y)")
 
 
 def _projection_is_nearest(subject: Subject, draw: Draw) -> None:
@@ -68,7 +61,7 @@ def _vectors_are_tangent(subject: Subject, draw: Draw) -> None:
     u = subject.manifold.proju(x, v)
     assert_tangent(subject.manifold, x, u)
     assert_tangent(subject.manifold, x, subject.manifold.egrad2rgrad(x, v))
-    _close(subject.manifold.proju(x, u), u, "proju(x, u) - u for a tangent u")
+    close(subject.manifold.proju(x, u), u, "proju(x, u) - u for a tangent u")
 
 
 def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
@@ -76,7 +69,7 @@ def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     h = 1e-5
     u = (projected(subject, x + h * v) - projected(subject, x - h * v)) / (2 * h)
-    _require_near(subject.manifold.proju(x, u), u, 1e-5, "proju(x, u) - u for a derivative u of projx at x")
+    require_near(subject.manifold.proju(x, u), u, 1e-5, "proju(x, u) - u for a derivative u of projx at x")
 
 
 def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
@@ -84,111 +77,27 @@ def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
     u = subject.tangent(draw, x)
     normal = v - subject.manifold.proju(x, v)
     product = inner(subject, x, normal, u)
-    _close(product, torch.zeros_like(product), "<v - proju(x, v), u>", metric_condition(subject, x))
+    close(product, torch.zeros_like(product), "<v - proju(x, v), u>", metric_condition(subject, x))
 
 
 def _gradient_is_for_the_metric(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
     product = inner(subject, x, subject.manifold.egrad2rgrad(x, v), u)
-    _close(product, (v * u).sum(event(subject)), "<egrad2rgrad(x, v), u>_x - tr vᵀu", metric_condition(subject, x))
+    close(product, (v * u).sum(event(subject)), "<egrad2rgrad(x, v), u>_x - tr vᵀu", metric_condition(subject, x))
 
 
 def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
     u, v, w = (subject.tangent(draw, x) for _ in range(3))
     product, condition = functools.partial(inner, subject), metric_condition(subject, x)
-    _close(product(x, u, v), product(x, v, u), "<u, v> - <v, u>", condition)
+    close(product(x, u, v), product(x, v, u), "<u, v> - <v, u>", condition)
     separate = product(x, u, v) + 2 * product(x, w, v)
-    _close(product(x, u + 2 * w, v), separate, "<u + 2w, v> - <u, v> - 2<w, v>", condition)
-    _close(product(x, u), product(x, u, u), "<u> - <u, u>", condition)
+    close(product(x, u + 2 * w, v), separate, "<u + 2w, v> - <u, v> - 2<w, v>", condition)
+    close(product(x, u), product(x, u, u), "<u> - <u, u>", condition)
     lengths, moved = product(x, u), u.abs().amax(event(subject)) > 1e-6
     if (lengths[moved] <= 0).any() or (lengths < -1e-12).any():
         raise AssertionError(f"<u, u> is {lengths.min().item():.3g} for a tangent u that is not 0")
-
-
-def _retraction_lands(subject: Subject, draw: Draw) -> None:
-    x, _ = subject.draw(draw)
-    u = draw(st.sampled_from(LENGTHS), "length") * unit_vector(subject, draw, x)
-    assert_on_manifold(subject.manifold, subject.manifold.retr(x, u))
-
-
-def _retraction_starts_at_the_point(subject: Subject, draw: Draw) -> None:
-    x, _ = subject.draw(draw)
-    _close(subject.manifold.retr(x, torch.zeros_like(x)), x, "retr(x, 0) - x")
-
-
-def _retraction_moves_along(subject: Subject, draw: Draw) -> None:
-    _moves_along(subject, draw, subject.manifold.retr, "retr")
-
-
-def _geodesic_moves_along(subject: Subject, draw: Draw) -> None:
-    _moves_along(subject, draw, implemented(subject.manifold.expmap), "expmap")
-
-
-def _moves_along(subject: Subject, draw: Draw, move: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
-    x, _ = subject.draw(draw)
-    u, h = unit_vector(subject, draw, x), 1e-4
-    difference = (move(x, h * u) - move(x, -h * u)) / (2 * h)
-    _require_near(difference, u, 1e-5, f"the derivative of {name}(x, t u) at t = 0, minus u,")
-
-
-def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
-    x, v = subject.draw(draw)
-    u = draw(st.sampled_from([0.0, 0.3])) * unit_vector(subject, draw, x)
-    direction = unit_vector(subject, draw, x)
-    leaf, h = u.clone().requires_grad_(), 1e-5
-    (subject.manifold.retr(x, leaf) * v).sum().backward()
-    if leaf.grad is None:
-        raise AssertionError("retr(x, u) has no gradient with respect to u")
-    change = subject.manifold.retr(x, u + h * direction) - subject.manifold.retr(x, u - h * direction)
-    slope = (change * v).sum() / (2 * h)
-    _require_near((leaf.grad * direction).sum(), slope, 1e-5, "the gradient of retr, minus the difference quotient,")
-
-
-def _retraction_has_its_order(subject: Subject, draw: Draw) -> None:
-    expmap = implemented(subject.manifold.expmap)
-    x, _ = subject.draw(draw)
-    u = unit_vector(subject, draw, x)
-    times = np.logspace(-2.5, -1.5, 5)
-    errors = [(subject.manifold.retr(x, t * u) - expmap(x, t * u)).abs().max().item() for t in times]
-    if max(errors) < 1e-12:
-        return
-    slope = float(np.polyfit(np.log(times), np.log(np.maximum(errors, 1e-300)), 1)[0])
-    if slope < subject.order + 0.9:  # 0.1 covers higher-order terms at t = 0.03
-        raise AssertionError(
-            f"retr(x, t u) deviates from the geodesic like t^{slope:.2f}, expected t^{subject.order + 1} for a retraction of "
-            f"order {subject.order}"
-        )
-
-
-def _logarithm_inverts(subject: Subject, draw: Draw) -> None:
-    logmap, expmap = implemented(subject.manifold.logmap), implemented(subject.manifold.expmap)
-    x, _ = subject.draw(draw)
-    u = 0.5 * unit_vector(subject, draw, x)
-    _require_near(logmap(x, expmap(x, u)), u, 1e-6, "logmap(x, expmap(x, u)) - u")
-
-
-def _transport_is_tangent(subject: Subject, draw: Draw) -> None:
-    x, y, u = _transported(subject, draw)
-    assert_tangent(subject.manifold, y, implemented(subject.manifold.transp)(x, y, u))
-
-
-def _transport_is_linear(subject: Subject, draw: Draw) -> None:
-    x, y, u = _transported(subject, draw)
-    w, transp = subject.tangent(draw, x), implemented(subject.manifold.transp)
-    _close(transp(x, y, u + 2 * w), transp(x, y, u) + 2 * transp(x, y, w), "transp(u + 2w) - transp(u) - 2 transp(w)")
-
-
-def _transport_in_place_is_nothing(subject: Subject, draw: Draw) -> None:
-    x, _ = subject.draw(draw)
-    u = subject.tangent(draw, x)
-    _close(implemented(subject.manifold.transp)(x, x, u), u, "transp(x, x, u) - u", metric_condition(subject, x))
-
-
-def _transported(subject: Subject, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    x, _ = subject.draw(draw)
-    return x, subject.manifold.retr(x, 0.7 * unit_vector(subject, draw, x)), subject.tangent(draw, x)
 
 
 def _batch_is_its_elements(subject: Subject, draw: Draw) -> None:
@@ -204,7 +113,7 @@ def _batch_is_its_elements(subject: Subject, draw: Draw) -> None:
     }
     for name, function in maps.items():
         together, alone = function(x, u, v), torch.stack([function(*one) for one in zip(x, u, v, strict=True)])
-        _close(together, alone, f"{name} of a batch, minus that of its elements")
+        close(together, alone, f"{name} of a batch, minus that of its elements")
 
 
 def _dtype_and_device_stay(subject: Subject, draw: Draw) -> None:
@@ -269,12 +178,6 @@ def _random_points_are_uniform(subject: Subject, draw: Draw) -> None:
                 raise AssertionError(f"X and QX have different distributions for an orthogonal Q (p = {p:.1g})")
 
 
-def _require_near(actual: Tensor, expected: Tensor, allowed: float, what: str) -> None:
-    error = (actual - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-    if not error <= allowed:
-        raise AssertionError(f"{what} is {error:.3g}; allowed is {allowed:.0e}")
-
-
 MANIFOLD_LAWS: tuple[Law[Subject], ...] = (
     Law("the checks reject what is off the manifold", _checks_see_what_is_off),
     Law("random points are on the manifold", _random_points_are_points),
@@ -287,16 +190,7 @@ MANIFOLD_LAWS: tuple[Law[Subject], ...] = (
     Law("proju is orthogonal", _projection_is_orthogonal),
     Law("egrad2rgrad is the gradient for the metric", _gradient_is_for_the_metric),
     Law("inner is a metric", _inner_is_a_metric),
-    Law("retr lands on the manifold", _retraction_lands),
-    Law("retr(x, 0) is x", _retraction_starts_at_the_point),
-    Law("retr moves along the vector", _retraction_moves_along),
-    Law("retr has its order", _retraction_has_its_order),
-    Law("retr has a gradient", _retraction_has_a_gradient),
-    Law("expmap moves along the vector", _geodesic_moves_along),
-    Law("logmap inverts expmap", _logarithm_inverts),
-    Law("transp gives tangent vectors", _transport_is_tangent),
-    Law("transp is linear", _transport_is_linear),
-    Law("transp from a point to itself keeps the vector", _transport_in_place_is_nothing),
+    *MOVE_LAWS,
     Law("a batch equals its elements", _batch_is_its_elements),
     Law("dtype and device are preserved", _dtype_and_device_stay),
 )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from manifold_tying.testing._assertions import rounding
+from manifold_tying.testing._assertions import assert_close, rounding
 from manifold_tying.testing._laws import Draw, NotApplicable
 from manifold_tying.testing._strategies import BATCHES, ambient, points, tangent_vectors, unit
 
@@ -105,3 +105,13 @@ def implemented(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise NotApplicable from None
 
     return call
+
+
+def close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:
+    assert_close(actual, expected, what, CHAIN * condition)
+
+
+def require_near(actual: Tensor, expected: Tensor, allowed: float, what: str) -> None:
+    error = (actual - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+    if not error <= allowed:
+        raise AssertionError(f"{what} is {error:.3g}; allowed is {allowed:.0e}")

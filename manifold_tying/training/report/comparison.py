@@ -62,7 +62,7 @@ def merged(experiments: Mapping[str, Experiment]) -> Experiment:
 def comparable(experiment: Experiment) -> list[list[str]]:
     """The finished arms, grouped so that losses within a group are measured alike, after as many tokens."""
     groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
-    measured["tokens"] = [{row["arm"]: row["tokens"] for row in experiment.rows}[arm] for arm in measured.index]
+    measured["tokens"] = measured.index.map({row["arm"]: row["tokens"] for row in experiment.rows})
     for _, alike in measured.groupby([*MEASURED_ON, "tokens"], sort=False):
         if alike.text.nunique() > 1:
             groups += [list(of.index) for _, of in alike.groupby("text", sort=False, dropna=False)]
