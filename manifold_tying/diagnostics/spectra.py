@@ -66,10 +66,13 @@ def condition(T: Tensor) -> float:
 
 
 def condition_from_factor(L: Tensor) -> float:
-    """The condition number of T = L Lᵀ from L (d, d): cond(L)², in float64; accurate even if T is ill-conditioned."""
+    """The condition number of T = L Lᵀ from L (d, d): cond(L)², in float64; accurate even if T is ill-conditioned.
+
+    Infinite if L is singular.
+    """
     precision.check_square(L)
     sigma = singular_values(L)
-    return (sigma[0] / sigma[-1]).square().item()
+    return (sigma[0] / sigma[-1]).square().item() if sigma[-1] > 0 else math.inf
 
 
 def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:

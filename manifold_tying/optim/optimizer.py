@@ -203,6 +203,8 @@ class RiemannianOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also handles loaded states: from torch's optimizers, which have fewer options, or from another device."""
+        if any(group.get("amsgrad") for group in state["param_groups"]):
+            raise ValueError("the state was saved with amsgrad=True, which this optimizer lacks; start with a new state")
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # set by torch; not an option of ours
         for group in self.param_groups:

@@ -250,6 +250,17 @@ def test_a_state_of_geoopts_sgd_loads() -> None:
     torch.testing.assert_close(points[1].detach().as_subclass(Tensor), points[0].detach().as_subclass(Tensor))
 
 
+def test_a_state_with_amsgrad_is_refused_before_anything_changes() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    ours, theirs = RiemannianAdam([weight], lr=0.1), torch.optim.AdamW([weight], amsgrad=True)
+    for optimizer in (ours, theirs):
+        drive(optimizer, [weight], 1, seeded)
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match="saved with amsgrad=True, which this optimizer lacks"):
+        ours.load_state_dict(theirs.state_dict())
+    assert str(ours.state_dict()) == str(before)
+
+
 def test_manifold_of_the_group_and_euclidean_parameters() -> None:
     X = nn.Parameter(torch.linalg.qr(torch.randn(7, 3))[0])
     optimizer = RiemannianAdam([{"params": [X], "manifold": mt.Stiefel("qr"), "names": ["mine"]}], lr=0.1)

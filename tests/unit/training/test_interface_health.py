@@ -29,6 +29,7 @@ def test_the_condition_comes_from_the_factor(decades: int) -> None:
     assert diagnostics.condition_from_factor(L) == pytest.approx(10.0**decades, rel=1e-5)
     rounded = (L @ L.mT).float()
     assert diagnostics.condition(rounded) > 0  # where T itself was rounded, nothing is left, but it is not negative
+    assert diagnostics.condition_from_factor(torch.zeros(3, 3)) == torch.inf
     pit = mt.PIT(20, 12, memory="frozen")
     pit.cholesky_factor = L.float()
     assert diagnostics.condition_from_factor(pit.cholesky_factor) == pytest.approx(10.0**decades, rel=2e-2)
