@@ -17,13 +17,14 @@ from experiments.budgets import budgets, candidates, plan
 from experiments.comparison import Table
 from manifold_tying._transformers import import_transformers
 from manifold_tying.models import LlamaConfig, preset
-from manifold_tying.training.ablation import MOST_SEEDS, budgets_of
+from manifold_tying.training.ablation import MOST_SEEDS, budgets_of, check_folder
 from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.files import write_atomic
 from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.loop import train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.progress import Started, progress_bars
+from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.rundir import RESULT
 
@@ -78,9 +79,9 @@ class ReproduceConfig:
     data: str | None = None
     """Corpus, as for train; None is docstrings for pit-continued and pit-adaptation, else stdlib."""
     batch_size: int = 8
-    """Sequences per step."""
+    """Sequences per step; a source has train's."""
     sequence_length: int = 128
-    """Tokens per sequence."""
+    """Tokens per sequence; a source has train's."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     init_from: Path | None = None
@@ -143,7 +144,8 @@ def reproduce(config: ReproduceConfig, *, started: Started | None = None) -> lis
         source = config.init_from
         if source is None:
             steps = max(1, round(config.source_tokens / Settings().tokens_per_step))
-            source = trained_source(config.out / "source", config.preset, config.source_data, steps, started)
+            shared = Settings(data=config.source_data, weight_decay=WEIGHT_DECAY, device=config.device)
+            source = trained_source(config.out / "source", config.preset, shared, steps, started)
         settings = dataclasses.replace(settings, init_from=source, preset=Settings.preset)
     if config.name == BUDGETS:
         tables = budgets(config.out, settings, config.budgets, config.chosen, config.seeds, started)
@@ -197,38 +199,35 @@ def tied_llama(shape: LlamaConfig, positions: int, **options: Any) -> "PreTraine
     )
 
 
-def trained_source(out: Path, name: str, data: str, steps: int, started: Started | None = None) -> Path:
-    """Train a tied checkpoint of a preset, unless it exists, and return its folder.
+def trained_source(out: Path, name: str, shared: Settings, steps: int, started: Started | None = None) -> Path:
+    """Train a tied checkpoint of a preset, unless it exists, and return its folder; a folder of another one is refused.
 
     The last quarter of the steps is a second run that continues the first one. Its rate falls from a tenth of the peak to a
     hundredth, because published checkpoints were also trained to the end of their schedule.
     """
-    start = out / "start"
+    start = out / f"start-{name}"
     lr = LR * WIDTH / preset(name).hidden_size
     if not (start / "tokenizer.json").exists():
-        made = load_data(TrainConfig(out=start, settings=Settings(preset=name, data=data, steps=steps)))
+        made = load_data(TrainConfig(out=start, settings=dataclasses.replace(shared, preset=name, steps=steps)))
         with torch.random.fork_rng():
             torch.manual_seed(0)
             made_up = tied_llama(preset(name), 4 * Settings.sequence_length, bos_token_id=0, eos_token_id=0)
             made_up.save_pretrained(start)
         shutil.copy2(made.directory / "tokenizer.json", start)  # last, because it marks the folder as complete
     settling = round(SETTLING * steps)
-    falling = _run(out / "run", start, data, steps - settling, lr, 0, started)
-    return _run(out / "settled", falling, data, settling, SETTLING_RATE * lr, 1, started) if settling else falling
+    first = dataclasses.replace(shared, init_from=start, steps=steps - settling, lr=lr)
+    falling = _run(out / "run", first, 0, started)
+    if not settling:
+        return falling
+    second = dataclasses.replace(shared, init_from=falling, steps=settling, lr=SETTLING_RATE * lr)
+    return _run(out / "settled", second, 1, started)
 
 
-def _run(out: Path, init_from: Path, data: str, steps: int, lr: float, seed: int, started: Started | None) -> Path:
+def _run(out: Path, settings: Settings, seed: int, started: Started | None) -> Path:
     """Train one run, unless it exists, and return its checkpoint; ``seed`` sets the order of the data."""
+    settings = dataclasses.replace(settings, checkpoint_every=-(-settings.steps // 4))
+    config = TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings)
+    check_folder(resolve(config))
     if not (out / RESULT).exists():
-        settings = Settings(
-            init_from=init_from,
-            data=data,
-            steps=steps,
-            checkpoint_every=-(-steps // 4),
-            lr=lr,
-            weight_decay=WEIGHT_DECAY,
-        )
-        observer = started("source", 0, 1, steps) if started else None
-        config = TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings)
-        train(config, observer=observer)
+        train(config, observer=started("source", 0, 1, settings.steps) if started else None)
     return out / OUT

@@ -58,6 +58,8 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
         folder = saved[-1]
     if (folder / "state.json").exists():
         found = _of_checkpoint(folder)
+    elif (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} holds a run without a checkpoint; resume it with train --resume")
     elif (folder / "config.json").exists():
         found = _of_hugging_face(folder)
     else:

@@ -63,9 +63,9 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
 
 
 def _value(text: str, key: str) -> Any:
-    """Parse the text as JSON (numbers, true, null); other text stays a string."""
+    """Parse the text as JSON (numbers, true, null) or as train's options write it (True, None); else it stays a string."""
     try:
-        value = parsed(text)
+        value = parsed({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except NotJSON:
         value = text
     hint = get_type_hints(Settings)[key]
@@ -73,5 +73,5 @@ def _value(text: str, key: str) -> Any:
     fits = type(value) in allowed or (type(value) is int and float in allowed)
     fits |= value is None and type(None) in get_args(hint)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"expected {key} to be of type {hint}, got {text!r}")
+        raise ValueError(f"expected {key} to be of type {' or '.join(t.__name__ for t in allowed)}, got {text!r}")
     return value

@@ -155,8 +155,9 @@ def run_export(config: ExportConfig, console: Console) -> None:
         raise ValueError(
             f"{config.out} already holds a model ({', '.join(found)}); choose another folder, or delete it"
         )
-    if saved := [config.model] if (config.model / STATE).exists() else checkpoints(config.model):
-        saved_interface(saved[-1])  # raises before anything is written
+    saved = [config.model] if (config.model / STATE).exists() else checkpoints(config.model)
+    if saved or (config.model / METRICS).exists():
+        saved_interface(config.model)  # raises before anything is written
         export_model(saved[-1], config.out)
     else:
         export(load(config.model), config.out)

@@ -78,7 +78,7 @@ def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict
     condition, delta_ti = metrics.get("cond_transform"), metrics.get("delta_ti")
     if condition is None:
         return {}
-    found, advice = {}, "Train with a lower --transform-lr (with a free table, --lr)"
+    found, advice = {}, "Train with a lower --transform-lr (with a free table, --table-lr)"
     if abs(condition) > LARGEST_CONDITION:  # earlier versions could write a negative one
         what = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits"
         found["cond_transform"] = f"{what}. {advice}"
@@ -104,13 +104,12 @@ class InterfaceCheck:
         pit = not self._bridge and metrics["cond_transform"] is not None
         if self._processes.any(pit and math.isfinite(metrics["val_loss"]) and metrics["delta_ti"] >= LOST_DELTA_TI):
             settings, kept = self._config.settings, self._writer.kept()
-            what, flag, rate = "the free table", "lr", settings.lr
-            if settings.transform_lr is not None:
-                what, flag, rate = "T", "transform-lr", settings.transform_lr
+            rate = next(rate for rate in ("transform_lr", "table_lr", "lr") if getattr(settings, rate) is not None)
+            what, flag = "T" if rate == "transform_lr" else "the free table", rate.replace("_", "-")
             raise Diverged(
                 f"{where}: the token interface is lost. ΔTI = ‖W_out E - I‖ is {metrics['delta_ti']:.2g} and cond(T) is "
                 f"{metrics['cond_transform']:.2g}; from ΔTI = 1 on, W_out may not invert E at all. Lower the learning rate "
-                f"of {what} (--{flag}, here {rate:g}) and choose another --out"
+                f"of {what} (--{flag}, here {getattr(settings, rate):g}) and choose another --out"
                 + (f"; {kept[-1]} is kept" if kept else "")
             )
         for metric, text in health_warnings(metrics, bridge=self._bridge).items():

@@ -109,8 +109,8 @@ class Adam:
     """Weight decay of the body's matrices; never applied to the memory, the transform or skew vectors."""
     warmup_steps: Annotated[int, Bounds(0)] | None = None
     """Steps of linear warm-up, before a cosine to a tenth of the peak; None is a tenth of the steps, at most 1000."""
-    clip: NonNegative = 1.0
-    """Maximum gradient norm, over all parameters except the memory."""
+    clip: Positive = 1.0
+    """Maximum gradient norm, over all parameters except the memory; 1e9 turns clipping off."""
 
 
 @dataclass(frozen=True, kw_only=True)

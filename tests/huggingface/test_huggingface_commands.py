@@ -155,3 +155,11 @@ def test_an_earlier_export_is_not_overwritten(stock: Path, console: Console, tmp
     run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
     with pytest.raises(ValueError, match=r"exported already holds a model \(config.json, model.safetensors\)"):
         run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
+
+
+def test_a_run_without_a_checkpoint_is_said_to_be_one(console: Console, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}")
+    for command in (ExportConfig(tmp_path, tmp_path / "out"), InspectConfig(tmp_path)):
+        with pytest.raises(ValueError, match="holds a run without a checkpoint; resume it with train --resume"):
+            run_export(command, console) if isinstance(command, ExportConfig) else run_inspect(command, console)

@@ -62,9 +62,8 @@ def _best(losses: Losses) -> str:
         lowest += f" (perplexity {perplexity(loss)}) over {_seeds(loss.n)}"
     if not others:
         return f"{best}: validation loss {lowest}. There is no other arm to compare it with."
-    ahead = paired_differences(losses[others[0]], losses[best])
-    difference = summarize(ahead)
-    if difference is None or not shared:
+    ahead = [losses[others[0]][seed] - losses[best][seed] for seed in sorted(shared)]
+    if (difference := summarize(ahead)) is None:
         return f"{best} has the lowest mean validation loss, {lowest}, but not all arms share a seed for a fair comparison."
     gap = f"{_interval(ahead)} nats"
     if difference.beyond_spread:

@@ -79,8 +79,12 @@ class Table:
 def results(rows: Sequence[Row], groups: Sequence[Sequence[str]] = ()) -> Table:
     """Mean ± sample standard deviation over seeds for every arm; ``groups`` are comparable arms, all by default."""
     arms = arm_names(rows)
-    baselines = {arm: baseline_of(group) for group in groups or [arms] for arm in group}
-    reference = next((interface_of(baseline) for baseline in baselines.values() if baseline), BASELINES[0])
+    reference = interface_of(baseline_of(arms) or BASELINES[0])
+    baselines = {
+        arm: baseline_of([other for other in group if interface_of(other) == reference])
+        for group in groups or [arms]
+        for arm in group
+    }
 
     def column(quantity: str, texts: Texts, size: float = 1) -> list[Cell]:
         of_arms = [[value / size for value in by_seed(rows, arm, quantity).values()] for arm in arms]

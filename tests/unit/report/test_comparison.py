@@ -59,6 +59,10 @@ def test_the_difference_is_to_one_arm_where_losses_can_be_compared() -> None:
     groups = [["a/transpose", "a/untied"], ["b/transpose", "b/untied"]]
     for table, expected in ((results(rows), [0, 0.5, 1.0, 1.2]), (results(rows, groups), [0, 0.5, 0, 0.2])):
         assert [cells[3].value for _, cells in table.rows] == pytest.approx(expected, abs=1e-12)
+    # the heading names one baseline; arms that none of its kind is comparable to have no difference
+    rows = [row | {"arm": row["arm"].replace("b/transpose", "b/adamw")} for row in rows]
+    table = results(rows, [groups[0], ["b/adamw", "b/untied"]])
+    assert [cells[3].value for _, cells in table.rows] == pytest.approx([0, 0.5, None, None])
 
 
 @pytest.mark.parametrize(

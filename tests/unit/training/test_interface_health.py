@@ -13,7 +13,7 @@ from training_runs import TINY, config, lines
 import manifold_tying as mt
 from manifold_tying import diagnostics
 from manifold_tying.cli import main
-from manifold_tying.training import checkpoints, train
+from manifold_tying.training import checkpoints, resolve, train
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.report import load_experiment
 from manifold_tying.training.report.findings import health
@@ -49,6 +49,15 @@ def test_a_run_that_loses_the_interface_stops_and_keeps_its_checkpoint(
     assert not (tmp_path / "out/result.json").exists()
     seen = lines(tmp_path / "out")
     assert len(seen) == 4 and seen[-1]["delta_ti"] > 1 and seen[-1]["cond_transform"] > 1e6
+
+
+def test_a_lost_free_table_is_said_to_need_a_lower_rate_of_its_own(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifold_tying.training.evaluate.LOST_DELTA_TI", 0.0)  # a table of this size is never lost
+    rate = resolve(config(tmp_path, corpus, "pit-free")).settings.table_lr
+    with pytest.raises(ValueError, match=rf"rate of the free table \(--table-lr, here {rate:g}\)"):
+        train(config(tmp_path, corpus, "pit-free"))
 
 
 def test_a_run_warns_once_of_each_quantity_and_so_do_the_report_and_inspect(

@@ -182,7 +182,7 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     runs = ("source/run", "source/settled", "transpose-0")
     source, settled, arm = (json.loads((tmp_path / run / "config.json").read_text()) for run in runs)
     begun = [str(Path(run["init_from"]).relative_to(tmp_path)) for run in (source, settled, arm)]
-    assert begun == ["source/start", "source/run/model", "source/settled/model"]
+    assert begun == [f"source/start-{TINY}", "source/run/model", "source/settled/model"]
     assert settled["lr"] == 0.1 * source["lr"] and settled["steps"] * 3 == source["steps"]
     assert len(consistency.body) == 10 and len(losses.body) == 10
     # the same command again trains nothing
@@ -190,6 +190,10 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     before = [path.stat().st_mtime_ns for path in results]
     again = reproduce(config("pit-continued", tmp_path, corpus, **own))
     assert again == [losses, consistency, early] and [path.stat().st_mtime_ns for path in results] == before
+    # a source of another length or of another model is not that of this command
+    for change, differs in (({"source_tokens": 8192}, "steps"), ({"preset": "bytes"}, "init_from")):
+        with pytest.raises(ValueError, match=f"source/run holds a run with another .*{differs} "):
+            reproduce(config("pit-continued", tmp_path, corpus, **own | change))
 
 
 def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
