@@ -142,9 +142,6 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
         pit.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the PIT interface in {folder} does not match this version's: {error}") from error
-    for module in pit.modules():  # empty buffers, not stored, that track a dtype
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
     if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise ValueError(f"expected finite numbers in {folder}, got NaN or Inf in the interface's {', '.join(broken)}")
     return pit

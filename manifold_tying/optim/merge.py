@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import distributed, precision
+from manifold_tying.optim.adam import RiemannianAdam
 from manifold_tying.optim.checks import renamed
-from manifold_tying.optim.optimizer import RiemannianOptimizer
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
-_ZERO_INITIAL_STATE = (RiemannianOptimizer, torch.optim.Adam)  # AdamW is an Adam
+_ZERO_INITIAL_STATE = (RiemannianAdam, torch.optim.Adam)  # AdamW is an Adam
 RENAMED = {"relax_steps": "clip_ramp_steps", "relaxed": "clip_factor", "relax_until": "clip_until_step"}  # options
 DRIFT_CHECKS = 4  # checks of R and P between merges; each forms them once
 

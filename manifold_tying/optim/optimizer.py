@@ -15,7 +15,7 @@ from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.checks import RENAMED, Group, check_point, checked_scale, renamed
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
-from manifold_tying.parametrizations import manifold_of
+from manifold_tying.parametrizations import manifold_of, stamp_of
 
 
 class RiemannianOptimizer(Optimizer):
@@ -38,6 +38,7 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._tagged: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
+        self._stamps: dict[Tensor, int | None] = {}  # of the constraint or plain weight that the state belongs to
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
@@ -80,7 +81,7 @@ class RiemannianOptimizer(Optimizer):
             self._check_options(added)
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
-                self._names[p] = name
+                self._names[p], self._stamps[p] = name, stamp_of(p)
                 self._add_point(p, manifold or manifold_of(p), added)
                 if scale is not None:
                     self._scales[p] = checked_scale(p, scale, name, self._manifolds.get(p), added)
@@ -88,7 +89,7 @@ class RiemannianOptimizer(Optimizer):
             self.param_groups.pop()
             for p in added["params"]:
                 self._tagged.discard(p)
-                for known in (self._names, self._manifolds, self._scales):
+                for known in (self._names, self._stamps, self._manifolds, self._scales):
                     known.pop(p, None)
             raise
 
@@ -129,20 +130,21 @@ class RiemannianOptimizer(Optimizer):
         return loss
 
     def _update_manifolds(self) -> None:
-        """Update the manifolds of parameters that were constrained or materialized since they were added."""
+        """Follow parameters that were constrained or materialized since they were added, without their old moments."""
         for group in self.param_groups:
             for p in group["params"]:
-                manifold = manifold_of(p)
-                if p not in self._manifolds:
-                    if manifold is not None:
+                manifold, stamp = manifold_of(p), stamp_of(p)
+                is_new = stamp is not None and stamp != self._stamps.get(p)
+                if is_new or (manifold is None and p in self._tagged):
+                    self._stamps[p] = stamp
+                    self._tagged.discard(p)
+                    self._manifolds.pop(p, None)
+                    self.state.pop(p, None)
+                if manifold is not None:
+                    if p not in self._manifolds:
                         self.state.pop(p, None)
                         self._add_point(p, manifold, group)
-                elif manifold is not None:
                     self._tagged.add(p)  # again, in a copy of the optimizer
-                elif p in self._tagged:
-                    self._tagged.remove(p)
-                    del self._manifolds[p]
-                    self.state.pop(p, None)
 
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -201,6 +203,11 @@ class RiemannianOptimizer(Optimizer):
         self._guard.finish()
         return super().state_dict()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, for the parameters as they are constrained now."""
+        self._update_manifolds()
+        super().load_state_dict(state_dict)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also handles loaded states: from torch's optimizers, which have fewer options, or from another device."""
         if any(group.get("amsgrad") for group in state["param_groups"]):
@@ -217,6 +224,7 @@ class RiemannianOptimizer(Optimizer):
                 saved = self.state.get(p, {})
                 if saved and p in self._manifolds:
                     saved.setdefault("step", 1.0)  # torch's and geoopt's SGD do not count
+                    saved.update({k: v.contiguous() for k, v in saved.items() if isinstance(v, Tensor)})  # for the kernel
                 if "step" in saved:
                     saved["step"] = self._step_count(p, saved["step"], group)
 
@@ -233,6 +241,7 @@ class RiemannianOptimizer(Optimizer):
             **super().__getstate__(),
             "_manifolds": self._manifolds,
             "_tagged": set(),  # pickling a tensor drops its attributes
+            "_stamps": self._stamps,
             "_versions": {},
             "_names": self._names,
             "_scales": self._scales,

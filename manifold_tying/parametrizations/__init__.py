@@ -19,6 +19,7 @@ from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
+from manifold_tying.parametrizations._points import stamp_of as stamp_of
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import is_ours as is_ours
 from manifold_tying.parametrizations._register import materialize as materialize

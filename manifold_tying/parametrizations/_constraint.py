@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import distributed
+from manifold_tying import distributed, precision
 from manifold_tying.parametrizations._points import mark
 
 
@@ -99,6 +99,8 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        if self.original.dtype != precision.compute_dtype(cast(Constraint, self[0]).dtype):
+            self.to(self.original.dtype)  # assign=True replaced the stored tensor by one of another dtype
         mark_point(self)
 
     def __setattr__(self, name: str, value: Any) -> None:

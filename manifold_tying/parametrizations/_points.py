@@ -1,5 +1,6 @@
 """Tags tensors with their manifold, and warns when an optimizer without manifolds takes its first step on one."""
 
+import itertools
 import warnings
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from manifold_tying._geoopt import geoopt
 
 _WARNED = "_points_warned_of"  # attribute set on the optimizer; not pickled
+_stamps = itertools.count(1)
 
 
 class _Holder:
@@ -49,6 +51,16 @@ def set_owner(parts: ParametrizationList, layer: nn.Module, name: str) -> None:
 def unmark(tensor: Tensor) -> None:
     for name in ("manifold", "holder"):
         tensor.__dict__.pop(name, None)
+
+
+def stamp(tensor: Tensor) -> None:
+    """Mark a parameter that was constrained or materialized: a Riemannian optimizer drops the moments that it had before."""
+    tensor.__dict__["stamp"] = next(_stamps)
+
+
+def stamp_of(tensor: Tensor) -> int | None:
+    """The parameter's last :func:`stamp`; None if it has none, as in a copy."""
+    return tensor.__dict__.get("stamp")
 
 
 def manifold_of(tensor: Tensor) -> geoopt.Manifold | None:

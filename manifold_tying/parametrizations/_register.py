@@ -13,7 +13,7 @@ from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, Ch
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import set_owner, unmark
+from manifold_tying.parametrizations._points import set_owner, stamp, unmark
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -149,6 +149,7 @@ def _replace_stored(weight: Tensor, value: Tensor) -> None:
         weight.data = value
     weight.grad = None  # belonged to the stored tensor
     unmark(weight)
+    stamp(weight)
 
 
 def own_class(module: nn.Module) -> None:
@@ -206,6 +207,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.label, parts.weight_shape = label, weight_shape
     set_owner(parts, module, name)
     mark_point(parts)
+    stamp(weight)
     module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
         _reset_plain_weights(type(module))

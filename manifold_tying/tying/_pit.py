@@ -84,6 +84,7 @@ class PIT(TokenInterface):
             )
         self.embedding_dtype = torch.get_default_dtype()
         self.register_parameter("bridge", None)
+        self.register_load_state_dict_post_hook(_follow_loaded_dtype)
 
     @classmethod
     def from_embedding(
@@ -231,9 +232,15 @@ class PIT(TokenInterface):
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device) if narrowed else moved
+            return tensor.to(moved.device, precision.compute_dtype(tensor.dtype)) if narrowed else moved
 
         return super()._apply(wide, recurse)
+
+
+def _follow_loaded_dtype(pit: PIT, _: Any) -> None:
+    """assign=True may have replaced the stored tensors by ones of another dtype."""
+    if (dtype := pit._table().dtype) != precision.compute_dtype(pit.embedding_dtype):
+        pit.to(dtype)
 
 
 def check_hidden(hidden: Tensor, hidden_size: int) -> None:

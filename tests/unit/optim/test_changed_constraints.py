@@ -1,5 +1,6 @@
 """Constraints that come, go and are written over while an optimizer holds the parameter."""
 
+import copy
 import gc
 from typing import Any
 
@@ -16,7 +17,7 @@ from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
 def train(layer: Any, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        layer(torch.ones(4, 8)).square().sum().backward()
+        layer(torch.ones(4, layer.in_features)).square().sum().backward()
         optimizer.step()
 
 
@@ -47,6 +48,64 @@ def test_a_constraint_that_is_gone_is_followed(remove: Any, steps: int) -> None:
     train(layer, optimizer, 1)
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0), 1)
     torch.testing.assert_close(layer.weight, plain.weight)
+
+
+CONSTRAINTS: dict[str, Any] = {
+    "stiefel": mt.stiefel, "orthogonal": mt.orthogonal, "equivalence": lambda layer: mt.equivalence(layer, block_size=4, terms=None)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("shape", [(8, 16), (8, 8), (8, 6)])
+@pytest.mark.parametrize("name", [*CONSTRAINTS])
+def test_a_weight_that_is_stored_otherwise_starts_without_moments(
+    name: str, shape: tuple[int, int], kind: Any
+) -> None:
+    for change in (CONSTRAINTS[name], mt.materialize):
+        layer: Any = nn.Linear(*shape, bias=False)
+        if change is mt.materialize:
+            CONSTRAINTS[name](layer)
+        optimizer = kind(layer.parameters(), lr=1e-3, **({"momentum": 0.9} if kind is RiemannianSGD else {}))
+        train(layer, optimizer)
+        change(layer)
+        (p,) = layer.parameters()
+        before = p.detach().clone()
+        train(layer, optimizer, 1)
+        followed = p.detach().clone()
+        p.data.copy_(before)
+        train(layer, kind(layer.parameters(), lr=1e-3), 1)  # the first step is the same with momentum
+        assert torch.equal(followed, p) and not torch.equal(followed, before)
+
+
+def test_a_state_loaded_after_the_constraint_is_kept() -> None:
+    layer = nn.Linear(8, 16, bias=False)
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    mt.orthogonal(layer)
+    saved = RiemannianAdam(layer.parameters(), lr=0.1)
+    train(layer, saved)
+    optimizer.load_state_dict(saved.state_dict())
+    train(layer, optimizer, 1)
+    assert [state["step"].item() for state in optimizer.state.values()] == [4]
+
+
+def test_a_constraint_that_is_gone_from_a_copy_is_followed() -> None:
+    layer = mt.stiefel(nn.Linear(16, 8))  # the point is the transpose
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    copied, follower = copy.deepcopy((layer, optimizer))
+    mt.materialize(copied)
+    train(copied, follower)
+    assert mt.linalg.defect(copied.weight.detach().mT) > 1e-2
+
+
+def test_another_retraction_is_followed() -> None:
+    layer = mt.stiefel(nn.Linear(8, 16, bias=False))
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    train(layer, optimizer)
+    mt.stiefel(mt.materialize(layer), retraction="qr")
+    other = copy.deepcopy(layer)
+    train(layer, optimizer)
+    train(other, RiemannianAdam(other.parameters(), lr=0.1))
+    assert torch.equal(layer.weight, other.weight)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -1,6 +1,7 @@
 """POET's clock: when it merges, what it resets, and that a resumed run cannot be told from an uninterrupted one."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from manifold_tying import equivalence, equivalence_, materialize
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianSGD, param_groups
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.02),
@@ -154,9 +155,11 @@ def test_errors() -> None:
         schedule.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Rprop, torch.optim.NAdam, partial(RiemannianSGD, momentum=0.9, dampening=0.9)]
+)
 def test_state_that_does_not_start_from_zeros_is_made_anew(kind: Any) -> None:
-    """A step size of zero would end the training, and a product of zero would halve it."""
+    """A step size of zero would end the training, a product of zero would halve it, a momentum of zero would be dampened."""
     model, _, _ = build()
     built = kind(model.parameters(), lr=0.01)
     schedule = MergeSchedule(model, built, every=2)

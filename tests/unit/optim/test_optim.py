@@ -250,6 +250,19 @@ def test_a_state_of_geoopts_sgd_loads() -> None:
     torch.testing.assert_close(points[1].detach().as_subclass(Tensor), points[0].detach().as_subclass(Tensor))
 
 
+def test_the_state_of_a_transposed_point_loads() -> None:
+    start = point(8, 3).detach()
+    steps = []
+    for source in (start.clone(), start.mT.contiguous().mT):
+        before, after = (geoopt.ManifoldParameter(x, manifold=mt.Stiefel()) for x in (source, start.clone()))
+        optimizers = [RiemannianAdam([p], lr=0.1) for p in (before, after)]
+        drive(optimizers[0], [before], 2, seeded)
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        drive(optimizers[1], [after], 1, seeded)
+        steps.append(after.detach())
+    torch.testing.assert_close(*steps)
+
+
 def test_a_state_with_amsgrad_is_refused_before_anything_changes() -> None:
     weight = nn.Parameter(torch.ones(3))
     ours, theirs = RiemannianAdam([weight], lr=0.1), torch.optim.AdamW([weight], amsgrad=True)

@@ -100,6 +100,24 @@ def test_an_assigned_state_brings_the_dtype_of_W0() -> None:
     assert torch.equal(model(x), real(x)) and model.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@every_model
+def test_an_assigned_state_brings_its_dtype(name: str, dtype: torch.dtype) -> None:
+    state = {key: t.to(dtype) if t.is_floating_point() else t for key, t in MODELS[name]().state_dict().items()}
+    with torch.device("meta"):
+        assigned = MODELS[name]()
+    assigned.load_state_dict(state, assign=True)
+    copied = MODELS[name]().to(dtype)  # 16-bit layers store float32
+    copied.load_state_dict(state)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(output(assigned, "cpu"), output(copied, "cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert [p.dtype for p in assigned.parameters()] == [p.dtype for p in copied.parameters()]
+
+
 @pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
 def test_uninitialized_numbers_are_not_read(map: Any) -> None:
     with torch.device("meta"):
