@@ -106,8 +106,8 @@ def saved(ctx: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a torch.func transform, forward-mode differentiation or torch.jit.trace is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.jit.is_tracing()
 
 
 def is_tracing() -> bool:

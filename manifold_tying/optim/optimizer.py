@@ -211,7 +211,7 @@ class RiemannianOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also handles loaded states: from torch's optimizers, which have fewer options, or from another device."""
         if any(group.get("amsgrad") for group in state["param_groups"]):
-            raise ValueError("the state was saved with amsgrad=True, which this optimizer lacks; start with a new state")
+            raise ValueError("the state was saved with amsgrad=True, which this optimizer lacks; start a new one")
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # set by torch; not an option of ours
         for group in self.param_groups:
@@ -224,7 +224,8 @@ class RiemannianOptimizer(Optimizer):
                 saved = self.state.get(p, {})
                 if saved and p in self._manifolds:
                     saved.setdefault("step", 1.0)  # torch's and geoopt's SGD do not count
-                    saved.update({k: v.contiguous() for k, v in saved.items() if isinstance(v, Tensor)})  # for the kernel
+                    for key, value in saved.items():  # the fused kernel goes by the order in memory
+                        saved[key] = value.contiguous() if isinstance(value, Tensor) else value
                 if "step" in saved:
                     saved["step"] = self._step_count(p, saved["step"], group)
 

@@ -64,11 +64,9 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if (
-                any(tensor is other for other in layer_dtype)
-                or not moved.is_floating_point()
-                or moved.dtype.itemsize >= 4
-            ):
+            if moved.dtype != tensor.dtype and not tensor.is_floating_point():
+                return tensor.to(moved.device)  # .type() casts indices, too
+            if any(tensor is other for other in layer_dtype) or moved.dtype.itemsize >= 4:
                 return moved
             return tensor.to(moved.device, torch.float32)
 

@@ -94,7 +94,7 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
         module: the layer, changed in place and returned.
         name: its parameter.
         diagonal: "softplus" or "exp": maps the stored diagonal to positive numbers.
-        bounds: (low, high) for the diagonal of L.
+        bounds: (low, high) for the diagonal of L. Minimize the loss: ``maximize=True`` cannot leave a bound.
 
     Raises:
         ValueError: the weight is not square or has no positive eigenvalue; ``name`` as for :func:`stiefel`.

@@ -126,6 +126,8 @@ class ManifoldPIT(PIT):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        if not parametrize.is_parametrized(self):
+            raise RuntimeError("materialize removed the constraints of this interface; create a new one")
         stored = parametrized(self)
         Z, L = stored["memory"].original, stored["cholesky_factor"].original
         cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)

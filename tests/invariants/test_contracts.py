@@ -21,7 +21,7 @@ from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 # ---- manifolds
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (6, 1)])
+@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 2), (6, 1)])
 def test_stiefel(shape: tuple[int, int]) -> None:
     mtt.check_manifold(Stiefel(), shape, order=2, uniform=True)
 

@@ -51,16 +51,16 @@ def test_a_constraint_that_is_gone_is_followed(remove: Any, steps: int) -> None:
 
 
 CONSTRAINTS: dict[str, Any] = {
-    "stiefel": mt.stiefel, "orthogonal": mt.orthogonal, "equivalence": lambda layer: mt.equivalence(layer, block_size=4, terms=None)
-}  # fmt: skip
+    "stiefel": mt.stiefel,
+    "orthogonal": mt.orthogonal,
+    "equivalence": lambda layer: mt.equivalence(layer, block_size=4, terms=None),
+}
 
 
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 @pytest.mark.parametrize("shape", [(8, 16), (8, 8), (8, 6)])
 @pytest.mark.parametrize("name", [*CONSTRAINTS])
-def test_a_weight_that_is_stored_otherwise_starts_without_moments(
-    name: str, shape: tuple[int, int], kind: Any
-) -> None:
+def test_a_weight_that_is_stored_otherwise_starts_without_moments(name: str, shape: tuple[int, int], kind: Any) -> None:
     for change in (CONSTRAINTS[name], mt.materialize):
         layer: Any = nn.Linear(*shape, bias=False)
         if change is mt.materialize:

@@ -118,6 +118,24 @@ def test_an_assigned_state_brings_its_dtype(name: str, dtype: torch.dtype) -> No
     assert [p.dtype for p in assigned.parameters()] == [p.dtype for p in copied.parameters()]
 
 
+@every_model
+def test_type_casts_no_indices(name: str) -> None:
+    model = MODELS[name]()
+    integers = [key for key, t in model.state_dict().items() if not t.is_floating_point()]
+    model.type(torch.bfloat16)
+    assert [key for key, t in model.state_dict().items() if not t.is_floating_point()] == integers
+    model.type(torch.float32)
+    step(model, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and traces branches on values
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("polar", "stiefel", "equivalence"))])
+def test_traced_by_torch_jit(name: str) -> None:
+    model, x = MODELS[name](), torch.randn(6, D)
+    traced: Any = torch.jit.trace(model, x)
+    torch.testing.assert_close(traced(x), model(x))
+
+
 @pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
 def test_uninitialized_numbers_are_not_read(map: Any) -> None:
     with torch.device("meta"):

@@ -104,6 +104,11 @@ def test_an_exported_graph_takes_any_number_of_tokens(name: str) -> None:
         torch.testing.assert_close(program.module()(ids), model(ids), rtol=1e-5, atol=1e-5)
 
 
+def test_a_materialized_memory_cannot_be_drawn_again() -> None:
+    with pytest.raises(RuntimeError, match="materialize removed the constraints"):
+        materialize(PIT(V, D, memory="frozen")).reset_parameters()
+
+
 def test_sizes_must_be_positive() -> None:
     for kind, sizes in itertools.product((Untied, TransposeTying, PIT), ((0, 4), (4, 0), (-1, 4))):
         with pytest.raises(ValueError, match="positive sizes"):
