@@ -208,7 +208,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     set_owner(parts, module, name)
     mark_point(parts)
     stamp(weight)
-    module.register_load_state_dict_pre_hook(_explain_plain_weights)
+    if len(parametrized(module)) == 1:  # the hook speaks for all weights of the module
+        module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
         _reset_plain_weights(type(module))
     if isinstance(module, nn.RNNBase):

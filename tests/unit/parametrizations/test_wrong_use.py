@@ -20,6 +20,13 @@ def test_a_plain_state_dict_of_a_constrained_layer() -> None:
         model.load_state_dict(plain)
     model[0].weight = plain["0.weight"]
     assert mt.linalg.defect(model[0].weight.detach()) < 1e-6
+    rnn: Any = nn.RNN(4, 4)
+    state = rnn.state_dict()
+    for name in ("weight_ih_l0", "weight_hh_l0"):
+        mt.orthogonal(rnn, name)
+    with pytest.raises(RuntimeError) as raised:
+        rnn.load_state_dict(state)
+    assert str(raised.value).count("is constrained here") == 2, "each weight once"
 
 
 def test_bounds_need_no_values() -> None:
