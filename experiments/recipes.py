@@ -25,7 +25,7 @@ from manifold_tying.training.loop import train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.progress import Started, progress_bars
 from manifold_tying.training.recipes import resolve
-from manifold_tying.training.run_data import load_data
+from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import RESULT
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _run(out: Path, settings: Settings, seed: int, started: Started | None) -> P
     """Train one run, unless it exists, and return its checkpoint; ``seed`` sets the order of the data."""
     settings = dataclasses.replace(settings, checkpoint_every=-(-settings.steps // 4))
     config = TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings)
-    check_folder(resolve(config))
+    check_folder(resolve(config), run_data(load_data(resolve(config)), settings, seed).identity)
     if not (out / RESULT).exists():
         train(config, observer=started("source", 0, 1, settings.steps) if started else None)
     return out / OUT

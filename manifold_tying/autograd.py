@@ -67,7 +67,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _plain_gradients(plain, ctx, gradients)
 
     def call(*args: Any) -> Tensor:
-        if in_transform() or not torch.is_grad_enabled():
+        if in_transform() or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return plain(*args)
         if torch.compiler.is_compiling():
             return cast(Tensor, checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False))

@@ -1,5 +1,6 @@
 """Split the gradient of a token table by source: the lookup (as embedding) and the head (as unembedding)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,9 @@ def split_gradient(
             hidden, fixed, loss = _hugging_face(model, head, ids, targets, ignore_index)
     inputs = list(parameters.values())
     through_hidden, *by_head = torch.autograd.grad(loss, [fixed, *inputs], allow_unused=True, materialize_grads=True)
-    by_lookup = torch.autograd.grad(hidden, inputs, through_hidden, allow_unused=True, materialize_grads=True)
+    by_lookup: Sequence[Tensor] = [torch.zeros_like(p) for p in inputs]
+    if hidden.requires_grad:  # unless the head alone trains
+        by_lookup = torch.autograd.grad(hidden, inputs, through_hidden, allow_unused=True, materialize_grads=True)
     return {name: SideGradients(*terms) for name, *terms in zip(parameters, by_lookup, by_head, strict=True)}
 
 

@@ -59,7 +59,9 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
     if (folder / "state.json").exists():
         found = _of_checkpoint(folder)
     elif (folder / "metrics.jsonl").exists():
-        raise ValueError(f"{folder} holds a run without a checkpoint; resume it with train --resume")
+        raise ValueError(
+            f"{folder} holds a run without a checkpoint; resume it with train --resume, or give its folder model"
+        )
     elif (folder / "config.json").exists():
         found = _of_hugging_face(folder)
     else:

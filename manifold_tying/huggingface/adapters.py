@@ -1,7 +1,7 @@
 """Train and save the interface together with PEFT adapters; PEFT alone saves only its own layers."""
 
 import os
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,7 +34,7 @@ def train_interface(peft_model: nn.Module) -> None:
     frozen = base.config.quantization_config["memory"] == "frozen"  # PEFT has frozen every parameter, so ask the config
     for name, parameter in embedding.interface.named_parameters():
         parameter.requires_grad_(not (frozen and "memory" in name))
-    model.save_pretrained = MethodType(_save_with_interface, model)
+    model.save_pretrained = partial(_save_with_interface, model)  # pickle would lose a bound method
     embedding.saved_with_adapters = True
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import torch
 from torch import Tensor, nn
 
 from manifold_tying.huggingface.install import install, own_config, swap
@@ -126,7 +125,6 @@ def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turne
                 ) from error
 
 
-@torch.no_grad()
 def conversion_losses(
     model: "PreTrainedModel", batch: Mapping[str, Tensor], *, source: Source | None = None
 ) -> dict[str, float]:
@@ -149,9 +147,7 @@ def conversion_losses(
     if "labels" not in batch and "input_ids" not in batch:
         raise ValueError(f"expected labels or input_ids in the batch, got {', '.join(batch) or 'none'}; add labels")
     inputs: dict[str, Any] = {**batch, "labels": batch["labels"] if "labels" in batch else batch["input_ids"]}
-    training = model.training
-    model.eval()
-    try:
+    with undisturbed(model):
         losses = {"source": float(model(**inputs).loss)}
         choices: dict[str, dict[str, Any]] = {name: {"transform": name} for name in get_args(Transform)}
         for choice, options in {**choices, "bridge": {"bridge": True}}.items():
@@ -167,6 +163,4 @@ def conversion_losses(
             with suppress(ValueError):  # not Llama-like
                 check_plain(model)  # before the copy
                 losses["rotation"] = float(convert(copy.deepcopy(model), transform="rotation")(**inputs).loss)
-    finally:
-        model.train(training)
     return losses

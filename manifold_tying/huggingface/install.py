@@ -3,7 +3,7 @@
 import copy
 import warnings
 from contextlib import suppress
-from types import MethodType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +79,9 @@ def record(model: "PreTrainedModel") -> None:
     # A device map must not split a half: the interface and its caller would be on two devices.
     model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
     own = {"resize_token_embeddings": resize_token_embeddings, "get_input_embeddings": get_input_embeddings}
-    vars(model).update({name: MethodType(method, model) for name, method in own.items()})
+    vars(model).update(
+        {name: partial(method, model) for name, method in own.items()}
+    )  # pickle would lose a bound method
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:
@@ -149,9 +151,9 @@ def resize_token_embeddings(
 ) -> "PITEmbedding":
     """``resize_token_embeddings`` of a converted model: truncate or extend Z to Y, then Z' = Y (YᵀY)^(-1/2).
 
-    T (and a bridge) do not change, so every embedding and logit moves by the deviation of YᵀY from I. With a free table only
-    the embeddings move. A warning reports by how much. This is unavoidable, because W_out E = I couples all rows. The head's
-    bias is truncated or padded with zeros.
+    T (and a bridge) do not change, so every embedding and logit moves by the deviation of YᵀY from I. A free table keeps its
+    rows and the logits; T = (WᵀW)^(1/2) and all embeddings change. A warning reports by how much. This is unavoidable,
+    because W_out E = I couples all rows. The head's bias is truncated or padded with zeros.
 
     Args:
         model: a model converted by :func:`manifold_tying.convert`; changed in place.
@@ -180,6 +182,7 @@ def resize_token_embeddings(
     padding_idx = embedding.padding_idx if embedding.padding_idx is not None and embedding.padding_idx < V else None
     dtype, scale, rotated = embedding.weight.dtype, embedding.scale, embedding.rotated
     resized = PITEmbedding(new, dtype, scale=scale, padding_idx=padding_idx, rotated=rotated)
+    resized.saved_with_adapters = embedding.saved_with_adapters
     install(model, resized, PITHead(new, dtype, bias))
     for module in model.modules() if bias is not None else ():
         for name, parameter in module._parameters.items():

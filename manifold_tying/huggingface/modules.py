@@ -102,7 +102,7 @@ class _Half(nn.Module):
 
 
 class PITEmbedding(_Half):
-    """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from here, as in ``nn.Embedding``.
+    """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from its lookup, as in ``nn.Embedding``.
 
     ``weight`` (V, 0) is an empty tensor under the name of the stock table. It records the model's dtype and vocabulary (PEFT
     looks for a parameter with V rows). Its shape makes other readers reject the checkpoint. ``rotated`` is True if the

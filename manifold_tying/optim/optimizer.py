@@ -38,7 +38,7 @@ class RiemannianOptimizer(Optimizer):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._tagged: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
-        self._stamps: dict[Tensor, int | None] = {}  # of the constraint or plain weight that the state belongs to
+        self._stamps: dict[Tensor, str | None] = {}  # of the constraint or plain weight that the state belongs to
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
@@ -135,6 +135,8 @@ class RiemannianOptimizer(Optimizer):
             for p in group["params"]:
                 manifold, stamp = manifold_of(p), stamp_of(p)
                 is_new = stamp is not None and stamp != self._stamps.get(p)
+                if is_new and p in self._scales:
+                    checked_scale(p, self._scales[p], self._names[p], manifold, group)
                 if is_new or (manifold is None and p in self._tagged):
                     self._stamps[p] = stamp
                     self._tagged.discard(p)
@@ -238,6 +240,7 @@ class RiemannianOptimizer(Optimizer):
         return torch.tensor(float(step), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
 
     def __getstate__(self) -> dict[str, Any]:
+        self._update_manifolds()  # a copied parameter has no stamp
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,

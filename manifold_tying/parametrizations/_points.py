@@ -1,6 +1,6 @@
 """Tags tensors with their manifold, and warns when an optimizer without manifolds takes its first step on one."""
 
-import itertools
+import uuid
 import warnings
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from manifold_tying._geoopt import geoopt
 
 _WARNED = "_points_warned_of"  # attribute set on the optimizer; not pickled
-_stamps = itertools.count(1)
 
 
 class _Holder:
@@ -54,11 +53,14 @@ def unmark(tensor: Tensor) -> None:
 
 
 def stamp(tensor: Tensor) -> None:
-    """Mark a parameter that was constrained or materialized: a Riemannian optimizer drops the moments that it had before."""
-    tensor.__dict__["stamp"] = next(_stamps)
+    """Mark a parameter that was constrained or materialized: a Riemannian optimizer drops the moments that it had before.
+
+    A pickled parameter keeps its stamp, so no other process may draw the same one.
+    """
+    tensor.__dict__["stamp"] = uuid.uuid4().hex
 
 
-def stamp_of(tensor: Tensor) -> int | None:
+def stamp_of(tensor: Tensor) -> str | None:
     """The parameter's last :func:`stamp`; None if it has none, as in a copy."""
     return tensor.__dict__.get("stamp")
 

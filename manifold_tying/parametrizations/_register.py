@@ -208,7 +208,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     set_owner(parts, module, name)
     mark_point(parts)
     stamp(weight)
-    if len(parametrized(module)) == 1:  # the hook speaks for all weights of the module
+    hooks = module._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", None) is _explain_plain_weights for hook in hooks):
         module.register_load_state_dict_pre_hook(_explain_plain_weights)
     if hasattr(module, "reset_parameters") and not is_ours(module):
         _reset_plain_weights(type(module))
@@ -238,7 +239,8 @@ def _weight_of(name: str) -> property:
 
 def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     *_, errors = rest
-    for name in getattr(module, "parametrizations", ()):  # none after torch's remove_parametrizations
+    lists = parametrized(module) if parametrize.is_parametrized(module) else {}  # torch may have removed them
+    for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
         if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
             errors.append(
                 f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "

@@ -231,8 +231,8 @@ class PIT(TokenInterface):
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            narrowed = moved.is_floating_point() and moved.dtype.itemsize < 4
-            return tensor.to(moved.device, precision.compute_dtype(tensor.dtype)) if narrowed else moved
+            narrowed = tensor.is_floating_point() and moved.dtype.itemsize < 4
+            return tensor.to(moved.device, torch.float32) if narrowed else moved
 
         return super()._apply(wide, recurse)
 

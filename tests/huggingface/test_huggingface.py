@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -81,11 +82,12 @@ def test_untied_tables_with_a_source(source: Any) -> None:
 
 def test_conversion_losses_say_what_each_choice_costs() -> None:
     model = build().train()
+    model.model.layers[0].eval()
     batch = {"input_ids": ids(), "labels": ids()}
     before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
     losses = mt.conversion_losses(model, batch)
     assert list(losses) == ["source", "identity", "head", "embedding", "bridge", "rotation"]
-    assert list(model.modules()) == modules and model.training
+    assert list(model.modules()) == modules and model.training and not model.model.layers[0].training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     for choice, loss in losses.items():
         twin = build()
@@ -231,6 +233,9 @@ def test_deepcopy_is_whole_and_independent() -> None:
     assert interface(twin) is halves(twin)[1].interface and interface(twin) is not interface(model)
     turned(twin)
     assert difference(logits(twin), before) > 1e-3 and torch.equal(logits(model), before)
-    assert twin.resize_token_embeddings.__self__ is twin
+    assert twin.resize_token_embeddings.args == (twin,)
+    pickled = pickle.loads(pickle.dumps(mt.convert(build())))
+    with pytest.warns(UserWarning, match="vocabulary"):
+        assert pickled.resize_token_embeddings(V + 4) is pickled.get_input_embeddings()
     with pytest.raises(ValueError, match="one half"):
         copy.deepcopy(halves(model)[0])

@@ -91,6 +91,14 @@ def test_dropout_is_drawn_once() -> None:
     torch.testing.assert_close(sides.lookup + sides.head, model.model.embed_tokens.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_the_head_alone_trains() -> None:
+    model, (ids, targets) = reference(INTERFACES["untied"]()), batch()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == "interface.head")
+    (sides,) = split_gradient(model, ids, targets).values()
+    assert not sides.lookup.any() and sides.head.any()
+
+
 def test_nothing_to_split() -> None:
     ids, targets = batch()
     for model in (reference(INTERFACES["transpose"]()), build()):

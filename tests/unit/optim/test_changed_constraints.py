@@ -97,6 +97,24 @@ def test_a_constraint_that_is_gone_from_a_copy_is_followed() -> None:
     assert mt.linalg.defect(copied.weight.detach().mT) > 1e-2
 
 
+def test_a_copy_made_before_the_next_step_has_no_moments_either() -> None:
+    layer = nn.Linear(8, 16, bias=False)
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    train(layer, optimizer)
+    copied, follower = copy.deepcopy((mt.orthogonal(layer), optimizer))
+    train(copied, follower, 1)
+    assert [state["step"].item() for state in follower.state.values()] == [1]
+
+
+def test_a_scale_that_does_not_fit_the_constraint_is_refused() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = RiemannianAdam([{"params": [layer.weight], "scale": torch.ones(8, 8), "names": ["mine"]}], lr=0.1)
+    mt.stiefel(layer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a scale of mine with the shape \(8,\)"):
+            train(layer, optimizer)
+
+
 def test_another_retraction_is_followed() -> None:
     layer = mt.stiefel(nn.Linear(8, 16, bias=False))
     optimizer = RiemannianAdam(layer.parameters(), lr=0.1)

@@ -118,6 +118,13 @@ def test_an_assigned_state_brings_its_dtype(name: str, dtype: torch.dtype) -> No
     assert [p.dtype for p in assigned.parameters()] == [p.dtype for p in copied.parameters()]
 
 
+@pytest.mark.parametrize("name", ["PIT", "PIT, free", "PIT, trainable"])
+def test_loading_keeps_the_dtype_of_embeddings(name: str) -> None:
+    pit: Any = MODELS[name]().double().half()
+    pit.load_state_dict(pit.state_dict())
+    assert pit.embed(torch.arange(3)).dtype == torch.float16
+
+
 @every_model
 def test_type_casts_no_indices(name: str) -> None:
     model = MODELS[name]()

@@ -172,7 +172,9 @@ def test_ingredients(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"source_data": f"text:{corpus}", "source_tokens": 4096, "seeds": 1}
+    source_text = tmp_path / "text.txt"
+    source_text.write_text(corpus.read_text())
+    own = {"source_data": f"text:{source_text}", "source_tokens": 4096, "seeds": 1}
     losses, consistency, early = reproduce(config("pit-continued", tmp_path, corpus, **own))
     trained = {row["arm"]: row for row in rows(tmp_path)}
     assert len(trained) == 10 and not [row for row in trained.values() if "failed" in row]
@@ -194,6 +196,9 @@ def test_continued_from_a_source_of_its_own(tmp_path: Path, corpus: Path, monkey
     for change, differs in (({"source_tokens": 8192}, "steps"), ({"preset": "bytes"}, "init_from")):
         with pytest.raises(ValueError, match=f"source/run holds a run with another .*{differs} "):
             reproduce(config("pit-continued", tmp_path, corpus, **own | change))
+    source_text.write_text(source_text.read_text() + "one more line\n")
+    with pytest.raises(ValueError, match="trained on another text"):
+        reproduce(config("pit-continued", tmp_path, corpus, **own))
 
 
 def test_adaptation(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
