@@ -138,5 +138,7 @@ def shared_parameters(parameters: Sequence[Tensor | None]) -> set[int]:
         return set()
     owners = gc.get_referrers(*holders)  # modules, or their __dict__
     attributes = [vars(owner) if isinstance(owner, nn.Module) else owner for owner in owners]
-    own = {id(found.get("_parameters")) for found in attributes if isinstance(found, dict)}
+    # A torch.fx graph, such as that of a compiled optimizer step, holds what it reads.
+    modules = [found for found in attributes if isinstance(found, dict) and "_graph" not in found]
+    own = {id(found.get("_parameters")) for found in modules}
     return names([held for held in holders if id(held) in own])

@@ -115,6 +115,14 @@ def test_a_scale_that_does_not_fit_the_constraint_is_refused() -> None:
             train(layer, optimizer)
 
 
+def test_a_constraint_may_come_after_a_compiled_step() -> None:
+    layer = nn.Linear(8, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=torch.tensor(0.1))
+    layer(torch.ones(4, 8)).square().sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    assert defect(mt.stiefel(layer)) < 1e-5
+
+
 def test_another_retraction_is_followed() -> None:
     layer = mt.stiefel(nn.Linear(8, 16, bias=False))
     optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
