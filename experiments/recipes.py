@@ -226,8 +226,8 @@ def trained_source(out: Path, name: str, shared: Settings, steps: int, started: 
 def _run(out: Path, settings: Settings, seed: int, started: Started | None) -> Path:
     """Train one run, unless it exists, and return its checkpoint; ``seed`` sets the order of the data."""
     settings = dataclasses.replace(settings, checkpoint_every=-(-settings.steps // 4))
-    config = TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings)
-    check_folder(resolve(config), run_data(load_data(resolve(config)), settings, seed).identity)
+    config = resolve(TrainConfig(out=out, interface="transpose", seed=seed, resume=True, settings=settings))
+    check_folder(config, run_data(load_data(config), config.settings, seed).identity)
     if not (out / RESULT).exists():
         train(config, observer=started("source", 0, 1, settings.steps) if started else None)
     return out / OUT

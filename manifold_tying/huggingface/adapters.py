@@ -34,7 +34,7 @@ def train_interface(peft_model: nn.Module) -> None:
     frozen = base.config.quantization_config["memory"] == "frozen"  # PEFT has frozen every parameter, so ask the config
     for name, parameter in embedding.interface.named_parameters():
         parameter.requires_grad_(not (frozen and "memory" in name))
-    model.save_pretrained = partial(_save_with_interface, model)  # pickle would lose a bound method
+    model.save_pretrained = partial(_save_with_interface, model)  # pickle would look up a bound method in the class
     embedding.saved_with_adapters = True
 
 

@@ -79,9 +79,8 @@ def record(model: "PreTrainedModel") -> None:
     # A device map must not split a half: the interface and its caller would be on two devices.
     model._no_split_modules = {*(model._no_split_modules or ()), PITEmbedding.__name__, PITHead.__name__}
     own = {"resize_token_embeddings": resize_token_embeddings, "get_input_embeddings": get_input_embeddings}
-    vars(model).update(
-        {name: partial(method, model) for name, method in own.items()}
-    )  # pickle would lose a bound method
+    # Not bound methods: pickle would look them up in the class.
+    vars(model).update({name: partial(method, model) for name, method in own.items()})
 
 
 def halves(model: nn.Module) -> tuple[PITEmbedding, PITHead]:

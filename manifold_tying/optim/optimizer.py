@@ -203,6 +203,7 @@ class RiemannianOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; raises an unreported ValueError about a NaN or Inf gradient of the last steps."""
         self._guard.finish()
+        self._update_manifolds()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,7 +245,7 @@ class RiemannianOptimizer(Optimizer):
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
-            "_tagged": set(),  # pickling a tensor drops its attributes
+            "_tagged": set(),  # copying a tensor drops its attributes
             "_stamps": self._stamps,
             "_versions": {},
             "_names": self._names,

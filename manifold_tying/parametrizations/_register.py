@@ -133,9 +133,6 @@ def materialize(module: M) -> M:
             value = getattr(owner, name)
             own_class(owner)
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
-            for key, hook in list(owner._load_state_dict_pre_hooks.items()):
-                if getattr(hook, "hook", None) is _explain_plain_weights and not parametrize.is_parametrized(owner):
-                    del owner._load_state_dict_pre_hooks[key]
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     return module
 
@@ -208,9 +205,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     set_owner(parts, module, name)
     mark_point(parts)
     stamp(weight)
-    hooks = module._load_state_dict_pre_hooks.values()
-    if not any(getattr(hook, "hook", None) is _explain_plain_weights for hook in hooks):
-        module.register_load_state_dict_pre_hook(_explain_plain_weights)
+    _explain_plain_weights(type(module))
     if hasattr(module, "reset_parameters") and not is_ours(module):
         _reset_plain_weights(type(module))
     if isinstance(module, nn.RNNBase):
@@ -237,15 +232,22 @@ def _weight_of(name: str) -> property:
     return property(get, assign)
 
 
-def _explain_plain_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    *_, errors = rest
-    lists = parametrized(module) if parametrize.is_parametrized(module) else {}  # torch may have removed them
-    for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
-        if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
-            errors.append(
-                f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
-                f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
-            )
+def _explain_plain_weights(kind: Any) -> None:
+    """Make loading a plain weight into a constrained one say what to do."""
+    (layer,) = kind.__bases__
+
+    def load(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        layer._load_from_state_dict(self, state, prefix, *rest)
+        *_, errors = rest
+        lists = parametrized(self) if parametrize.is_parametrized(self) else {}  # torch may have removed them
+        for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
+            if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
+                errors.append(
+                    f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
+                    f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
+                )
+
+    kind._load_from_state_dict = load
 
 
 def _reset_plain_weights(kind: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
-from huggingface_models import Repeated, arguments, build, difference, interface, logits, optimizer_for
+from huggingface_models import Repeated, V, arguments, build, difference, interface, logits, optimizer_for
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer
@@ -68,6 +68,8 @@ def test_a_frozen_memory_stays_frozen() -> None:
     assert sorted(trains.values()) == [False, True, True] and not trains["parametrizations.memory.original"]
     twin = copy.deepcopy(lora)
     assert twin.save_pretrained.args == (twin,)
+    with pytest.warns(UserWarning, match="vocabulary"):
+        assert twin.get_base_model().resize_token_embeddings(V + 4).saved_with_adapters
 
 
 def test_an_interface_that_would_be_left_out_is_named(tmp_path: Path) -> None:

@@ -156,9 +156,9 @@ def test_bad_budgets_are_refused(
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
     interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+memory_lr=null", settings(corpus, steps=9))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
-    # An arm called adamw is that, whatever body the other arms share.
     # as train's options, which --dry-run prints
     assert parse_arm("untied+logit_scale=True+table_lr=None", settings(corpus))[1].logit_scale is True
+    # An arm called adamw is that, whatever body the other arms share.
     assert parse_arm("adamw", settings(corpus, body="poet-full"))[1].body == "adamw"
     interface, own = parse_arm("poet-full", settings(corpus))
     assert (interface, own.body) == ("untied", "poet-full")
