@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
+.PHONY: install ablation test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
 
 install: $(READY)
 
@@ -32,6 +32,13 @@ test-thorough: $(READY)
 # Does a test notice when the package is broken on purpose? Five minutes; not in CI.
 breaks: $(READY)
 	$(BIN)/python tests/breaks/run.py
+
+# The tests as on lesser processors, which oneDNN and ATen imitate. Half an hour; not in CI.
+PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default
+test-processors: $(READY)
+	failed=; for processor in $(PROCESSORS); do \
+		echo "$$processor"; env $$processor $(BIN)/python -m pytest --numprocesses auto --dist loadfile || failed="$$failed $$processor"; \
+	done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
 # The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.
 OLDEST_TORCH := 2.11.0

@@ -1,5 +1,6 @@
 """Precision, argument checks and Gram matrices for the functions of this package."""
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -43,6 +44,27 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
         finally:
             products.fp32_precision = before
+
+
+def _native_products() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes in which this CPU multiplies matrices; torch emulates the others, through float32 copies or loops."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if torch.cpu._is_avx512_supported():  # then oneDNN accepts bfloat16 even if it has to emulate it
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+        bfloat16 &= torch.cpu._is_avx512_bf16_supported() and limit not in ("AVX512_CORE", "AVX512_CORE_VNNI")
+    float16 = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return frozenset(dtype for dtype, native in ((torch.bfloat16, bfloat16), (torch.float16, float16)) if native)
+
+
+_NATIVE_PRODUCTS = _native_products()
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to multiply ``dtype`` matrices in: float32 on a CPU that emulates their products, 1.5 to 20 times faster."""
+    emulated = device.type == "cpu" and dtype.itemsize < 4 and dtype not in _NATIVE_PRODUCTS
+    return torch.float32 if emulated else dtype
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

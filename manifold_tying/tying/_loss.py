@@ -10,7 +10,8 @@ from manifold_tying import autograd, distributed, precision
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Token chunks: the fewest that keep peak memory under 10 % of the logits in the matmul dtype. Matmuls with few rows are slow,
-# and each chunk reads and writes the gradient of the full table. In low precision each chunk is copied to float32 in pieces.
+# and each chunk reads and writes the gradient of the full table. In low precision each chunk is copied to float32 in pieces. A
+# CPU without low-precision products multiplies in float32, in twice as many chunks.
 CHUNKS = 12
 CHUNKS_LOW_PRECISION = 18
 PIECES = 4  # float32 pieces per chunk
@@ -30,7 +31,8 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
 
     The tokens are processed in chunks, and the gradient of each chunk is computed while its logits are in memory. The matmuls
     run in the autocast dtype, otherwise in that of ``hidden``; softmax, sums over chunks and the result are float32 (or
-    float64). Second derivatives and torch.func transforms hold all logits.
+    float64). A CPU that would emulate 16-bit matmuls runs them in float32, on inputs rounded to 16 bits. Second derivatives
+    and torch.func transforms hold all logits.
     """
     if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
         raise ValueError(
@@ -59,7 +61,10 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Mean loss and, where wanted, its gradients with respect to hidden and to this rank's rows of the table."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    h, W = hidden.to(dtype), table.to(dtype)
+    product = precision.product_dtype(dtype, hidden.device)
+    h, W = hidden.to(dtype).to(product), table.to(dtype).to(product)
+    parts = CHUNKS * wide.itemsize // dtype.itemsize if product == wide else CHUNKS_LOW_PRECISION
+    dtype = product
     counted = (targets != ignore_index)[:, None]
     scale = 1 / counted.sum().clamp_min(1).to(wide)
     index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
@@ -68,7 +73,7 @@ def _loss_and_gradients(
     held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    parts = -(-(CHUNKS if dtype == wide else CHUNKS_LOW_PRECISION) // vocabulary.world_size)
+    parts = -(-parts // vocabulary.world_size)
     if h.is_cuda:
         parts = max(1, min(parts, -(-len(h) * len(W) // GPU_CHUNK)))
     rows = max(1, -(-len(h) // parts))

@@ -143,16 +143,23 @@ def reference(h: Tensor, W: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("N", [5, 3000])
 def test_low_precision_is_as_close_to_float64_as_full_logits(how: str, N: int) -> None:
-    """The bound is the full-logits reference's own error; a fifth more for the other order of the same roundings."""
-    h, W, targets = problem(N, 32, 200, masked=0.1, dtype=torch.bfloat16 if how == "bfloat16" else torch.float32)
-    exact = gradients(dense, h.detach().double().requires_grad_(), W.detach().double().requires_grad_(), targets)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        ours = gradients(linear_cross_entropy, h, W, targets)
-        theirs = gradients(reference, h, W, targets)
-    assert ours[0].dtype == torch.float32 and ours[1].dtype == h.dtype and ours[2].dtype == W.dtype
-    assert abs(ours[0] - exact[0]) <= 1.2 * abs(theirs[0] - exact[0]) + 1e-6 * exact[0]
-    for mine, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
-        assert 1e-4 < relative(mine, true) <= 1.2 * relative(their, true)  # its products are in bfloat16, too
+    """The bound is the full-logits reference's own error; a fifth more for the other order of the same roundings.
+
+    Root mean squares over problems: how the roundings of a single loss cancel is luck, which processors share out differently.
+    """
+    errors = []
+    for seed in range(12 if N == 5 else 1):
+        dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+        h, W, targets = problem(N, 32, 200, masked=0.1, dtype=dtype, seed=seed)
+        exact = gradients(dense, h.detach().double().requires_grad_(), W.detach().double().requires_grad_(), targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            ours = gradients(linear_cross_entropy, h, W, targets)
+            theirs = gradients(reference, h, W, targets)
+        assert ours[0].dtype == torch.float32 and ours[1].dtype == h.dtype and ours[2].dtype == W.dtype
+        errors.append([[relative(x, y) for x, y in zip(found, exact, strict=True)] for found in (ours, theirs)])
+    mine, their = torch.tensor(errors).square().mean(0).sqrt()
+    assert mine[0] <= 1.2 * their[0] + 1e-6
+    assert (mine[1:] > 1e-4).all() and (mine[1:] <= 1.2 * their[1:]).all()  # its products are in bfloat16, too
 
 
 def test_the_scalar_does_not_stall_in_bfloat16() -> None:
