@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
     from manifold_tying.manifolds import Stiefel as Stiefel
     from manifold_tying.parametrizations import materialize as materialize
     from manifold_tying.parametrizations import orthogonal as orthogonal
+    from manifold_tying.parametrizations import project as project
     from manifold_tying.parametrizations import spd as spd
     from manifold_tying.parametrizations import stiefel as stiefel
     from manifold_tying.poet import equivalence as equivalence
@@ -47,7 +48,7 @@ __version__ = "0.1.0"
 _PACKAGES = ("diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
-    **dict.fromkeys(("materialize", "orthogonal", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("materialize", "orthogonal", "project", "spd", "stiefel"), "parametrizations"),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),

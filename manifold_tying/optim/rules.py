@@ -14,6 +14,8 @@ from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
 
+_PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
+
 
 class Batch(NamedTuple):
     """Points of one shape, dtype and placement on one manifold, updated by one call."""
@@ -42,6 +44,18 @@ def is_polar(manifold: geoopt.Manifold) -> bool:
 def manifold_key(manifold: geoopt.Manifold) -> Any:
     """Equal for manifolds whose points one call can update together; a foreign manifold has its own key."""
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
+
+
+def project_written_(X: Tensor, reduce: distributed.Reduce) -> None:
+    """Project points on Stiefel that something else has written, also through ``.data``, which no version counter sees.
+
+    A pass over X and a sync: a point is taken for written if its first columns are not orthonormal to all.
+    """
+    with precision.full_precision(X.device):
+        first = reduce(X.mT @ X[..., :_PROBED])
+    first.diagonal(dim1=-2, dim2=-1).sub_(1)
+    if first.numel() and first.abs().amax() > _OFF:
+        linalg.reorthonormalize_(X, reduce)
 
 
 def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: distributed.Reduce) -> Tensor:
@@ -123,6 +137,8 @@ def riemannian_step_(
     state = {key: _stack(batch.local(key)) for key in keys}
     real = X.real.dtype if X.is_complex() else X.dtype
     state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
+    if isinstance(batch.manifold, Stiefel) and not torch.compiler.is_compiling():
+        project_written_(X, batch.reduce)
     if maximize:
         G = -G
     R = riemannian_gradient(batch.manifold, X, G, batch.reduce) if batch.project else G
@@ -145,6 +161,8 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
     points, gradients = [distributed.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
     X, G = (points[0], gradients[0]) if count == 1 else (torch.stack(points), torch.stack(gradients))
+    if not sync_free:
+        project_written_(X, reduce)
     A = reduce(X.mT @ G) if batch.project else None
     twice = None if A is None else A + A.mT
     blocks = precision.row_chunks(X)

@@ -19,7 +19,11 @@ from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
+from manifold_tying.parametrizations._points import mark_others as mark_others
 from manifold_tying.parametrizations._points import stamp_of as stamp_of
+from manifold_tying.parametrizations._project import points as points
+from manifold_tying.parametrizations._project import project as project
+from manifold_tying.parametrizations._project import warn_if_off as warn_if_off
 from manifold_tying.parametrizations._register import constraints as constraints
 from manifold_tying.parametrizations._register import is_ours as is_ours
 from manifold_tying.parametrizations._register import materialize as materialize

@@ -62,6 +62,9 @@ class CholeskyFactor(Constraint):
         self.diagonal = diagonal
         self.bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
 
+    def describe(self) -> str:
+        return f"cholesky_factor(diagonal={self.diagonal!r}, bounds={self.bounds})"
+
     def forward(self, stored: Tensor) -> Tensor:
         return self.lower(stored).to(self.dtype)
 
@@ -92,18 +95,17 @@ class CholeskyFactor(Constraint):
         return f"diagonal={self.diagonal!r}" + (f", bounds={self.bounds}" if self.bounds else "")
 
 
-class CholeskySPD(Constraint):
+class CholeskySPD(CholeskyFactor):
     """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning T projects it to the nearest positive definite matrix."""
 
-    def __init__(self, factor: CholeskyFactor, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self.factor = factor
+    def describe(self) -> str:
+        return f"spd(diagonal={self.diagonal!r}, bounds={self.bounds})"
 
     def forward(self, stored: Tensor) -> Tensor:
         with precision.full_precision(stored.device):
-            L = self.factor.lower(stored)
+            L = self.lower(stored)
             return (L @ L.mT).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         T = nearest_spd(weight.to(precision.compute_dtype(weight.dtype)))
-        return self.factor.right_inverse(torch.linalg.cholesky(T).contiguous())
+        return super().right_inverse(torch.linalg.cholesky(T).contiguous())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import distributed, precision
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations._points import mark
 
 
@@ -16,14 +16,54 @@ class Constraint(nn.Module, ABC):
     """A parametrization that maps the stored tensor to the weight; ``right_inverse`` projects a weight before storing it.
 
     The stored tensor stays at least float32 (:class:`Float32ParametrizationList`); the weight has the layer's dtype.
+
+    The state dict has the buffer ``form``, what :meth:`describe` returns as bytes of UTF-8: the shape of a stored tensor does
+    not tell which map makes a weight of it. A state with another form, or without one, is refused.
     """
 
     dtype: torch.dtype
     """The layer's dtype, which the weight has."""
+    form: Tensor
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Kind and options, written as the call that makes this constraint."""
+
+    def record_form(self, device: torch.device) -> None:
+        """Register or renew ``form``."""
+        self.register_buffer("form", self._encoded(device))
+
+    def _encoded(self, device: torch.device) -> Tensor:
+        return torch.tensor(list(self.describe().encode()), dtype=torch.uint8, device=device)
+
+    def form_error(self, form: Tensor | None) -> str:
+        """Why a state with this form cannot be loaded; "" if it can."""
+        if form is None:
+            saved = "missing: another library saved it"
+        elif not autograd.has_data(form) or (saved := bytes(form.tolist()).decode(errors="replace")) == self.describe():
+            return ""
+        return (
+            f"expected the state of {self.describe()}, but its form is {saved}. Constrain the weight as it was when it was "
+            "saved, or assign it, which projects: layer.weight = other.weight"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "form" and isinstance(value, Tensor) and (error := self.form_error(value)):
+            raise ValueError(error)  # transformers assigns a checkpoint's tensors one by one
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}form"] = self._encoded(self.form.device)  # an average of all buffers has rounded its own
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # The list that holds this constraint reports the error, before it loads the stored tensor.
+        if not (any(key.startswith(prefix) for key in state) and self.form_error(state.get(f"{prefix}form"))):
+            super()._load_from_state_dict(state, prefix, *rest)
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         """The tensors that have the layer's dtype, so that .half() and .bfloat16() cast them."""
@@ -31,7 +71,11 @@ class Constraint(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = dtype_after(fn, self.dtype)
-        return super()._apply(fn, recurse)
+        was_meta = "form" in self._buffers and self.form.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.form.is_meta:  # to_empty
+            self.record_form(self.form.device)
+        return self
 
     @staticmethod
     def warn_on_drift(found: Sequence[tuple[str, Any, Tensor]]) -> None:
@@ -64,8 +108,8 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
 
         def wide(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if moved.dtype != tensor.dtype and not tensor.is_floating_point():
-                return tensor.to(moved.device)  # .type() casts indices, too
+            if not tensor.is_floating_point():
+                return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # .type() casts indices, too
             if any(tensor is other for other in layer_dtype) or moved.dtype.itemsize >= 4:
                 return moved
             return tensor.to(moved.device, torch.float32)
@@ -95,8 +139,13 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
         super().__setstate__(state)
         mark_point(self)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        parts = [(f"{prefix}{i}.form", part) for i, part in enumerate(self) if isinstance(part, Constraint)]
+        errors = [f"{key}: {error}" for key, part in parts if (error := part.form_error(state.get(key)))]
+        if errors and any(key.startswith(prefix) for key in state):
+            rest[-1].extend(errors)
+            return
+        super()._load_from_state_dict(state, prefix, *rest)
         if self.original.dtype != precision.compute_dtype(cast(Constraint, self[0]).dtype):
             self.to(self.original.dtype)  # assign=True replaced the stored tensor by one of another dtype
         mark_point(self)

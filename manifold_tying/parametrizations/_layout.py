@@ -74,23 +74,22 @@ class Layout:
 
     @classmethod
     def orthonormal(cls, module: nn.Module, name: str, blocks: int | None) -> "Layout":
-        """The layout of a weight that becomes orthonormal in blocks of rows; warns if stacked gates are taken as one matrix."""
+        """The layout of a weight that becomes orthonormal in blocks of rows; warns if they are not the matrices it stacks."""
         layout = cls.of(module, name)
         kind, rows = type(module).__name__, layout.matrix_shape[-2]
-        gates = next((count for recurrent, count in GATES.items() if isinstance(module, recurrent)), 1)
-        stacked = ATTENTION if name == "in_proj_weight" else gates if name.startswith(("weight_hh", "weight_ih")) else 1
-        if blocks is None and stacked > 1:
-            warnings.warn(
-                f"{kind}.{name} stacks {stacked} matrices (gates, or queries, keys and values). It becomes orthonormal as one "
-                f"matrix {tuple(layout.shape)}, so none of them is; pass blocks={stacked} to constrain each, or blocks=1 to "
-                "keep one matrix without this warning",
-                stacklevel=3,
-            )
+        stacked, chosen = _stacked(module, name), blocks in (1, _stacked(module, name))
         blocks = 1 if blocks is None else blocks
         precision.check_int("blocks", blocks, 1)
         if rows % blocks:
             raise ValueError(
                 f"expected blocks to divide the {rows} rows of {kind}.{name} {tuple(layout.shape)}, got {blocks}"
+            )
+        if stacked > 1 and not chosen:
+            warnings.warn(
+                f"{kind}.{name} stacks {stacked} matrices (gates, queries, keys and values, or groups of channels). It becomes "
+                f"orthonormal in {blocks} blocks, so none of them is; pass blocks={stacked} to constrain each, or blocks=1 to "
+                "constrain all as one matrix without this warning",
+                stacklevel=3,
             )
         return cls(layout.shape, layout.flatten, blocks)
 
@@ -99,6 +98,9 @@ class Layout:
         """(..., m, n) before transposing, wide or tall."""
         shape = (self.shape[0], self.shape[1:].numel()) if self.flatten else tuple(self.shape)
         return shape if self.blocks == 1 else (*shape[:-2], self.blocks, shape[-2] // self.blocks, shape[-1])
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
 
     @property
     def _wide(self) -> bool:
@@ -116,6 +118,16 @@ class Layout:
         if matrix.shape == self.shape and not self._wide:
             return matrix  # autograd cannot accumulate the gradients of a view in place
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
+
+
+def _stacked(module: nn.Module, name: str) -> int:
+    """Number of matrices that a weight stacks along its rows."""
+    if isinstance(module, CONVOLUTIONS):
+        return module.groups
+    if name == "in_proj_weight":
+        return ATTENTION
+    gates = next((count for recurrent, count in GATES.items() if isinstance(module, recurrent)), 1)
+    return gates if name.startswith(("weight_hh", "weight_ih")) else 1
 
 
 def _is_shared(module: nn.Module, name: str) -> bool:

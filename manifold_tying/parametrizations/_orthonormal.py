@@ -21,6 +21,9 @@ class OnStiefel(Constraint):
         self.layout = layout
         self.manifold = manifold
 
+    def describe(self) -> str:
+        return f"stiefel on {self.layout}"  # any retraction: it does not change what the stored tensor means
+
     def forward(self, stored: Tensor) -> Tensor:
         # FSDP2 gathers a stored tensor in the dtype of its policy, which may be below the layer's.
         dtype = min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
@@ -38,6 +41,9 @@ class OrthonormalFactor(Constraint):
         super().__init__(dtype)
         self.layout = layout
         self.map = map
+
+    def describe(self) -> str:
+        return f"orthogonal(map={self.map!r}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
@@ -66,6 +72,9 @@ class CayleyFactor(Constraint):
         self.layout = layout
         self.terms = terms
         self.register_buffer("base", base)
+
+    def describe(self) -> str:
+        return f"orthogonal(map={'cayley' if self.terms is None else 'cayley-neumann'!r}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         X = linalg.cayley_at(self.base, stored, self.terms)

@@ -1,13 +1,14 @@
 """Tags tensors with their manifold, and warns when an optimizer without manifolds takes its first step on one."""
 
+import gc
 import uuid
 import warnings
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -32,14 +33,42 @@ class _Holder:
         return layer is not None and layer._parameters.get(self.name) is tensor
 
 
+def manifold_in(parts: ParametrizationList) -> geoopt.Manifold | None:
+    """The manifold that a parametrization declares its stored tensor a point of, by an attribute ``manifold``."""
+    manifold = getattr(parts[0], "manifold", None) if len(parts) else None
+    return manifold if isinstance(manifold, geoopt.Manifold) and not isinstance(manifold, geoopt.Euclidean) else None
+
+
+_points_exist = _others_exist = False
+
+
+def _watch_registration(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Notice parametrizations with a manifold that others register by torch's register_parametrization."""
+    global _points_exist, _others_exist
+    if isinstance(part, ParametrizationList) and manifold_in(part) is not None:
+        _points_exist = True
+        _others_exist |= not type(part[0]).__module__.startswith("manifold_tying.")
+
+
+register_module_module_registration_hook(_watch_registration)
+
+
+def mark_others() -> None:
+    """Tag the points of parametrizations that are not ours. Scans all objects if there are any: a copy has lost its tag."""
+    if _others_exist:
+        for parts in [found for found in gc.get_objects() if issubclass(type(found), ParametrizationList)]:
+            if isinstance(parts._parameters.get("original"), Tensor) and (manifold := manifold_in(parts)) is not None:
+                mark(parts, manifold)
+
+
 _layers: WeakKeyDictionary[ParametrizationList, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
 
 
 def mark(parts: ParametrizationList, manifold: geoopt.Manifold) -> None:
     """Tag the stored tensor with its manifold, which ``RiemannianAdam(model.parameters())`` reads."""
     point: Any = parts.original
-    point.manifold, point.holder = manifold, _Holder(getattr(parts, "label", "a point"), *_layers.get(parts, ()))
-    _warn_after_steps()
+    label = getattr(parts, "label", f"a point of shape {tuple(point.shape)}")
+    point.manifold, point.holder = manifold, _Holder(label, *_layers.get(parts, ()))
 
 
 def set_owner(parts: ParametrizationList, layer: nn.Module, name: str) -> None:
@@ -71,35 +100,36 @@ def manifold_of(tensor: Tensor) -> geoopt.Manifold | None:
     return None if isinstance(manifold, geoopt.Euclidean) or (holder and holder.is_released(tensor)) else manifold
 
 
-@cache
-def _warn_after_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not getattr(optimizer, "follows_manifolds", False):
-        (_check_untraced if torch.compiler.is_compiling() else _check_optimizer)(optimizer)
+    if getattr(optimizer, "follows_manifolds", False):
+        return
+    if not torch.compiler.is_compiling():
+        _check_optimizer(optimizer)
+    elif _points_exist:
+        _check_untraced(optimizer)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     attributes = vars(optimizer)
     if any(isinstance(value, Optimizer) for value in attributes.values()):
         return  # a wrapper: the wrapped optimizer runs the hook itself
+    if _WARNED not in attributes:
+        mark_others()
     warned = attributes.setdefault(_WARNED, set())
     moved: list[str] = []
     for group in optimizer.param_groups:
         names = group.get("names") or group.get("param_names")
         for i, p in enumerate(group["params"]):
-            holder = getattr(p, "holder", None)
-            if holder is None or p.grad is None or id(p) in warned or manifold_of(p) is None or _retracts(optimizer, p):
+            if p.grad is None or id(p) in warned or manifold_of(p) is None or _retracts(optimizer, p):
                 continue
             warned.add(id(p))
-            moved.append(str(names[i] if names else holder.label))
+            label = p.holder.label if hasattr(p, "holder") else f"a geoopt.ManifoldParameter of shape {tuple(p.shape)}"
+            moved.append(str(names[i] if names else label))
     if moved:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         named = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
         warnings.warn(
-            f"{kind} moved {named} without its manifold: the columns stop being orthonormal. Use "
+            f"{kind} moved {named} without its manifold, so it leaves it. Use "
             "manifold_tying.optim.RiemannianAdam(model.parameters()), which is AdamW for all other parameters, or a "
             "constraint that any optimizer trains: manifold_tying.orthogonal in place of stiefel, PIT(memory='free') in place "
             "of another memory. For an unconstrained weight, call manifold_tying.materialize(model)",
@@ -107,6 +137,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
+register_optimizer_step_post_hook(_after_step)
 # Dynamo cannot trace weak references; torch.compiler.disable would import Dynamo, which doubles the import time of torch.
 _check_untraced = torch._disable_dynamo(_check_optimizer)
 

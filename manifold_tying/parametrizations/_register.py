@@ -1,19 +1,22 @@
 """The functions that put a constraint on a layer, and :func:`materialize`, which removes them all."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar, cast, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import distributed, precision
+from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import Retraction, Stiefel
-from manifold_tying.parametrizations._cholesky import Bounds, CholeskyFactor, CholeskySPD, Diagonal
+from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diagonal
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import set_owner, stamp, unmark
+from manifold_tying.parametrizations._points import manifold_in, manifold_of, set_owner, stamp, unmark
+from manifold_tying.parametrizations._project import warn_if_off
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,16 +32,17 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). In a bfloat16
     layer the point is stored in float32 and cast on access.
 
-    The layer's ``reset_parameters`` projects the new weight. In-place writes such as nn.init do not project: a Riemannian
-    optimizer returns the point to the manifold at its next step.
+    The layer's ``reset_parameters`` projects the new weight, and so does an assignment, ``layer.weight = tensor``. A write in
+    place, such as nn.init's, does not: a Riemannian optimizer projects the point at its next step. In a bfloat16 layer, and
+    where ``blocks`` stacks wide matrices, the weight is a copy, and a write to it is lost, with a warning at the next access.
 
     Args:
         module: the layer, changed in place and returned.
         name: its parameter.
         retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
         blocks: number of matrices that the weight stacks along its rows, each constrained separately: 4 for an LSTM, 3 for a
-            GRU and for MultiheadAttention's ``in_proj_weight``. By default the weight is constrained as one matrix; if it
-            stacks several, none of them is orthonormal and a warning says so.
+            GRU and for MultiheadAttention's ``in_proj_weight``, ``groups`` for a grouped convolution. By default the weight is
+            constrained as one matrix; if it stacks several, none of them is orthonormal and a warning says so.
 
     Raises:
         ValueError: unknown retraction; blocks do not divide the rows; ``name`` is not a parameter of the module itself, is
@@ -56,7 +60,8 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar",
     """Make ``module.name`` orthonormal as the image of a free tensor, which any optimizer trains.
 
     The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide); so is every
-    assigned weight. Shapes are those of :func:`stiefel`. The map runs at every access of the weight; wrap repeated accesses
+    assigned weight. A write in place, such as nn.init's, is lost, with a warning at the next access. Shapes are those of
+    :func:`stiefel`. The map runs at every access of the weight; wrap repeated accesses
     in ``torch.nn.utils.parametrize.cached()``.
 
     Args:
@@ -99,19 +104,23 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
     Raises:
         ValueError: the weight is not square or has no positive eigenvalue; ``name`` as for :func:`stiefel`.
     """
-    factor = CholeskyFactor(diagonal, bounds)
+    constraint = CholeskySPD(diagonal, bounds)
     shape = Layout.of(module, name).shape
     if shape[-1] != shape[-2]:
         raise ValueError(f"expected {type(module).__name__}.{name} to be square for T = L Lᵀ, got {tuple(shape)}")
-    return register(module, name, CholeskySPD(factor, getattr(module, name).dtype))
+    constraint.dtype = getattr(module, name).dtype
+    return register(module, name, constraint)
 
 
 def materialize(module: M) -> M:
-    """Remove all constraints of this package from ``module`` and its submodules and return it; the weights keep their values.
+    """Remove all constraints from ``module`` and its submodules and return it; the weights keep their values.
 
-    Warns if R and P of an equivalence are not orthogonal to within 1e-3.
+    Constraints of this package, other parametrizations with an attribute ``manifold``, and geoopt.ManifoldParameters, which
+    become plain parameters. Warns of points that are off their manifold, and if R and P of an equivalence are not orthogonal
+    to within 1e-3.
     """
     distributed.reshard_fsdp(module)
+    warn_if_off(module)
     found = list(constraints(module))
     for path, owner, name in found:
         parts = parametrized(owner)[name]
@@ -134,7 +143,25 @@ def materialize(module: M) -> M:
             own_class(owner)
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
+    _release_others(module)
     return module
+
+
+def _release_others(module: nn.Module) -> None:
+    """Turn points that are not ours into plain parameters: under other parametrizations, and geoopt.ManifoldParameters."""
+    plain: dict[Tensor, nn.Parameter] = {}
+    for owner in module.modules():
+        if isinstance(owner, parametrize.ParametrizationList):
+            continue
+        if parametrize.is_parametrized(owner):
+            for name in [name for name, parts in parametrized(owner).items() if manifold_in(parts) is not None]:
+                unmark(parametrized(owner)[name].original)
+                own_class(owner)
+                parametrize.remove_parametrizations(owner, name)
+        for name, p in owner.named_parameters(recurse=False):
+            if manifold_of(p) is not None:
+                plain.setdefault(p, nn.Parameter(p.detach().as_subclass(Tensor), p.requires_grad))
+                setattr(owner, name, plain[p])
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:
@@ -202,14 +229,17 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts = cast(Float32ParametrizationList, parametrized(module)[name])
     parts.__class__ = Float32ParametrizationList
     parts.label, parts.weight_shape = label, weight_shape
+    constraint.record_form(weight.device)
     set_owner(parts, module, name)
     mark_point(parts)
     stamp(weight)
+    if "__setattr__" not in vars(type(module)):  # not yet patched by an earlier constraint
+        _project_assigned_weights(type(module))
+        if isinstance(module, nn.RNNBase):
+            _keep_flat_weights(type(module))
     _explain_plain_weights(type(module))
     if hasattr(module, "reset_parameters") and not is_ours(module):
         _reset_plain_weights(type(module))
-    if isinstance(module, nn.RNNBase):
-        _keep_flat_weights(type(module))
     weight.grad = None  # belonged to the plain weight
     return module
 
@@ -220,16 +250,52 @@ def _weight_of(name: str) -> property:
     def get(self: Any) -> Tensor:
         parts, key = self.parametrizations[name], (id(self), name)
         if not parametrize._cache_enabled:
-            return cast(Tensor, parts())
+            return cast(Tensor, parts() if torch.compiler.is_compiling() else _watched(parts))
         if key not in parametrize._cache:
             parametrize._cache[key] = parts()
         return cast(Tensor, parametrize._cache[key])
 
     def assign(self: Any, value: Tensor) -> None:
-        self.parametrizations[name].right_inverse(value)
+        self.parametrizations[name].right_inverse(value.detach())
         parametrize._cache.pop((id(self), name), None)
 
     return property(get, assign)
+
+
+_handed_out: WeakKeyDictionary[nn.Module, tuple[ref[Tensor], Tensor, int]] = WeakKeyDictionary()
+
+
+def _watched(parts: Any) -> Tensor:
+    """The weight; warns if the one computed before was written in place and dropped, which nn.init does in vain."""
+    if parts in _handed_out:
+        last, counter, version = _handed_out.pop(parts)
+        if last() is None and counter._version != version:
+            warnings.warn(
+                f"{parts.label} was written in place, as torch.nn.init does, without effect: it is computed at each access. "
+                "Assign it, which projects: layer.weight = torch.nn.init.normal_(torch.empty_like(layer.weight))",
+                stacklevel=3,
+            )
+    weight: Tensor = parts()
+    plain = type(weight) is Tensor and weight._base is None and not autograd.in_transform()
+    if plain and autograd.has_data(weight) and not weight.is_inference():
+        counter = weight.detach()
+        counter.data = weight.new_empty(0)  # shares the version counter, not the memory
+        _handed_out[parts] = ref(weight), counter, counter._version
+    return weight
+
+
+def _project_assigned_weights(kind: Any) -> None:
+    """Make ``layer.weight = tensor`` project for an nn.Parameter, too, which nn.Module would register beside the constraint."""
+    (layer,) = kind.__bases__
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        constrained = isinstance(value, Tensor) and name in getattr(self, "parametrizations", {})
+        if constrained and isinstance(self.parametrizations[name], Float32ParametrizationList):
+            getattr(type(self), name).fset(self, value)
+        else:
+            layer.__setattr__(self, name, value)
+
+    kind.__setattr__ = assign
 
 
 def _explain_plain_weights(kind: Any) -> None:
@@ -275,10 +341,10 @@ def _keep_flat_weights(kind: Any) -> None:
 
     torch would put the assigned tensor there without projecting it. The computed weights carry a graph, so deepcopy fails.
     """
-    (layer,), copied = kind.__bases__, kind.__deepcopy__
+    copied, plain_assign = kind.__deepcopy__, kind.__setattr__
 
     def assign(self: Any, name: str, value: Any) -> None:
-        layer.__setattr__(self, name, value)
+        plain_assign(self, name, value)
         if name in self._flat_weights_names:
             self._init_flat_weights()
 
@@ -286,5 +352,4 @@ def _keep_flat_weights(kind: Any) -> None:
         memo[id(self._flat_weights)] = [None] * len(self._flat_weights)  # refilled by the next forward
         return copied(self, memo)
 
-    if "__setattr__" not in vars(kind):  # not yet patched by an earlier constraint
-        kind.__setattr__, kind.__deepcopy__ = assign, copy
+    kind.__setattr__, kind.__deepcopy__ = assign, copy

@@ -16,12 +16,9 @@ from manifold_tying.poet.spec import Permutations, RotationSpec
 class Equivalence(Constraint):
     """W = R W0 P. The stored tensor is the skew vector: R's parameters, then P's; zeros mean R = P = I.
 
-    The state dict also has ``base`` (W0, in the layer's shape, order and dtype), ``out_order`` and ``in_order`` (the rows and
-    columns that rotate), ``seed`` and ``merges`` (which determine the next permutations), and ``form`` (block size and number
-    of rotating dimensions of R and P, terms or 0), which must match the layer's.
-
-    In memory W0 is the buffer ``ordered_base``, with rows and columns in rotation order, so that activations are permuted
-    only at the input and the output.
+    Buffers: ``ordered_base``, W0 as a matrix in the layer's dtype, with rows and columns in rotation order, so that activations
+    are permuted only at the input and the output; ``out_order`` and ``in_order``, the rows and columns that rotate; ``seed``
+    and ``merges``, which determine the next permutations.
     """
 
     ordered_base: Tensor
@@ -29,7 +26,6 @@ class Equivalence(Constraint):
     in_order: Tensor
     seed: Tensor
     merges: Tensor
-    form: Tensor
 
     def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
         super().__init__(dtype)
@@ -41,9 +37,8 @@ class Equivalence(Constraint):
         out_order, in_order = self._draw(seed, 0)
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
-        self.register_buffer("form", torch.tensor(self._form, device=like.device))
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
-        self.register_buffer("ordered_base", base, persistent=False)
+        self.register_buffer("ordered_base", base)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.seed.is_meta
@@ -51,18 +46,12 @@ class Equivalence(Constraint):
         if was_meta and not self.seed.is_meta:  # to_empty: draw what the constructor could not store
             self.seed.fill_(self._initial_seed)
             self.merges.zero_()
-            self.form.copy_(torch.tensor(self._form))
             for order, drawn in zip((self.out_order, self.in_order), self._draw(self._initial_seed, 0), strict=True):
                 order.copy_(drawn)
         return self
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.ordered_base]
-
-    @property
-    def _form(self) -> list[int]:
-        R, P = self.spec.R, self.spec.P
-        return [R.block, R.num_rotated, P.block, P.num_rotated, self.spec.terms or 0]
 
     @property
     def perms(self) -> Permutations:
@@ -78,51 +67,18 @@ class Equivalence(Constraint):
         """W0 from the layer's shape to a matrix in rotation order."""
         return arrange(base.reshape(self.layout.matrix_shape), self.perms)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}base"] = self.base
+    def describe(self) -> str:
+        return f"equivalence({self.extra_repr()}) on {self.layout}"
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key, assign = f"{prefix}base", local_metadata.get("assign_to_params_buffers", False)
-        base = state_dict.get(key)
-        if problem := self._load_error(state_dict.get(f"{prefix}form"), base, assign):
-            error_msgs.append(f"{prefix}{problem}")
-            return
-        others = {name: value for name, value in state_dict.items() if name != key}
-        if base is None:
-            if strict:
-                missing_keys.append(key)
-            if any(f"{prefix}{name}" in others for name in ("out_order", "in_order")):
-                base = self.base  # keep W0, and rearrange it in the loaded order
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        if base is not None and assign:
-            self.ordered_base = self._to_rotation_order(base.detach())
-            self.dtype = base.dtype
-        elif base is not None:
-            self.ordered_base.copy_(self._to_rotation_order(base.detach().to(self.ordered_base.device)))
-
-    def _load_error(self, form: Tensor | None, base: Tensor | None, assign: bool) -> str:
-        """Why a state cannot be loaded; "" if it can."""
-        # Shapes can agree although the blocks differ; loading would then silently give another weight.
-        if form is not None and autograd.has_data(form) and form.tolist() != self._form:
-            return (
-                f"form: expected block sizes and rotating dimensions of R and P, and terms, to be {self._form}, got "
-                f"{form.tolist()}; put the equivalence on with the options that the state was saved with"
-            )
-        if base is not None and base.shape != self.layout.shape:
-            return f"base: expected shape {tuple(self.layout.shape)}, got {tuple(base.shape)}"
-        if base is not None and not autograd.has_data(base) and not assign and autograd.has_data(self.ordered_base):
-            return "base: a tensor on the meta device has no values to load; load with assign=True"
-        return ""
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # New orders without a W0 that can be loaded leave W0 as it is.
+        found = state.get(f"{prefix}ordered_base")
+        kept = found is None or found.shape != self.ordered_base.shape or not autograd.has_data(found)
+        base = self.base if kept and f"{prefix}out_order" in state else None
+        super()._load_from_state_dict(state, prefix, *rest)
+        self.dtype = self.ordered_base.dtype  # assign=True may have brought another
+        if base is not None:
+            self.ordered_base.copy_(self._to_rotation_order(base))
 
     def sides(self, stored: Tensor) -> tuple[Side, Side]:
         """Blocks and orders of R and P, without gradients."""

@@ -10,7 +10,16 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Bounds, CholeskyFactor, Diagonal, OnStiefel, parametrized, stiefel
+from manifold_tying.parametrizations import (
+    Bounds,
+    CholeskyFactor,
+    Diagonal,
+    OnStiefel,
+    parametrized,
+    register,
+    stiefel,
+    warn_if_off,
+)
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
 
 
@@ -60,7 +69,7 @@ class ManifoldPIT(PIT):
         self.register_parameter("memory", nn.Parameter(start, requires_grad=memory == "trainable"))
         stiefel(self, "memory", retraction=retraction)
         self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size, dtype=dtype)))
-        parametrize.register_parametrization(self, "cholesky_factor", factor)
+        register(self, "cholesky_factor", factor)
 
     @classmethod
     def _from_factors(
@@ -118,6 +127,7 @@ class ManifoldPIT(PIT):
             return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        warn_if_off(self)
         with torch.no_grad():
             memory = distributed.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()

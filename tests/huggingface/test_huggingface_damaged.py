@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,9 @@ def test_damaged_folders_are_refused(
     status, error = run([command, str(source), str(tmp_path / "out")], capsys)
     assert status == 2 and "error: " in error and phrase in error and "Traceback" not in error
     assert "ignore_mismatched_sizes" not in error  # the advice that leads to random tables
-    status, error = run(
-        ["inspect", str(source)], capsys
-    )  # an error or, where the tables are intact, a table; no exception
+    off = pytest.warns(UserWarning, match="off the manifold") if damage == "memory is no point" else nullcontext()
+    with off:  # an error or, where the tables are intact, a table; no exception
+        status, error = run(["inspect", str(source)], capsys)
     assert damage not in OF_TABLES or (status == 2 and error.startswith("error: ") and str(source) in error)
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
 

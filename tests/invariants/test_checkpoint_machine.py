@@ -64,7 +64,7 @@ def undisturbed() -> list[dict[str, Tensor]]:
     for _ in range(MOST):
         trained.step()
         found.append(trained.tensors())
-    part = "blocks.0.mlp.up.parametrizations.weight.0.base"
+    part = "blocks.0.mlp.up.parametrizations.weight.0.ordered_base"
     assert not torch.equal(found[MERGE_EVERY][part], found[0][part])  # merges change W0, or nothing would be at stake
     return found
 

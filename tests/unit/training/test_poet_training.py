@@ -128,7 +128,9 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
     matrices = {name for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim > 1}
     assert not matrices  # W0 is a buffer; the same seed draws the same one, another seed another
     drawn = [
-        build_model(dataclasses.replace(run, seed=seed)).state_dict()["blocks.0.mlp.up.parametrizations.weight.0.base"]
+        build_model(dataclasses.replace(run, seed=seed)).state_dict()[
+            "blocks.0.mlp.up.parametrizations.weight.0.ordered_base"
+        ]
         for seed in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

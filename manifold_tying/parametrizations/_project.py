@@ -1,0 +1,73 @@
+"""Points of a module: finding them, projecting them to their manifolds, and warning of those that are off."""
+
+import warnings
+from collections.abc import Iterator
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from manifold_tying import autograd, distributed
+from manifold_tying._geoopt import geoopt
+from manifold_tying.parametrizations._points import manifold_in, manifold_of
+
+M = TypeVar("M", bound=nn.Module)
+_OFF = 1e-3  # an optimizer refuses a point that is further off, too
+
+
+def points(module: nn.Module) -> Iterator[tuple[str, Tensor, geoopt.Manifold]]:
+    """(full name of the weight, stored tensor, manifold) of every point in module.
+
+    Points of this package, of any other parametrization with an attribute ``manifold``, and geoopt.ManifoldParameters.
+    """
+    for prefix, owner in module.named_modules():
+        if not isinstance(owner, ParametrizationList):
+            lists = cast(nn.ModuleDict | dict[str, nn.Module], getattr(owner, "parametrizations", {}))
+            stored = {name: cast(ParametrizationList, parts) for name, parts in lists.items()}
+            found = {name: (getattr(parts, "original", None), manifold_in(parts)) for name, parts in stored.items()}
+            found |= {name: (p, None) for name, p in owner.named_parameters(recurse=False)}
+            for name, (tensor, manifold) in found.items():
+                if tensor is not None and (manifold := manifold or manifold_of(tensor)) is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), tensor, manifold
+
+
+@torch.no_grad()
+def project(module: M) -> M:
+    """Project every point of ``module`` to its manifold, in place, and return the module; other parameters keep their values.
+
+    For points that something other than their optimizer has moved: an average of weights (SWA, EMA, a merge of checkpoints)
+    lies off the manifold. Points are what ``stiefel`` and ``PIT(memory="trainable")`` store, tensors under any parametrization
+    with an attribute ``manifold``, and ``geoopt.ManifoldParameter``.
+
+    Raises:
+        ValueError: a point contains NaN or Inf; nothing is changed.
+
+    >>> layer = mt.stiefel(nn.Linear(16, 64))
+    >>> average = torch.optim.swa_utils.AveragedModel(layer)
+    >>> project(average) is average
+    True
+    """
+    distributed.reshard_fsdp(module)
+    found = list(points(module))
+    if bad := [name for name, point, _ in found if not bool(torch.isfinite(distributed.to_local(point)).all())]:
+        raise ValueError(f"expected finite points, but {', '.join(bad)} contain NaN or Inf; nothing was projected")
+    for _, point, manifold in found:
+        point.copy_(manifold.projx(point))
+    return module
+
+
+@torch.no_grad()
+def warn_if_off(module: nn.Module) -> None:
+    """Warn about points that are more than 1e-3 off their manifolds, as averages are."""
+    off = []
+    for name, point, manifold in points(module):
+        if autograd.has_data(point):
+            ok, reason = manifold.check_point_on_manifold(point.detach(), atol=_OFF, rtol=_OFF, explain=True)
+            off += [] if ok else [f"{name} ({reason})"]
+    if off:
+        warnings.warn(
+            f"off the manifold: {'; '.join(off[:5])}{f' and {len(off) - 5} more' if len(off) > 5 else ''}. Are they averages "
+            "(SWA, EMA), or written in place? manifold_tying.project(model) returns them to it",
+            stacklevel=3,
+        )

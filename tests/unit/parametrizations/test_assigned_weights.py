@@ -1,0 +1,103 @@
+"""Writing a constrained weight: an assignment projects, a write in place takes effect or is warned of."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying.optim import RiemannianAdam, RiemannianSGD
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "stiefel, tall": lambda: mt.stiefel(nn.Linear(8, 16)),
+    "stiefel, wide": lambda: mt.stiefel(nn.Linear(16, 8)),
+    "stiefel, blocks": lambda: mt.stiefel(nn.Linear(8, 16), blocks=4),
+    "stiefel, bfloat16": lambda: mt.stiefel(nn.Linear(8, 16).bfloat16()),
+    "orthogonal": lambda: mt.orthogonal(nn.Linear(8, 16)),
+    "convolution": lambda: mt.stiefel(nn.Conv2d(3, 8, 3)),
+}
+
+
+def nearest(weight: Tensor, blocks: int) -> Tensor:
+    """The nearest orthonormal matrix, of each block of rows, by the SVD."""
+    U, _, Vh = torch.linalg.svd(weight.detach().double().flatten(1).unflatten(0, (blocks, -1)), full_matrices=False)
+    return (U @ Vh).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("as_parameter", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_an_assigned_weight_is_projected(name: str, as_parameter: bool) -> None:
+    layer = LAYERS[name]()
+    drawn = torch.randn(layer.weight.shape, dtype=layer.weight.dtype)
+    layer.weight = nn.Parameter(drawn) if as_parameter else drawn
+    accuracy = 1e-2 if drawn.dtype == torch.bfloat16 else 1e-5
+    expected = nearest(drawn, 4 if "blocks" in name else 1).to(drawn.dtype)
+    torch.testing.assert_close(layer.weight, expected, rtol=0, atol=accuracy)
+    assert set(dict(layer.named_parameters())) == {"bias", "parametrizations.weight.original"}
+    layer.weight = (
+        nn.init.kaiming_normal_(layer.weight) if name == "stiefel, tall" else drawn
+    )  # it is the stored tensor
+    assert mt.linalg.defect(layer.parametrizations.weight.original).max() < 1e-6 or name == "orthogonal"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_write_in_place_takes_effect_or_is_warned_of(name: str) -> None:
+    layer = LAYERS[name]()
+    before = layer.weight.detach().clone()
+    nn.init.normal_(layer.weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unchanged = torch.equal(layer.weight, before)
+        layer.weight  # noqa: B018 - once
+    assert unchanged == (len(caught) == 1)
+    assert not caught or ("written in place" in str(caught[0].message) and "layer.weight = " in str(caught[0].message))
+    kept = layer.weight.clone().mul_(2)  # one's own copy
+    assert layer.weight.shape == kept.shape
+
+
+@pytest.mark.parametrize("make", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("retraction", ["polar", "qr"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_optimizer_projects_what_was_written_through_data(make: Any, retraction: Any, count: int) -> None:
+    """By the nearest point to what was written, from which the step is small."""
+    torch.manual_seed(0)
+    layers: list[Any] = [mt.stiefel(nn.Linear(8, 16), retraction=retraction) for _ in range(count)]
+    optimizer = make([p for layer in layers for p in layer.parameters()], lr=1e-3)
+    x = torch.randn(64, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sum((layer(x) - 1).square().mean() for layer in layers).backward()
+        optimizer.step()
+
+    step()
+    for layer in layers:
+        layer.weight.data.normal_(0, 0.02)
+    expected = [nearest(layer.weight, 1) for layer in layers]
+    step()
+    assert (
+        max(float((layer.weight.detach() - near).norm()) for layer, near in zip(layers, expected, strict=True)) < 0.03
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "wrong", "right"),
+    [
+        (lambda: nn.GRU(4, 4), "weight_hh_l0", 4, 3),
+        (lambda: nn.Conv2d(16, 64, 3, groups=16), "weight", None, 16),
+        (lambda: nn.ConvTranspose1d(8, 8, 3, groups=2), "weight", None, 2),
+    ],
+)
+def test_blocks_that_are_not_the_stacked_matrices_are_warned_of(layer: Any, name: str, wrong: Any, right: int) -> None:
+    with pytest.warns(UserWarning, match=f"stacks {right} matrices.*pass blocks={right}"):
+        mt.orthogonal(layer(), name, blocks=wrong)
+    made = mt.orthogonal(layer(), name, blocks=right)
+    for block in getattr(made, name).detach().double().flatten(1).chunk(right):
+        torch.testing.assert_close(
+            torch.linalg.svdvals(block), torch.ones(min(block.shape)).double(), atol=1e-5, rtol=0
+        )
+    mt.orthogonal(layer(), name, blocks=1)
+    mt.orthogonal(nn.Linear(4, 8), blocks=2)  # rows that one stacked oneself
