@@ -59,7 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        denied = isinstance(error, PermissionError)
+        advice = ". Change its permissions, or choose another path; MANIFOLD_TYING_CACHE moves prepared corpora"
+        print(f"error: {error}{advice if denied else ''}", file=sys.stderr)
         sys.exit(2)
 
 

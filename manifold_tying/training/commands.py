@@ -27,7 +27,7 @@ from manifold_tying.training.processes import Processes, process_group
 from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data
-from manifold_tying.training.rundir import METRICS
+from manifold_tying.training.rundir import METRICS, check_out
 from manifold_tying.training.saving import export_model
 
 DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
@@ -60,6 +60,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
         console.quiet = not processes.is_main
         if ignored:
             console.print(f"note: this {config.interface} run does not use {ignored}")
+        processes.on_main(lambda: check_out(config))
         load_data(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))

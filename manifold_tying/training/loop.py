@@ -26,7 +26,7 @@ from manifold_tying.training.probes import Probes
 from manifold_tying.training.processes import LossOf, Processes, without_sync
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data, run_data
-from manifold_tying.training.rundir import open_folder, write_row
+from manifold_tying.training.rundir import check_out, open_folder, write_row
 from manifold_tying.training.saving import CheckpointWriter, stage_checkpoint
 from manifold_tying.training.signals import Termination, termination
 from manifold_tying.tying import PIT
@@ -84,6 +84,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     settings, device = config.settings, check_device(config.settings.device)
     processes = Processes.from_settings(settings)
     arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
+    processes.on_main(lambda: check_out(config))
     data = run_data(load_data(config, processes), settings, config.seed)
     reset_peak_memory(device)
     model = build_model(config)
