@@ -26,7 +26,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(
         WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, V)}}, unk_token="<pad>")
     )
-    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
 
 
