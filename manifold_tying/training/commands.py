@@ -1,4 +1,4 @@
-"""The commands train, ablate, report, convert, export and inspect."""
+"""The commands train, ablate, report, sample, convert, export and inspect."""
 
 import shutil
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.rundir import METRICS, check_out
+from manifold_tying.training.sample import sample
 from manifold_tying.training.saving import export_model
 
 DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
@@ -51,6 +52,27 @@ def run_report(config: ReportConfig, console: Console) -> None:
     experiment = load_experiments(config.folders)
     out = config.out or (config.folders[0] if len(config.folders) == 1 else Path("report"))
     console.print(f"report: {write_report(experiment, out)}", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Continue a text with the model of a run."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder that train wrote to, or one of its checkpoints."""
+    prompt: str = ""
+    """Beginning of the text; without one a document begins."""
+    tokens: int = 200
+    """Most tokens to add; the text ends early where the model ends the document."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+def run_sample(config: SampleConfig, console: Console) -> None:
+    options: dict[str, Any] = {"tokens": config.tokens, "temperature": config.temperature, "seed": config.seed}
+    print(sample(config.run, config.prompt, **options))  # rich would wrap the lines
 
 
 def run_train(config: TrainConfig, console: Console) -> None:

@@ -25,6 +25,7 @@ from manifold_tying.training.processes import Processes
 
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine
+TOKENIZER = "tokenizer.json"  # for sample, which must not need the corpus
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 PROBES = "probes.jsonl"  # written before the first step and at every evaluation
 
