@@ -35,8 +35,8 @@ class Options:
     """Timed rounds; 0 measures only peak memory, with one contender in memory at a time."""
     warmup: int = 3
     """Untimed rounds before them."""
-    rows: str = ""
-    """Measure only rows whose label contains this text."""
+    rows: tuple[str, ...] = ()
+    """Measure only rows whose label contains one of these texts."""
     only: tuple[str, ...] = ()
     """Measure only these contenders and each row's reference."""
     quick: bool = False
@@ -93,7 +93,7 @@ def run(
     measured_any = False
     for row in rows:
         labels.append(row.label)
-        if options.rows not in row.label:
+        if options.rows and not any(text in row.label for text in options.rows):
             continue
         row = _chosen(row, options.only)
         if options.rounds:
@@ -113,7 +113,7 @@ def run(
             result["rows"] = list(known.values())
             options.out.write_text(json.dumps(result, indent=1) + "\n")
     if not measured_any:
-        raise ValueError(f"no row contains {options.rows!r}; choose from {'; '.join(labels)}")
+        raise ValueError(f"no row contains {' or '.join(options.rows)}; choose from {'; '.join(labels)}")
     if failed:
         raise RuntimeError(f"measured all contenders, but some failed: {'; '.join(failed)}")
 

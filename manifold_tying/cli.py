@@ -1,4 +1,4 @@
-"""The command line: manifold-tying train | ablate | reproduce | report | convert | export | inspect."""
+"""The command line: manifold-tying train | ablate | reproduce | report | sample | convert | export | inspect."""
 
 import importlib
 import io
@@ -17,6 +17,7 @@ COMMANDS = {
     "ablate": ("AblateConfig", "run_ablate"),
     "reproduce": ("ReproduceConfig", "run_reproduce"),
     "report": ("ReportConfig", "run_report"),
+    "sample": ("SampleConfig", "run_sample"),
     "convert": ("ConvertConfig", "run_convert"),
     "export": ("ExportConfig", "run_export"),
     "inspect": ("InspectConfig", "run_inspect"),
@@ -28,6 +29,7 @@ usage: manifold-tying COMMAND [-h] ...
   ablate     Train several arms on the same data and compare them.
   reproduce  Run one of the papers' comparisons; needs a checkout.
   report     Draw the curves of ablations and runs on one page.
+  sample     Continue a text with the model of a run.
   convert    Replace the tied tables of a transformers checkpoint with a PIT interface.
   export     Write a converted checkpoint as a stock one, or a run's weights as one file.
   inspect    Show a saved model's token interface.
@@ -59,7 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        denied = isinstance(error, PermissionError)
+        advice = ". Change its permissions, or choose another path; MANIFOLD_TYING_CACHE moves prepared corpora"
+        print(f"error: {error}{advice if denied else ''}", file=sys.stderr)
         sys.exit(2)
 
 

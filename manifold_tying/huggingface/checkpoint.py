@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,11 @@ from manifold_tying.huggingface.folder import (
     model_class,
     read_config,
     read_shapes,
+    read_tensors,
     recorded_options,
     weight_map,
 )
-from manifold_tying.huggingface.install import half_names, halves, record
+from manifold_tying.huggingface.install import half_names, halves, record, rename
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 from manifold_tying.tying import PIT, FreePIT
@@ -54,6 +55,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     check_memory(embedding.interface)
     record(model)  # again: PEFT unties the config when it merges, and Z may have been frozen or unfrozen
     write(model, Path(path))
+    rename(model, os.fspath(path))
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
@@ -97,9 +99,10 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    """Load the model. ``spare`` skips modules that its class lacks, such as a pooler, with a warning."""
+    """Load the model. ``spare`` skips masks and modules that its class lacks, such as a pooler, with a warning."""
     build_empty(folder)  # fails early and names config.json; transformers would fail while reading the weights
-    read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
+    where = weight_map(folder)
+    read_shapes(folder / file for file in dict.fromkeys(where.values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     try:
@@ -108,7 +111,7 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
         raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     unexpected = wrong.get("unexpected_keys", [])
-    if spare and unexpected and all(_is_spare(model, name) for name in unexpected):
+    if spare and unexpected and all(_is_spare(model, name) or _is_mask(folder, where, name) for name in unexpected):
         del wrong["unexpected_keys"]
         warnings.warn(
             f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
@@ -125,6 +128,12 @@ def _is_spare(model: "PreTrainedModel", name: str) -> bool:
     """Whether the tensor's module is absent from the class and is not part of a numbered layer, so it can be skipped."""
     owner = name.rpartition(".")[0]
     return owner not in dict(model.named_modules()) and not any(part.isdigit() for part in name.split("."))
+
+
+def _is_mask(folder: Path, where: Mapping[str, str], name: str) -> bool:
+    """Whether the stored tensor is an attention mask or a constant, which early versions of transformers saved."""
+    stored = [own for own in where if name.endswith(own)][:1]  # checkpoints of base models lack a prefix
+    return any(not t.is_floating_point() or t.ndim == 0 for t in read_tensors(folder, where, stored).values())
 
 
 @torch.no_grad()

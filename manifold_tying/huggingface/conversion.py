@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
-from manifold_tying.huggingface.install import install, own_config, swap
+from manifold_tying.huggingface.install import install, own_config, rename, swap
 from manifold_tying.huggingface.modules import PITEmbedding, PITHead
 from manifold_tying.huggingface.rotation import (
     Rotation,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Start = Literal["identity", "head", "embedding", "rotation"]
 M = TypeVar("M", bound="PreTrainedModel")
+UNSAVED = "converted by manifold_tying and not saved: call manifold_tying.save first"  # no path and no name on the hub
 
 
 def convert(
@@ -95,6 +96,8 @@ def convert(
     _try(model, embedding, head, turned)
     own_config(model)
     install(model, embedding, head)
+    if model.name_or_path:  # the stock checkpoint: PEFT and TRL would load that one
+        rename(model, UNSAVED)
     return model
 
 

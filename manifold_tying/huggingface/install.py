@@ -55,6 +55,11 @@ def own_config(model: "PreTrainedModel") -> None:
             module.config = own
 
 
+def rename(model: "PreTrainedModel", name: str) -> None:
+    """Set the name by which PEFT and TRL load the model again."""
+    model.name_or_path = model.config.name_or_path = name
+
+
 def record(model: "PreTrainedModel") -> None:
     """Tell transformers which names share a tensor, what stays float32, and what to write to config.json."""
     embedding, _ = halves(model)

@@ -11,3 +11,4 @@ with _needs_extra("train", "training and the command line need"):
     from manifold_tying.training.config import TrainConfig as TrainConfig
     from manifold_tying.training.loop import train as train
     from manifold_tying.training.recipes import resolve as resolve
+    from manifold_tying.training.sample import sample as sample

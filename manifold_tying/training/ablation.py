@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from manifold_tying.training.config import (
     other_text,
     unused_settings,
 )
-from manifold_tying.training.files import locked, read_own, write_atomic, writing_to
+from manifold_tying.training.files import check_writable, locked, read_own, write_atomic, writing_to
 from manifold_tying.training.loop import Diverged, Observer, train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
@@ -30,6 +30,7 @@ from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
 RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # per arm
+EXPERIMENT = "experiment.json"
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
 
@@ -134,23 +135,17 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
     processes = Processes.from_settings(config.settings)
     corpora = prepare_data(config)
 
-    experiment = config.out / "experiment.json"
-
-    def earlier_arms() -> Iterable[str]:
-        return read_own(experiment, ("arms", "settings")).get("arms", ())
-
     def check_folders() -> None:
-        earlier_arms()
         for (_, run), corpus in zip(runs, corpora, strict=True):
             check_folder(run, corpus)
 
     def describe() -> None:
-        if left := [arm for arm in earlier_arms() if arm not in {arm for arm, _ in runs}]:
+        if left := [arm for arm in _earlier(config).get("arms", ()) if arm not in {arm for arm, _ in runs}]:
             print(
                 f"{config.out} also holds {', '.join(left)}; the summary and the report have only the arms of this command"
             )
         with writing_to(config.out):
-            write_atomic(experiment, json.dumps(_describe(config), indent=1).encode())
+            write_atomic(config.out / EXPERIMENT, json.dumps(_describe(config), indent=1).encode())
 
     rows: list[dict[str, Any]] = []
     processes.on_main(check_folders)
@@ -165,6 +160,18 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
             rows.append({**row, "arm": arm})
             processes.on_main(lambda: write_atomic(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
     return rows
+
+
+def _earlier(config: AblateConfig) -> dict[str, Any]:
+    return read_own(config.out / EXPERIMENT, ("arms", "settings"))
+
+
+def _check_out(config: AblateConfig) -> None:
+    """Raises ValueError if the folder cannot take the experiment; cheap, so that a corpus is not prepared in vain."""
+    check_writable(config.out)
+    _earlier(config)
+    for _, run in config.runs():
+        check_folder(run)
 
 
 def _finished(run: TrainConfig) -> dict[str, Any] | None:
@@ -205,6 +212,7 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
     """
     known: dict[tuple[object, ...], dict[str, Any]] = {}
     found, processes = [], Processes.from_settings(config.settings)
+    processes.on_main(lambda: _check_out(config))
     for _, run in config.runs():
         s = run.settings
         key = (s.data, s.tokenizer, s.vocab_size, s.steps * s.tokens_per_step, s.val_tokens, s.sequence_length)

@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import math
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -48,18 +50,24 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
         values["body"], fields = first, fields - {"body"}
     elif first not in ARMS:
         choices = ", ".join(ARMS + BODIES)
-        raise ValueError(f"unknown arm {first!r}; choose from {choices}, with changes as in untied+lr=0.002")
+        raise ValueError(
+            f"unknown arm {first!r}{_near(first, ARMS + BODIES)}; choose from {choices}, with changes as in untied+lr=0.002"
+        )
     for change in changes:
         key, equals, text = change.partition("=")
         if not equals or key not in fields:
             raise ValueError(
-                f"unknown change {change!r} in arm {name!r}; write name=value with one of {sorted(fields)}"
+                f"unknown change {change!r} in arm {name!r}{_near(key, fields)}; write name=value with one of {sorted(fields)}"
             )
         values[key] = _value(text, key)
     settings = dataclasses.replace(shared, **values)
     if unused := sorted(unused_settings(interface, settings) & values.keys()):
         raise ValueError(f"{first} does not use {', '.join(unused)}; leave it out of the arm {name!r}")
     return interface, settings
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    return "".join(f" (did you mean {near}?)" for near in get_close_matches(name, known, 1))
 
 
 def _value(text: str, key: str) -> Any:

@@ -146,7 +146,12 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    folder = Path(path)
+    _, model, _ = load_run(Path(path), device)
+    return model.model if isinstance(model, HuggingFaceModel) else model
+
+
+def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
+    """The checkpoint's folder, the model as it trained, and the settings; the arguments are those of :func:`load_model`."""
     if not (folder / STATE).exists():
         saved = checkpoints(folder)
         if not saved:
@@ -158,4 +163,4 @@ def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
     load_checkpoint(folder, model, None, config)
-    return model.model if isinstance(model, HuggingFaceModel) else model
+    return folder, model, settings

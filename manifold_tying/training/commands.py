@@ -1,4 +1,4 @@
-"""The commands train, ablate, report, convert, export and inspect."""
+"""The commands train, ablate, report, sample, convert, export and inspect."""
 
 import shutil
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ from manifold_tying.training.processes import Processes, process_group
 from manifold_tying.training.progress import progress_bars
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data
-from manifold_tying.training.rundir import METRICS
+from manifold_tying.training.rundir import METRICS, check_out
+from manifold_tying.training.sample import sample
 from manifold_tying.training.saving import export_model
 
 DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
@@ -53,6 +54,27 @@ def run_report(config: ReportConfig, console: Console) -> None:
     console.print(f"report: {write_report(experiment, out)}", soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class SampleConfig:
+    """Continue a text with the model of a run."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder that train wrote to, or one of its checkpoints."""
+    prompt: str = ""
+    """Beginning of the text; without one a document begins."""
+    tokens: int = 200
+    """Most tokens to add; the text ends early where the model ends the document."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+def run_sample(config: SampleConfig, console: Console) -> None:
+    options: dict[str, Any] = {"tokens": config.tokens, "temperature": config.temperature, "seed": config.seed}
+    print(sample(config.run, config.prompt, **options))  # rich would wrap the lines
+
+
 def run_train(config: TrainConfig, console: Console) -> None:
     ignored = config.settings.changed(tuple(sorted(unused_settings(config.interface, config.settings))))
     with process_group(config.settings):
@@ -60,6 +82,7 @@ def run_train(config: TrainConfig, console: Console) -> None:
         console.quiet = not processes.is_main
         if ignored:
             console.print(f"note: this {config.interface} run does not use {ignored}")
+        processes.on_main(lambda: check_out(config))
         load_data(resolve(config), processes, console.print)
         with progress_bars(console, config.settings.steps) as started:
             row = train(config, observer=started(config.interface, 0, 1))

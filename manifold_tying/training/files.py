@@ -26,6 +26,14 @@ def writing_to(folder: Path) -> Iterator[None]:
         raise ValueError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
 
 
+def check_writable(folder: Path) -> None:
+    """Raises ValueError if the folder can be neither written to nor created; changes nothing."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "read-only for you" if nearest.is_dir() else "not a folder"
+        raise ValueError(f"cannot write to {folder}: {nearest} is {why}; choose a folder that is writable")
+
+
 def write_atomic(path: Path, data: bytes) -> Path:
     """Write to a draft named by the process id, then rename it over the path."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")

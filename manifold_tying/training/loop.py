@@ -19,14 +19,14 @@ from manifold_tying.training.build import build_merges, build_model, build_optim
 from manifold_tying.training.checkpoint import load_checkpoint
 from manifold_tying.training.config import CORPUS, Settings, TrainConfig
 from manifold_tying.training.evaluate import Batch, Diverged, InterfaceCheck, autocast, evaluate
-from manifold_tying.training.files import locked
+from manifold_tying.training.files import locked, write_atomic
 from manifold_tying.training.hf_model import Model
 from manifold_tying.training.machine import check_device, reset_peak_memory
 from manifold_tying.training.probes import Probes
 from manifold_tying.training.processes import LossOf, Processes, without_sync
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data, run_data
-from manifold_tying.training.rundir import open_folder, write_row
+from manifold_tying.training.rundir import TOKENIZER, check_out, open_folder, write_row
 from manifold_tying.training.saving import CheckpointWriter, stage_checkpoint
 from manifold_tying.training.signals import Termination, termination
 from manifold_tying.tying import PIT
@@ -84,7 +84,9 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     settings, device = config.settings, check_device(config.settings.device)
     processes = Processes.from_settings(settings)
     arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
-    data = run_data(load_data(config, processes), settings, config.seed)
+    processes.on_main(lambda: check_out(config))
+    tokens = load_data(config, processes)
+    data = run_data(tokens, settings, config.seed)
     reset_peak_memory(device)
     model = build_model(config)
     loss_fn = processes.wrap(model, settings.compile)
@@ -100,6 +102,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             config, arm, state.identity, processes, load=lambda path: state.load(path, processes)
         )
         if record:
+            write_atomic(config.out / TOKENIZER, (tokens.directory / TOKENIZER).read_bytes())
             stack.callback(record.close)
         state.skipped = processes.from_main(lambda: record.skipped if record else 0)
         # Checkpoints save the groups, so this survives a resume; "lr" changes at every step.

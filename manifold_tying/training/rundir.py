@@ -18,13 +18,14 @@ from torch.utils.tensorboard import SummaryWriter
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.training.checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
 from manifold_tying.training.config import ARM, CORPUS, TrainConfig
-from manifold_tying.training.files import Damaged, read_own, write_atomic, writing_to
+from manifold_tying.training.files import Damaged, check_writable, read_own, write_atomic, writing_to
 from manifold_tying.training.hf_model import OUT, HuggingFaceModel, Model
 from manifold_tying.training.machine import called_as, check_device, machine, peak_memory
 from manifold_tying.training.processes import Processes
 
 CONFIG, RESULT = "config.json", "result.json"
 ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine
+TOKENIZER = "tokenizer.json"  # for sample, which must not need the corpus
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 PROBES = "probes.jsonl"  # written before the first step and at every evaluation
 
@@ -83,6 +84,12 @@ def open_folder(
 
     processes.on_main(write)
     return start, processes.raise_together(lambda: Record(config.out, logs, start) if processes.is_main else None)
+
+
+def check_out(config: TrainConfig) -> None:
+    """Raises ValueError if the folder cannot take the run; cheap, so that a corpus is not prepared in vain."""
+    check_writable(config.out)
+    _candidates(config)
 
 
 def _candidates(config: TrainConfig) -> list[Path]:

@@ -10,7 +10,7 @@ import torch
 from huggingface_models import Repeated, V, arguments, build, difference, interface, logits, optimizer_for
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import manifold_tying as mt
 from manifold_tying.huggingface import train_interface
@@ -90,3 +90,17 @@ def test_other_models_are_refused() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"])
     with pytest.raises(ValueError, match="converted by"):
         train_interface(peft.get_peft_model(build(), config))
+
+
+def test_an_adapter_names_the_converted_checkpoint_as_its_base(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "stock")
+    model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
+    assert "stock" not in str(model.config.name_or_path)
+    mt.save(model, tmp_path / "converted")
+    for base in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "converted")):
+        lora = peft.get_peft_model(
+            base, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        )
+        lora.save_pretrained(str(tmp_path / "adapter"))
+        again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        assert difference(logits(again), logits(lora.eval())) <= 1e-6

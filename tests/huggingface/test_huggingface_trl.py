@@ -1,16 +1,18 @@
 """TRL computes log-probabilities from the hidden states and the head's weight, and never calls the head."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from huggingface_models import D, build, ids, interface, optimizer_for
+from huggingface_models import D, V, build, ids, interface, optimizer_for
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer
-from trl import SFTConfig, SFTTrainer
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import manifold_tying as mt
 
@@ -18,6 +20,14 @@ import manifold_tying as mt
 def losses_of(trainer: Trainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(
+        WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, V)}}, unk_token="<pad>")
+    )
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("memory", ["free", "trainable"])
@@ -29,16 +39,31 @@ def test_sft_trainer_trains_as_trainer_does(memory: Any, tmp_path: Path) -> None
         use_cpu=True, bf16=False, disable_tqdm=True, activation_checkpointing=False, dataloader_pin_memory=False, seed=0,
         dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="</s>",
-    )
     model, plain = (mt.convert(build(), memory=memory).train() for _ in range(2))
     sft = SFTTrainer(
-        model, settings, train_dataset=dataset, processing_class=tokenizer, optimizers=(optimizer_for(model), None)
+        model, settings, train_dataset=dataset, processing_class=tokenizer(), optimizers=(optimizer_for(model), None)
     )
     stock = Trainer(plain, settings, train_dataset=dataset, optimizers=(optimizer_for(plain), None))
     assert losses_of(sft) == pytest.approx(losses_of(stock), abs=1e-5)
     E, W_out = interface(model).materialize()
     assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # TRL 1.16 calls it
+def test_the_reference_of_dpo_is_the_converted_model(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path / "stock")
+    model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
+    pairs = {"prompt": ["w5 w6"] * 4, "chosen": [" w8 w9"] * 4, "rejected": [" w20"] * 4}
+
+    def trainer() -> DPOTrainer:
+        settings = DPOConfig(
+            output_dir=str(tmp_path / "run"), max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+            bf16=False, disable_tqdm=True, activation_checkpointing=False, dataloader_pin_memory=False,
+        )  # fmt: skip
+        data = datasets.Dataset.from_dict(pairs)
+        return DPOTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer())
+
+    with pytest.raises(OSError, match="not saved"):  # not the stock model in silence
+        trainer()
+    mt.save(model, tmp_path / "converted")
+    assert losses_of(trainer())[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is its reference

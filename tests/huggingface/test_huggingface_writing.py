@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from hostile import tree
-from huggingface_models import build, difference, logits
+from huggingface_models import D, build, difference, logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -138,6 +138,20 @@ def test_tensors_that_a_class_has_no_place_for_are_left_out_with_a_warning(tmp_p
     with pytest.warns(UserWarning, match="LlamaForCausalLM has no place for pooler.weight"):
         main(["convert", str(tmp_path), str(tmp_path / "out")])
     assert mt.load(tmp_path / "out").lm_head is not None
+
+
+def test_masks_that_early_versions_of_transformers_saved_are_left_out(tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    file, attention = tmp_path / "model.safetensors", "model.layers.0.self_attn"
+    stock = load_file(file)
+    mask = {f"{attention}.bias": torch.ones(1, 1, 8, 8).tril().bool(), f"{attention}.masked_bias": torch.tensor(-1e9)}
+    save_file(stock | mask, file, {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"has no place for model.layers.0.self_attn.bias, .*masked_bias"):
+        main(["convert", str(tmp_path), str(tmp_path / "out")])
+    assert load_file(tmp_path / "out" / "model.safetensors").keys().isdisjoint(mask)
+    save_file(stock | {f"{attention}.bias": torch.ones(D)}, file, {"format": "pt"})  # a weight is not left out
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path), str(tmp_path / "other")])
 
 
 def test_another_module_called_as_the_embedding_is_no_table(tmp_path: Path) -> None:

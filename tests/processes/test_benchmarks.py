@@ -211,9 +211,10 @@ def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
     labels = ["24 x 24", "48 x 8"]
     assert [row["row"] for row in run("maps", out, "--rows", "48 x")] == labels
     assert measured_rows(out)[0] == first
+    assert [row["row"] for row in run("maps", tmp_path / "both.json", "--rows", "24 x", "48 x")] == labels
     with pytest.raises(ValueError, match="another dtype, float32; expected bfloat16"):
         run("maps", out, "--dtype", "bfloat16")
-    with pytest.raises(ValueError, match="no row contains 'V=7'; choose from 24 x 24; 48 x 8"):
+    with pytest.raises(ValueError, match="no row contains V=7; choose from 24 x 24; 48 x 8"):
         run("maps", out, "--rows", "V=7")
     elsewhere = json.loads(out.read_text())
     elsewhere["machine"]["processor"] = "abacus"

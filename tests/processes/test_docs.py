@@ -229,6 +229,16 @@ def test_the_page_on_frameworks_runs() -> None:
     assert mt.linalg.defect(trained[0].weight) < 1e-6 and not torch.equal(trained[0].weight, plain[0].weight)
 
 
+def test_the_page_on_your_own_loop_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("docs/your-own-loop.md", program("docs/your-own-loop.md"))
+    assert capsys.readouterr().out.split() == ["True"] * 3  # resumed bit for bit; exported as plain layers
+    assert names["merges"].steps == 12 and mt.linalg.defect(names["model"].up.weight) < 1e-6
+    averaged = names["average"].module
+    assert mt.linalg.defect(averaged.up.weight) > 1e-6  # so it needs the projection
+    E, W_out = averaged.interface.materialize()
+    assert torch.dist(W_out @ E, torch.eye(32)) < 1e-4
+
+
 def test_quoted_messages_are_those_of_the_package() -> None:
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "manifold_tying").rglob("*.py"))
     said = re.sub(r'"\s+f?"', "", "\n".join(sources))  # literals that stand on several lines

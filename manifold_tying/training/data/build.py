@@ -139,6 +139,9 @@ def _build(
     counts = _write_splits(
         directory, encode(tokenizer, texts), DTYPES[dtype], limit, lambda line: progress(f"{corpus.spec}: {line}")
     )
+    if corpus.skipped:
+        count = f"{len(corpus.skipped)} file{'s' if len(corpus.skipped) > 1 else ''}"
+        progress(f"{corpus.spec}: skipped {count} not in UTF-8, such as {corpus.skipped[0]}")
     if not counts["documents"]:
         raise ValueError(
             f"the corpus {corpus.spec!r} holds no text: every document is empty or not UTF-8, or there is none"

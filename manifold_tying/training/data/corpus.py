@@ -8,7 +8,7 @@ import platform
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manifold_tying._json import parsed
@@ -40,12 +40,14 @@ class Corpus:
         streamed: whether it may be too large to read whole, and is read only as far as needed
         documents: starts a new pass over the documents. Each is a sequence of texts to join, which are in memory one at a
             time
+        skipped: files in a folder of texts that are not UTF-8; filled by a pass over the documents
     """
 
     spec: str
     identity: list[object]
     streamed: bool
     documents: Callable[[], Iterator[Iterable[str]]]
+    skipped: list[Path] = field(default_factory=list)
 
 
 def open_corpus(spec: str) -> Corpus:
@@ -78,15 +80,19 @@ def _docstrings(spec: str, rest: str) -> Corpus:
 
 def _text(spec: str, rest: str) -> Corpus:
     files, named = _expand(spec, rest, "")
+    skipped: list[Path] = []
 
     def documents() -> Iterator[Iterable[str]]:
+        skipped.clear()
         for file in files:
             if _is_text(file):
                 yield _parts(file)
             elif file in named:
                 raise ValueError(f"{file} is not UTF-8; convert it, or leave it out of {spec!r}")
+            else:
+                skipped.append(file)
 
-    return Corpus(spec, ["text", _listing(files)], False, documents)
+    return Corpus(spec, ["text", _listing(files)], False, documents, skipped)
 
 
 def _jsonl(spec: str, rest: str) -> Corpus:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from manifold_tying.training.evaluate import health_warnings
-from manifold_tying.training.numbers import FEWEST, Summary, interval, mean, paired_differences, perplexity, summarize
+from manifold_tying.training.numbers import Summary, interval, mean, paired_differences, perplexity, summarize
 from manifold_tying.training.report.load import Experiment, arm_names, by_seed, checked_rows, failures, interface_of
 
 FROZEN, TRAINABLE = "pit-frozen", "pit-trainable"
@@ -100,7 +100,7 @@ def _named(variants: Sequence[str]) -> str:
 
 
 def _doubt(difference: Summary) -> str:
-    if difference.n < FEWEST:
+    if difference.n < 3:
         return f"With {_seeds(difference.n)} little is known about the spread, so this may be chance."
     return "That is within the spread between seeds: this experiment does not tell the two apart."
 

@@ -346,8 +346,12 @@ def test_findings_doubt_what_is_within_the_spread() -> None:
         assert "by more than" not in sentence
     for sentence in findings(with_losses({"pit-frozen": [4.20], "pit-trainable": [4.15]})):
         assert "With one seed little is known about the spread" in sentence
-    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.21], "pit-trainable": [4.15, 4.16]})):
+    for sentence in findings(with_losses({"pit-frozen": [4.20, 4.21], "pit-trainable": [4.15, 4.19]})):
         assert "With 2 seeds little is known about the spread" in sentence
+    # 88 standard deviations: Student's t with one degree of freedom gives p = 0.5 %.
+    for sentence in findings(with_losses({"pit-frozen": [5.600, 5.623], "pit-trainable": [4.20, 4.20]})):
+        assert "± 0.016" in sentence and "in 2 of 2 seeds and by more than the spread" in sentence
+        assert "chance" not in sentence
     tie = findings(with_losses({"untied": [4.20, 4.30, 4.2], "transpose": [4.20, 4.30, 4.2]}))
     assert "does not tell the two apart" in tie[0]
 

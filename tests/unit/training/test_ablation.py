@@ -110,7 +110,9 @@ def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("arms", "message"),
     [
-        ("tied", r"unknown arm 'tied'; choose from untied, transpose, pit-frozen, pit-trainable"),
+        ("memory", r"unknown arm 'memory'; choose from untied, transpose, pit-frozen, pit-trainable"),
+        ("pit-trainble", r"unknown arm 'pit-trainble' \(did you mean pit-trainable\?\); choose from"),
+        ("untied+tabel_lr=3", r"unknown change 'tabel_lr=3' in arm 'untied\+tabel_lr=3' \(did you mean table_lr\?\)"),
         ("untied+speed=3", r"unknown change 'speed=3' in arm 'untied\+speed=3'"),
         ("untied+lr=fast", r"expected lr to be of type .*float.*, got 'fast'"),
         ("untied+lr=1e+3", r"write 1e3 for 1e\+3"),

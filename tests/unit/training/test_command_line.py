@@ -56,6 +56,35 @@ def test_a_small_corpus_is_refused_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["train", "ablate"])
+def test_the_folder_is_checked_before_the_corpus_is_prepared(
+    command: str, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANIFOLD_TYING_CACHE", str(tmp_path / "cache"))
+    somebodys, settings = tmp_path / "somebodys", ["--preset", TINY, "--data", f"text:{corpus}", "--out"]
+    somebodys.mkdir()
+    for name in ("config.json", "experiment.json"):
+        (somebodys / name).write_text("{}")
+    for out, expected in ((corpus / "out", "is not a folder"), (somebodys, "not a file that manifold-tying wrote")):
+        status, said = run([command, *settings, str(out)], capsys)
+        assert status == 2 and expected in said and "choose" in said
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    status, said = run([command, *settings, str(tmp_path / "new" / "out")], capsys)
+    assert status == 2 and f"{tmp_path} is read-only for you; choose a folder that is writable" in said
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "new").exists()
+
+
+def test_a_file_without_permission_comes_with_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*args: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/cache")
+
+    monkeypatch.setattr("manifold_tying.training.commands.run_train", denied)
+    _, said = run(["train", "--out", "runs/x"], capsys)
+    assert said.startswith("error: [Errno 13] Permission denied: '/cache'. Change its permissions") and "CACHE" in said
+
+
 @pytest.mark.parametrize("use", ["import manifold_tying", "from manifold_tying.cli import main; main(['--help'])"])
 def test_what_is_not_used_is_not_imported(use: str, process_environment: dict[str, str]) -> None:
     program = f"import sys; {use}; print(*{{name.partition('.')[0] for name in sys.modules}})"

@@ -153,6 +153,12 @@ def test_tokens_decode_to_the_documents(
     assert len(data.train) < 0.8 * text_bytes(train)
 
 
+def test_files_of_a_folder_that_are_no_text_are_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    prepare(spec := text_folder(tmp_path, DOCUMENTS), vocab_size=VOCABULARY, progress=said.append)
+    assert f"{spec}: skipped 2 files not in UTF-8, such as {tmp_path}/0/005x.bin" in said
+
+
 def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"abc.py": "first = 1\n", "email/a.py": "second = 2\n", "zipfile.py": "third = 3\n" * 30}
     left = ["site-packages/p.py", "dist-packages/p.py", "test/t.py", "email/tests/t.py", "idlelib/i.py", "a.txt"]
