@@ -49,7 +49,9 @@ def _projection_is_nearest(subject: Subject, draw: Draw) -> None:
     def distance(y: Tensor) -> Tensor:
         return (outside - y).square().sum(event(subject)).sqrt()
 
-    others = [x, *(subject.manifold.retr(nearest, subject.tangent(draw, nearest, size)) for size in (0.3, 1e-2))]
+    tangents = [subject.tangent(draw, nearest, size) for size in (0.3, 1e-2)]
+    downhill = subject.manifold.proju(nearest, outside - nearest)
+    others = [x, *(subject.manifold.retr(nearest, u) for u in (*tangents, downhill / 2))]
     for other in others:
         excess = (distance(nearest) - distance(other)).max().item()
         if excess > 1e-7:  # the distance is flat near its minimum
