@@ -433,9 +433,10 @@ def test_low_precision_layers_rotate_in_float32(dtype: torch.dtype) -> None:
         assert materialize(module).weight.dtype == dtype
 
 
+@pytest.mark.parametrize("terms", [None, 2])
 @pytest.mark.parametrize("tokens", [3, 400])
-def test_autocast(tokens: int) -> None:
-    module: Any = equivalence(nn.Linear(9, 7), block_size=4)
+def test_autocast(tokens: int, terms: int | None) -> None:
+    module: Any = equivalence(nn.Linear(9, 7), block_size=4, terms=terms)
     turn(module)
     x = torch.randn(tokens, 9, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
