@@ -8,6 +8,8 @@ bfloat16 and everything runs under autocast, with float32 parameters. The refere
 
 A layer picks the cheaper of two formulations, by activations or by weight; both are also timed separately.
 
+R and P are two terms of the Neumann series, except in "exact Cayley", which is the default of `equivalence`.
+
 The last measure is the number of operations of the products with tokens and weight, forward and backward, divided by
 nn.Linear's 6Nmn. It does not count the maps from skew vectors to orthogonal blocks.
 """
@@ -94,8 +96,10 @@ class Problem:
             torch.manual_seed(0)
             return nn.Linear(self.n, self.m, bias=False)
 
-    def poet(self, input_centric: bool | None = None, compiled: bool = False, **options: Any) -> Step:
-        layer: nn.Module = mt.equivalence(self.linear(), seed=0, **options)
+    def poet(
+        self, input_centric: bool | None = None, compiled: bool = False, terms: int | None = 2, **options: Any
+    ) -> Step:
+        layer: nn.Module = mt.equivalence(self.linear(), seed=0, terms=terms, **options)
         with torch.no_grad():
             for stored in layer.parameters():
                 # A b x b skew matrix with standard normal entries has a norm of about 2√b.

@@ -92,7 +92,9 @@ def train(corpus: Tensor, options: Options, seed: int, norm: float, policy: Poli
         vocab_size=256, hidden_size=d, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=-(-8 * d // 24) * 8
     )
     model = Llama(config, mt.Untied(256, d, std=0.06))
-    mt.equivalence_(model, "blocks.*", block_size=options.block_size, init="normalized", seed=seed, verbose=False)
+    mt.equivalence_(
+        model, "blocks.*", block_size=options.block_size, terms=2, init="normalized", seed=seed, verbose=False
+    )
     rates = {"blocks.*.parametrizations.weight.original": {"lr": options.equivalence_lr}}
     optimizer = RiemannianAdam(param_groups(model, overrides=rates), options.lr, (0.9, 0.95))
     peaks = [group.get("lr", options.lr) for group in optimizer.param_groups]

@@ -45,7 +45,8 @@ def custom_gradient(
     setattr(function, "backward", staticmethod(guarded))  # noqa: B010 - mypy: a method is not assigned
 
     def call(*args: Any) -> Any:
-        return plain(*args) if in_transform() else function.apply(*args)
+        # Strict export drops the gradient of a Function.
+        return plain(*args) if in_transform() or torch.compiler.is_exporting() else function.apply(*args)
 
     return call
 

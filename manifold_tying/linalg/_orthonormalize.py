@@ -26,6 +26,8 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     if method == "polar":
         return polar(Y)[0]
     W = Y.to(compute_dtype(Y.dtype))
+    if torch.compiler.is_exporting():  # plain operations: the program runs where this package is not installed
+        return _householder_qr(W.double())[0].to(Y.dtype)
     opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
     return (_opaque if opaque else _by_qr)(W, method == "cholesky-qr").to(Y.dtype)
 

@@ -34,8 +34,24 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     check_tall(Y)
     W = Y.to(compute_dtype(Y.dtype))
     opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
-    U, H = (_opaque if opaque else _factors)(W)
+    factors = _exportable if torch.compiler.is_exporting() else _opaque if opaque else _factors
+    U, H = factors(W)
     return U.to(Y.dtype), H.to(Y.dtype)
+
+
+def _exportable(Y: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors by plain operations: an exported program runs where this package is not installed."""
+    W = Y.double()
+    constant = W.detach()
+    Q, R = torch.linalg.qr(constant)
+    left, h, Vh = torch.linalg.svd(R)
+    U, h = Q @ (left @ Vh), h.clamp_min(1e-300)
+    # The gradient of an SVD is NaN at equal singular values. D is zero and carries U's derivative, as in _Polar.backward.
+    D = W - constant
+    M = U.mT @ D
+    Omega = Vh.mT @ (Vh @ (M - M.mT) @ Vh.mT / (h[..., :, None] + h[..., None, :])) @ Vh
+    U = U + U @ Omega + (D - U @ M) @ (Vh.mT / h[..., None, :] @ Vh)
+    return U, sym(U.mT @ W)
 
 
 def _factors(Y: Tensor) -> tuple[Tensor, Tensor]:

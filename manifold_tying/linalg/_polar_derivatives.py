@@ -35,7 +35,7 @@ class DifferentiablePolar(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> tuple[Tensor, Tensor]:
-        U, H = _primals(ctx.saved_tensors)
+        U, H = primals(ctx.saved_tensors)
         with forward_ad._set_fwd_grad_enabled(
             True
         ):  # torch runs a jvp with it off: the derivatives of this one would be 0
@@ -72,23 +72,27 @@ class Lyapunov(Function):
 
     @staticmethod
     def jvp(ctx: Any, of_H: Tensor, of_C: Tensor) -> Tensor:
-        H, X = _primals(ctx.saved_tensors)
+        H, X = primals(ctx.saved_tensors)
         with forward_ad._set_fwd_grad_enabled(True):
             return Lyapunov.apply(H, of_C - of_H @ X - X @ of_H)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *matrices: Tensor) -> tuple[Tensor, int]:
-        batched = (
-            A.expand(info.batch_size, *A.shape) if dim is None else A.movedim(dim, 0)
-            for A, dim in zip(matrices, in_dims, strict=True)
-        )
-        return Lyapunov.apply(*batched), 0
+        return Lyapunov.apply(*batch_first(info, in_dims, matrices)), 0
 
 
 def _inverse(H: Tensor) -> Tensor:
     return Lyapunov.apply(H, 2 * eye_like(H).expand_as(H))
 
 
-def _primals(tensors: Iterable[Tensor]) -> list[Tensor]:
+def batch_first(info: Any, in_dims: tuple[int | None, ...], matrices: Iterable[Tensor]) -> list[Tensor]:
+    """The arguments of a vmap rule with the mapped dimension in front."""
+    return [
+        A.expand(info.batch_size, *A.shape) if dim is None else A.movedim(dim, 0)
+        for A, dim in zip(matrices, in_dims, strict=True)
+    ]
+
+
+def primals(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors without the tangents of the current jvp level, which would call this jvp again."""
     return [forward_ad.unpack_dual(tensor).primal for tensor in tensors]

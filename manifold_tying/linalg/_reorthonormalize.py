@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from manifold_tying.distributed import Reduce, is_dtensor, no_reduce, row_reduce, to_local
+from manifold_tying.distributed import Reduce, full_tensor, is_dtensor, no_reduce, row_reduce, to_local
 from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_by_matmuls, series
 from manifold_tying.linalg._polar import polar
 from manifold_tying.precision import compute_dtype, eye_like, full_precision, gram, gram_in_double, row_chunks
@@ -97,11 +97,13 @@ def orthonormalize_rows_(Y: Tensor, reduce: Reduce) -> Tensor:
 
 
 def defect(X: Tensor) -> Tensor:
-    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal.
+    """‖XᵀX - I‖_F / √p in float64, (..., n, p) to (...): how far the columns are from orthonormal, or the rows of a wide X.
 
     For a DTensor sharded by rows: one all-reduce of p x p, the same result on every rank, no gradient.
     """
     if is_dtensor(X):
         X = X.detach()
+    if X.shape[-2] < X.shape[-1]:
+        X = full_tensor(X).mT
     G = row_reduce(X)(gram_in_double(to_local(X)))
     return torch.linalg.matrix_norm(G - eye_like(G)) / X.shape[-1] ** 0.5

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying import autograd, precision
+from manifold_tying import autograd, linalg, precision
 from manifold_tying._geoopt import geoopt
 
 
@@ -49,14 +49,12 @@ class SPD(geoopt.Manifold):
         """L log(L⁻¹Y L⁻ᵀ) Lᵀ, the inverse of :meth:`expmap`."""
         with precision.full_precision(x.device):
             L = torch.linalg.cholesky(x)
-            eigenvalues, V = torch.linalg.eigh(whiten(L, y))
-            return precision.sym(L @ (V * eigenvalues.log()[..., None, :]) @ V.mT @ L.mT)
+            return precision.sym(L @ linalg.spd_log(whiten(L, y)) @ L.mT)
 
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
-        eigenvalues = torch.linalg.eigvalsh(whiten(torch.linalg.cholesky(x), y))
-        distance = torch.linalg.vector_norm(eigenvalues.log(), dim=-1)
-        return distance[..., None, None] if keepdim else distance
+        log = linalg.spd_log(whiten(torch.linalg.cholesky(x), y))
+        return torch.linalg.vector_norm(log, dim=(-2, -1), keepdim=keepdim)
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
@@ -69,6 +67,10 @@ class SPD(geoopt.Manifold):
         L = torch.linalg.cholesky(x)
         a = whiten(L, u)
         return (a * (a if v is None else whiten(L, v))).sum((-1, -2), keepdim=keepdim)
+
+    def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
+        """√<U, U>_X, shape (...); its gradient at 0 is 0."""
+        return torch.linalg.vector_norm(whiten(torch.linalg.cholesky(x), u), dim=(-2, -1), keepdim=keepdim)
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any

@@ -40,6 +40,11 @@ class Layout:
         ``shared``: what :func:`shared_parameters` found, if it was asked about many parameters at once.
         """
         kind = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise ValueError(
+                f"expected a layer (nn.Module), got a {kind}; for a bare tensor use geoopt.ManifoldParameter(tensor, "
+                "manifold=manifold_tying.Stiefel()), or SPD()"
+            )
         if name in getattr(module, "parametrizations", {}):
             raise ValueError(
                 f"{kind}.{name} is constrained already; call materialize(module) first, or remove_parametrizations of "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from manifold_tying._extra import needs_extra
 from manifold_tying._json import NotJSON, parsed
 from manifold_tying.parametrizations import CONVOLUTIONS, Layout
-from manifold_tying.poet.apply import keep_plain_weights, plain_name, register_equivalence
+from manifold_tying.poet.apply import keep_plain_weights, other_parameters, plain_name, register_equivalence
 from manifold_tying.poet.parametrization import Equivalence, check_drift, equivalences
 from manifold_tying.poet.spec import BlockSpec, RotationSpec, check_seed, check_terms
 
@@ -27,11 +27,13 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Save the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
 
     The file holds only a digest of W0; :func:`load_adapter` applies the rotations to the model that finetuning started from.
-    Nothing may have been merged. The names are those without torch.compile, checkpoint wrappers and data parallelism. Warns
-    if R and P are not orthogonal to within 1e-3.
+    Nothing may have been merged, and no other parameter may require a gradient: the file would not hold what it learned. The
+    names are those without torch.compile, checkpoint wrappers and data parallelism. Warns if R and P are not orthogonal to
+    within 1e-3.
 
     Raises:
-        ValueError: the model has no equivalence, one was merged, or the folder does not exist; nothing is written.
+        ValueError: the model has no equivalence, one was merged, another parameter trains, or the folder does not exist;
+            nothing is written.
     """
     found = [(plain_name(name), part, stored) for name, part, stored in equivalences(_unwrapped(model))]
     if not found:
@@ -41,6 +43,12 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     if merged := [name for name, part, _ in found if part.merges]:
         raise ValueError(
             f"merging changed W0 of {', '.join(merged)}, which an adapter does not hold; save the state dict instead"
+        )
+    if trained := [plain_name(name) for name, p in other_parameters(_unwrapped(model)) if p.requires_grad]:
+        raise ValueError(
+            f"an adapter does not hold {', '.join(trained[:3])}{f' and {len(trained) - 3} more' * (len(trained) > 3)}, which "
+            "require gradients; freeze them before finetuning, by equivalence_(model, freeze=True) or requires_grad_(False), "
+            "or save the state dict instead"
         )
     check_drift(found)
     tensors: dict[str, Tensor] = {}

@@ -40,7 +40,7 @@ def equivalence(
     scheme: Scheme = "block",
     block_size: int = 256,
     fraction: float | None = None,
-    terms: int | None = 2,
+    terms: int | None = None,
     init: Init = "keep",
     seed: int | None = None,
     out_share: float | None = None,
@@ -48,10 +48,10 @@ def equivalence(
 ) -> M:
     """Train ``module.name`` as W = R W0 P: W0 is fixed, the orthogonal R (rows, outputs) and P (columns, inputs) are learned.
 
-    W keeps the singular values of W0, as accurately as R and P are orthogonal (see ``terms``). R and P start as the identity:
-    with init="keep" the weight is unchanged bit for bit, and a linear layer's output changes only by rounding. The only
-    parameter is a float32 vector of skew entries (float64 for float64), which any optimizer trains; everything else is
-    buffers. Call :func:`merge` every few hundred steps to multiply R and P into W0.
+    W keeps the singular values of W0 to rounding, unless ``terms`` says otherwise. R and P start as the identity: with
+    init="keep" the weight is unchanged bit for bit, and a linear layer's output changes only by rounding. The only parameter
+    is a float32 vector of skew entries (float64 for float64), which any optimizer trains; everything else is buffers. Call
+    :func:`merge` every few hundred steps to multiply R and P into W0.
 
     An ``nn.Linear`` keeps no matrix of W's size for the backward. Shapes are those of :func:`stiefel`, but wide matrices are
     not transposed: R acts on the first dimension of a kernel, P on the rest. W0 has the layer's dtype: a bfloat16 layer
@@ -64,8 +64,8 @@ def equivalence(
             "full" (POET-FS) rotates one block of random dimensions until the next merge.
         block_size: b, clamped to the dimension. b(b-1)/2 parameters per block.
         fraction: replaces block_size with scheme "full": b = fraction m for R and fraction n for P.
-        terms: terms of the Neumann series for the Cayley map; None for the exact map. Two terms are orthogonal to ‖A‖⁶:
-            enough if merges and the learning rate keep ‖A‖ below 0.3. Use None for finetuning and with untuned rates.
+        terms: None for the exact Cayley map; k for the paper's Neumann series of k terms, which is faster on a GPU. Two terms
+            are orthogonal only to ‖A‖⁶ for skew matrices A: keep ‖A‖ below 0.3 by merges and the learning rate.
         init: initial W0: "keep"; "normalized", Gaussian with rows of norm 1 (what POET uses for pretraining);
             "uniform-spectrum", Gaussian with all singular values set to 1; "xavier", N(0, 2/(m + n)); "standard", N(0, 0.02²),
             as in Llama.
@@ -129,6 +129,7 @@ def equivalence_(
     include: str | Sequence[str] = ("*",),
     exclude: str | Sequence[str] | None = None,
     *,
+    freeze: bool = False,
     verbose: bool = True,
     **options: Any,
 ) -> tuple[list[str], list[str]]:
@@ -147,6 +148,8 @@ def equivalence_(
         include: shell patterns of full names, as in ``model.named_modules()``.
         exclude: patterns of names to skip; () for none. None skips heads and token interfaces (:data:`HEAD_NAMES`), except
             those that a pattern of ``include`` names ("lm_head", "*.lm_head").
+        freeze: turn off the gradients of all other parameters, biases and tables included, as PEFT does. By default they
+            train as before, and :func:`save_adapter` refuses to leave them out.
         verbose: print which layers were selected and which were skipped.
         options: options of :func:`equivalence`.
 
@@ -180,10 +183,19 @@ def equivalence_(
     for name in taken:
         _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, plain_name(name)))
     keep_plain_weights(model)
+    if freeze:
+        for _, parameter in other_parameters(model):
+            parameter.requires_grad_(False)
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
         print(f"left unchanged: {', '.join(left) or 'none'}")
     return taken, left
+
+
+def other_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of all but the skew vectors."""
+    vectors = {id(stored) for _, _, stored in equivalences(model)}
+    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in vectors]
 
 
 def plain_name(path: str) -> str:

@@ -74,7 +74,7 @@ class RotationSpec:
 
     R: BlockSpec
     P: BlockSpec
-    terms: int | None = 2
+    terms: int | None = None
     """Terms of the Neumann series; None for the exact map."""
 
     @classmethod
@@ -87,7 +87,7 @@ class RotationSpec:
         fraction: float | None,
         out_share: float | None,
         sides: Sides = "both",
-        terms: int | None = 2,
+        terms: int | None = None,
     ) -> "RotationSpec":
         """From the options of :func:`equivalence`."""
         dims = (m, n)

@@ -65,8 +65,7 @@ def assert_gradient(
 
 def assert_orthonormal(X: Tensor) -> None:
     """Orthonormal columns (rows of a wide X) of X (..., n, p): the defect ‖XᵀX - I‖_F / √p is at most :func:`rounding` (n)."""
-    tall = X.detach().mT if X.shape[-2] < X.shape[-1] else X.detach()
-    _require(linalg.defect(tall), rounding(X.dtype, tall.shape[-2]), "the defect ‖XᵀX - I‖_F / √p")
+    _require(linalg.defect(X.detach()), rounding(X.dtype, max(X.shape[-2:])), "the defect ‖XᵀX - I‖_F / √p")
 
 
 def assert_spd(T: Tensor) -> None:

@@ -30,9 +30,9 @@ class Subject:
     def moved(self, draw: Draw) -> TokenInterface:
         """A float64 interface after zero or more training steps."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(draw(SEEDS))
+            torch.manual_seed(draw(SEEDS, "seed"))
             interface = self.make().double()
-        _train(interface, draw(SEEDS), draw(st.sampled_from([2, 0, 8])))
+        _train(interface, draw(SEEDS, "training seed"), draw(st.sampled_from([2, 0, 8]), "training steps"))
         return interface
 
 
@@ -47,7 +47,7 @@ def _train(interface: TokenInterface, seed: int, steps: int) -> None:
 
 
 def _hidden(interface: TokenInterface, draw: Draw, shape: tuple[int, ...]) -> Tensor:
-    return draw(ambient((*shape, interface.hidden_size)))
+    return draw(ambient((*shape, interface.hidden_size)), "hidden")
 
 
 def _tables_have_their_shapes(subject: Subject, draw: Draw) -> None:
@@ -64,14 +64,14 @@ def _tables_have_their_shapes(subject: Subject, draw: Draw) -> None:
 
 def _embed_is_rows_of_the_table(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
-    ids = draw(token_ids(interface.vocab_size))
+    ids = draw(token_ids(interface.vocab_size), "ids")
     assert_close(interface.embed(ids), interface.materialize()[0][ids], "embed(ids) - E[ids]", CHAIN)
     assert_close(interface(ids), interface.embed(ids), "interface(ids) - embed(ids)")
 
 
 def _logits_are_the_product(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
-    hidden = _hidden(interface, draw, draw(st.sampled_from(SHAPES)))
+    hidden = _hidden(interface, draw, draw(st.sampled_from(SHAPES), "shape"))
     logits = interface.logits(hidden)
     assert_close(logits, hidden @ interface.materialize()[1], "logits(h) - h W_out", CHAIN)
     assert_close(interface(hidden, head=True), logits, "interface(h, head=True) - logits(h)")
@@ -81,15 +81,16 @@ def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
     ids, hidden = torch.arange(interface.vocab_size), _hidden(interface, draw, (3,)).requires_grad_()
     inputs = [hidden, *(p for p in interface.parameters() if p.requires_grad)]
-    directions = [draw(ambient(tuple(x.shape))) for x in inputs]
+    directions = [draw(ambient(tuple(x.shape)), "direction") for x in inputs]
     for output in (partial(interface.embed, ids), partial(interface.logits, hidden)):
-        assert_gradient(output, inputs, directions, draw(ambient(tuple(output().shape))))
+        assert_gradient(output, inputs, directions, draw(ambient(tuple(output().shape)), "cotangent"))
 
 
 def _loss_is_the_cross_entropy(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
-    targets, ignored = draw(token_ids(interface.vocab_size)), draw(st.sampled_from([-100, 0]))
-    if targets.numel() and draw(st.booleans()):
+    targets = draw(token_ids(interface.vocab_size), "targets")
+    ignored = draw(st.sampled_from([-100, 0]), "ignore_index")
+    if targets.numel() and draw(st.booleans(), "ignores the first target"):
         targets.view(-1)[0] = ignored
     hidden = _hidden(interface, draw, tuple(targets.shape)).requires_grad_()
     trained = [p for p in interface.parameters() if p.requires_grad]
@@ -129,7 +130,7 @@ def _copies_are_independent(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
     twin, before = copy.deepcopy(interface), interface.materialize()
     _require_equal_tables(twin.materialize(), before, "a deep copy")
-    _train(twin, draw(SEEDS), 1)
+    _train(twin, draw(SEEDS, "training seed"), 1)
     _require_equal_tables(interface.materialize(), before, "an interface whose deep copy was trained")
 
 

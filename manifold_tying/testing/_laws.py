@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 Subject = TypeVar("Subject")
 Draw = Callable[..., Any]
-"""``draw(strategy, label="")``; a failing example shows the label."""
+"""``draw(strategy, label)``; a failing example shows the label."""
 
 
 class NotApplicable(Exception):
@@ -65,9 +65,9 @@ def _what_breaks(law: Law[Subject], subject: Subject) -> str:
     def law_holds(data: st.DataObject) -> None:
         drawn.clear()
 
-        def draw(strategy: st.SearchStrategy[Any], label: str = "") -> Any:
+        def draw(strategy: st.SearchStrategy[Any], label: str) -> Any:
             value = data.draw(strategy)
-            drawn.append(f"{label or len(drawn) + 1}: {value!r}")
+            drawn.append(f"{label}: {value!r}")
             return value
 
         try:
@@ -79,5 +79,5 @@ def _what_breaks(law: Law[Subject], subject: Subject) -> str:
         law_holds()
     except Exception as error:  # any exception from user code breaks the law
         first = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        return f"{first}{error}" + (f"\n    example: {' '.join(drawn)}" if drawn else "")
+        return f"{first}{error}" + (f"\n    example: {'; '.join(drawn)}" if drawn else "")
     return ""

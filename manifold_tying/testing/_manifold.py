@@ -31,7 +31,7 @@ from manifold_tying.testing._strategies import BATCHES, SEEDS, ambient, points, 
 
 def _projection_lands(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
-    assert_on_manifold(subject.manifold, projected(subject, x + draw(st.sampled_from([0.1, 1e-6, 0.5])) * v))
+    assert_on_manifold(subject.manifold, projected(subject, x + draw(st.sampled_from([0.1, 1e-6, 0.5]), "factor") * v))
 
 
 def _projection_keeps(subject: Subject, draw: Draw) -> None:
@@ -49,7 +49,9 @@ def _projection_is_nearest(subject: Subject, draw: Draw) -> None:
     def distance(y: Tensor) -> Tensor:
         return (outside - y).square().sum(event(subject)).sqrt()
 
-    others = [x, *(subject.manifold.retr(nearest, subject.tangent(draw, nearest, size)) for size in (0.3, 1e-2))]
+    tangents = [subject.tangent(draw, nearest, size) for size in (0.3, 1e-2)]
+    downhill = subject.manifold.proju(nearest, outside - nearest)
+    others = [x, *(subject.manifold.retr(nearest, u) for u in (*tangents, downhill / 2))]
     for other in others:
         excess = (distance(nearest) - distance(other)).max().item()
         if excess > 1e-7:  # the distance is flat near its minimum
@@ -101,8 +103,8 @@ def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
 
 
 def _batch_is_its_elements(subject: Subject, draw: Draw) -> None:
-    x = draw(points(subject.manifold, (3, *subject.shape), device=subject.device))
-    v = draw(ambient((3, *subject.shape), device=subject.device))
+    x = draw(points(subject.manifold, (3, *subject.shape), device=subject.device), "points")
+    v = draw(ambient((3, *subject.shape), device=subject.device), "ambient vectors")
     u = subject.manifold.proju(x, v)
     maps: dict[str, Callable[..., Tensor]] = {
         "projx": lambda x, u, v: projected(subject, x + 0.01 * v),
@@ -148,7 +150,7 @@ def _checks_see_what_is_off(subject: Subject, draw: Draw) -> None:
 
 
 def _random_points_are_points(subject: Subject, draw: Draw) -> None:
-    shape = (*draw(st.sampled_from(BATCHES)), *subject.shape)
+    shape = (*draw(st.sampled_from(BATCHES), "batch shape"), *subject.shape)
     x = implemented(subject.manifold.random)(*shape, dtype=torch.float64, device=subject.device)
     if tuple(x.shape) != shape:
         raise AssertionError(f"random{shape} has the shape {tuple(x.shape)}")
@@ -166,8 +168,8 @@ def _random_points_are_uniform(subject: Subject, draw: Draw) -> None:
     if not subject.uniform:
         raise NotApplicable
     n = subject.shape[-2] if len(subject.shape) > 1 else subject.shape[-1]
-    x = random_point(subject.manifold, (4000, *subject.shape), draw(SEEDS), torch.float64, subject.device)
-    Q = torch.linalg.qr(draw(ambient((n, n), device=subject.device)))[0]
+    x = random_point(subject.manifold, (4000, *subject.shape), draw(SEEDS, "seed"), torch.float64, subject.device)
+    Q = torch.linalg.qr(draw(ambient((n, n), device=subject.device), "ambient matrix"))[0]
     X = x.view(len(x), n, -1)
     turned = Q @ X
     for i in range(X.shape[-1]):

@@ -50,7 +50,7 @@ def _moves_along(subject: Subject, draw: Draw, move: Callable[[Tensor, Tensor], 
 
 def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
-    u = draw(st.sampled_from([0.0, 0.3])) * unit_vector(subject, draw, x)
+    u = draw(st.sampled_from([0.0, 0.3]), "length") * unit_vector(subject, draw, x)
     direction = unit_vector(subject, draw, x)
     leaf, h = u.clone().requires_grad_(), 1e-5
     (subject.manifold.retr(x, leaf) * v).sum().backward()

@@ -44,11 +44,15 @@ class Subject:
 
     def gradients(self, draw: Draw, count: int = 1) -> list[Tensor]:
         """2 to 6 gradients per parameter, some zero, tiny or large, each stacked as (steps, *shape)."""
-        steps = draw(st.integers(2, 6))
+        steps = draw(st.integers(2, 6), "steps")
         sizes = torch.tensor(
-            draw(st.lists(st.sampled_from(SIZES), min_size=steps, max_size=steps)), dtype=torch.float64
+            draw(st.lists(st.sampled_from(SIZES), min_size=steps, max_size=steps), "sizes of the gradients"),
+            dtype=torch.float64,
         )
-        return [draw(ambient((steps, *self.shape))) * sizes.view(-1, *(1 for _ in self.shape)) for _ in range(count)]
+        return [
+            draw(ambient((steps, *self.shape)), "gradients before scaling") * sizes.view(-1, *(1 for _ in self.shape))
+            for _ in range(count)
+        ]
 
 
 def _drive(params: Sequence[Tensor], optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
@@ -59,7 +63,7 @@ def _drive(params: Sequence[Tensor], optimizer: Optimizer, gradients: Sequence[T
 
 
 def _points_stay_points(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS))
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
     for gradient in subject.gradients(draw)[0]:
         _drive(params, optimizer, [gradient[None]])
         assert_on_manifold(subject.manifold, _plain(params[0]))
@@ -67,8 +71,8 @@ def _points_stay_points(subject: Subject, draw: Draw) -> None:
 
 def _huge_gradients(subject: Subject, draw: Draw) -> None:
     """The squares of the gradients, and so second moments, overflow."""
-    params, optimizer = subject.start(draw(SEEDS))
-    gradients = torch.stack([draw(ambient(subject.shape)) for _ in range(2)])
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
+    gradients = torch.stack([draw(ambient(subject.shape), "gradient") for _ in range(2)])
     gradients[0] *= HUGE / gradients[0].abs().max().clamp_min(1e-3)
     for gradient in gradients:
         _drive(params, optimizer, [gradient[None]])
@@ -76,9 +80,9 @@ def _huge_gradients(subject: Subject, draw: Draw) -> None:
 
 
 def _steps_move(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS))
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
     x = _plain(params[0])
-    gradient = subject.manifold.proju(x, draw(ambient(subject.shape)))
+    gradient = subject.manifold.proju(x, draw(ambient(subject.shape), "gradient"))
     if gradient.abs().max() < 1e-5:  # St(1, 1)
         raise NotApplicable
     _drive(params, optimizer, [gradient[None]])
@@ -88,7 +92,7 @@ def _steps_move(subject: Subject, draw: Draw) -> None:
 
 
 def _saved_state_continues(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS), 2)
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"), 2)
     gradients = subject.gradients(draw, 2)
     _drive(params, optimizer, gradients)
     torch.save(optimizer.state_dict(), file := io.BytesIO())
@@ -101,7 +105,7 @@ def _saved_state_continues(subject: Subject, draw: Draw) -> None:
 
 
 def _copies_continue(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS))
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
     gradients = subject.gradients(draw)
     _drive(params, optimizer, gradients)
     twins, twin = copy.deepcopy((params, optimizer))
@@ -112,9 +116,11 @@ def _copies_continue(subject: Subject, draw: Draw) -> None:
 
 def _converges(subject: Subject, draw: Draw) -> None:
     """Minimize ‖x - y‖² over the manifold from a point near y, with a learning rate that falls to zero."""
-    seed = draw(SEEDS)
+    seed = draw(SEEDS, "seed of the points")
     target = random_point(subject.manifold, subject.shape, seed, torch.float64, None)
-    u = unit(subject.manifold, target, subject.manifold.proju(target, draw(ambient(subject.shape))))
+    u = unit(
+        subject.manifold, target, subject.manifold.proju(target, draw(ambient(subject.shape), "direction of the start"))
+    )
     start = subject.manifold.retr(target, 0.2 * u)
     before = (start - target).norm()
     if before < 1e-6:  # St(1, 1)
@@ -136,7 +142,7 @@ def _converges(subject: Subject, draw: Draw) -> None:
 
 
 def _no_rate_no_move(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS))
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
     before = _plain(params[0])
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -145,16 +151,16 @@ def _no_rate_no_move(subject: Subject, draw: Draw) -> None:
 
 
 def _no_gradient_no_move(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS), 2)
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"), 2)
     before = _plain(params[1])
-    params[0].grad = draw(ambient(subject.shape))
+    params[0].grad = draw(ambient(subject.shape), "gradient")
     optimizer.step()
     if not torch.equal(_plain(params[1]), before):
         raise AssertionError("a step moves a point that has no gradient")
 
 
 def _maximize_mirrors(subject: Subject, draw: Draw) -> None:
-    seed = draw(SEEDS)
+    seed = draw(SEEDS, "seed of the points")
     x, down = subject.start(seed)
     if "maximize" not in down.param_groups[0]:
         raise NotApplicable
@@ -168,7 +174,7 @@ def _maximize_mirrors(subject: Subject, draw: Draw) -> None:
 
 
 def _together_is_one_by_one(subject: Subject, draw: Draw) -> None:
-    seed, gradients = draw(SEEDS), subject.gradients(draw, 3)
+    seed, gradients = draw(SEEDS, "seed of the points"), subject.gradients(draw, 3)
     params, optimizer = subject.start(seed, 3)
     _drive(params, optimizer, gradients)
     for i, (p, gradient) in enumerate(zip(params, gradients, strict=True)):
@@ -178,7 +184,7 @@ def _together_is_one_by_one(subject: Subject, draw: Draw) -> None:
 
 
 def _closures_are_run(subject: Subject, draw: Draw) -> None:
-    seed, gradient = draw(SEEDS), draw(ambient(subject.shape))
+    seed, gradient = draw(SEEDS, "seed of the points"), draw(ambient(subject.shape), "gradient")
     params, optimizer = subject.start(seed)
     others, other = subject.start(seed)
 
@@ -193,11 +199,11 @@ def _closures_are_run(subject: Subject, draw: Draw) -> None:
 
 
 def _added_groups_move(subject: Subject, draw: Draw) -> None:
-    params, _ = subject.start(draw(SEEDS), 2)
+    params, _ = subject.start(draw(SEEDS, "seed of the points"), 2)
     optimizer = subject.make(params[:1])
     optimizer.add_param_group({"params": params[1:]})
     before = _plain(params[1])
-    gradient = subject.manifold.proju(before, draw(ambient(subject.shape)))
+    gradient = subject.manifold.proju(before, draw(ambient(subject.shape), "gradient"))
     if gradient.abs().max() < 1e-5:  # St(1, 1)
         raise NotApplicable
     _drive(params, optimizer, [torch.zeros_like(gradient)[None], gradient[None]])
@@ -206,7 +212,7 @@ def _added_groups_move(subject: Subject, draw: Draw) -> None:
 
 
 def _gradients_are_left(subject: Subject, draw: Draw) -> None:
-    params, optimizer = subject.start(draw(SEEDS))
+    params, optimizer = subject.start(draw(SEEDS, "seed of the points"))
     for gradient in subject.gradients(draw)[0]:
         params[0].grad = gradient.clone()
         optimizer.step()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying.optim import RiemannianAdam
+from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.parametrizations import materialize, parametrized
 from manifold_tying.testing._assertions import assert_close, assert_gradient
 from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
@@ -44,14 +44,14 @@ class Subject:
         """A constrained copy of the layer with a random weight."""
         module = copy.deepcopy(self.layer)
         with torch.no_grad():
-            getattr(module, self.name).copy_(draw(ambient(tuple(self.weight(module).shape))))
+            getattr(module, self.name).copy_(draw(ambient(tuple(self.weight(module).shape)), "weight"))
         with _may_refuse():
             return self.put_on(module)
 
     def moved(self, draw: Draw) -> nn.Module:
         """Like build(), after a few training steps."""
         module = self.build(draw)
-        train(module, self.name, draw(SEEDS), draw(st.sampled_from([1, 3])))
+        train(module, self.name, draw(SEEDS, "training seed"), draw(st.sampled_from([1, 3]), "training steps"))
         return module
 
     def assignable(self, draw: Draw) -> nn.Module:
@@ -74,7 +74,7 @@ class Subject:
 
 def train(module: nn.Module, name: str, seed: int, steps: int) -> None:
     """Take Riemannian Adam steps on random linear losses; for a trivialization this is AdamW."""
-    optimizer = RiemannianAdam(module.parameters(), lr=0.05)
+    optimizer = RiemannianAdam(param_groups(module), lr=0.05)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -95,7 +95,7 @@ def _holds(subject: Subject, draw: Draw) -> None:
     module = subject.build(draw)
     subject.check_weight(module)
     before = subject.weight(module)
-    train(module, subject.name, draw(SEEDS), draw(st.sampled_from([1, 3, 20])))
+    train(module, subject.name, draw(SEEDS, "training seed"), draw(st.sampled_from([1, 3, 20]), "training steps"))
     subject.check_weight(module)
     if before.numel() > 1 and torch.equal(subject.weight(module), before):
         raise AssertionError("training does not move the weight")
@@ -104,10 +104,12 @@ def _holds(subject: Subject, draw: Draw) -> None:
 def _holds_everywhere(subject: Subject, draw: Draw) -> None:
     """Only for constraints that map any stored tensor; a stored point has a manifold and is skipped."""
     module = replace(subject, layer=copy.deepcopy(subject.layer).double()).build(draw)
-    stored = getattr(parametrized(module)[subject.name], "original", None)
-    if stored is None or hasattr(stored, "manifold"):
+    parts: Any = parametrized(module)[subject.name]
+    stored = getattr(parts, "original", None)
+    if stored is None or hasattr(stored, "manifold") or hasattr(parts[0], "manifold"):
         raise NotApplicable
-    size, generator = draw(st.sampled_from([1.0, 50.0])), torch.Generator().manual_seed(draw(SEEDS))
+    size = draw(st.sampled_from([1.0, 50.0]), "size of the stored tensor")
+    generator = torch.Generator().manual_seed(draw(SEEDS, "seed of the stored tensor"))
     with torch.no_grad():
         stored.copy_(size * torch.randn(stored.shape, generator=generator))
     subject.check_weight(module)
@@ -117,7 +119,7 @@ def _assigning_projects(subject: Subject, draw: Draw) -> None:
     module = subject.assignable(draw)
     weight = subject.weight(module)
     with _may_refuse():
-        setattr(module, subject.name, draw(ambient(tuple(weight.shape))).to(weight.dtype))
+        setattr(module, subject.name, draw(ambient(tuple(weight.shape)), "assigned weight").to(weight.dtype))
     subject.check_weight(module)
 
 
@@ -154,7 +156,7 @@ def _copies_are_equal_and_independent(subject: Subject, draw: Draw) -> None:
     module = subject.moved(draw)
     before, twin = subject.weight(module), copy.deepcopy(module)
     _require_equal(subject, twin, module, "a deep copy")
-    train(twin, subject.name, draw(SEEDS), 1)
+    train(twin, subject.name, draw(SEEDS, "training seed"), 1)
     if not torch.equal(subject.weight(module), before):
         raise AssertionError("training a deep copy changes the original")
     _plain(twin)
@@ -196,7 +198,8 @@ def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
     stored = getattr(parametrized(module)[subject.name], "original", None)
     if not isinstance(stored, Tensor):
         raise NotApplicable
-    C, direction = draw(ambient(tuple(subject.weight(module).shape))), draw(ambient(tuple(stored.shape)))
+    C = draw(ambient(tuple(subject.weight(module).shape)), "cotangent")
+    direction = draw(ambient(tuple(stored.shape)), "direction")
     assert_gradient(lambda: getattr(module, subject.name), [stored], [direction], C)
 
 

@@ -177,8 +177,8 @@ class Poet:
     fraction: float = 0.5
     """poet-full: share of the dimensions that rotate between two merges."""
     cayley_terms: int | None = None
-    """Terms of the Neumann series for the Cayley map; None is the exact map. Two terms are faster, but at the recipe's rates
-    orthogonal only to 0.04: ‖A‖ exceeds 0.6 between merges."""
+    """Terms of the Neumann series for the Cayley map; None is the exact map. Two terms are faster on a GPU, but at the recipe's
+    rates orthogonal only to 0.04: ‖A‖ exceeds 0.6 between merges."""
     merge_every: Count | None = None
     """Steps between merges; None is 400, fewer in short runs."""
     init: Init = "normalized"

@@ -158,7 +158,7 @@ class PIT(TokenInterface):
         T⁻¹ is applied once to each distinct token. On GPUs and in compiled code, where counting them would sync, it is applied
         to every looked-up row, or to the full vocabulary if that is smaller (not by torch.export, for any number of tokens).
         """
-        check_ids(ids)
+        check_ids(ids, self.vocab_size)
         with precision.full_precision(ids.device):
             table = self._table()
             if (

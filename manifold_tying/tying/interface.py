@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import distributed
+from manifold_tying import autograd, distributed
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 
@@ -51,10 +51,16 @@ class TokenInterface(nn.Module, ABC):
         return f"vocab_size={self.vocab_size}, hidden_size={self.hidden_size}"
 
 
-def check_ids(ids: Tensor) -> None:
-    """ValueError unless ids are int32 or int64."""
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """ValueError unless ids are int32 or int64; IndexError for one that the table lacks, if that is known without a sync."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"expected int64 or int32 token ids, got {ids.dtype}; convert them with ids.long()")
+    known = ids.device.type == "cpu" and autograd.has_data(ids) and ids.numel()
+    if known and not torch.compiler.is_compiling() and not autograd.in_transform():
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocab_size:
+            wrong = int(low if low < 0 else high)
+            raise IndexError(f"expected token ids from 0 to {vocab_size - 1}, got {wrong}; check the tokenizer")
 
 
 INITIAL_STD = 0.02  # as in GPT-2 and Llama
@@ -94,7 +100,7 @@ class _PlainTables(TokenInterface):
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        check_ids(ids)
+        check_ids(ids, self.vocab_size)
         return vocab_embedding(ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -162,6 +162,37 @@ def test_equivalence(scheme: Any) -> None:
     mtt.check_parametrization(lambda layer: equivalence(layer, scheme=scheme, block_size=2), nn.Linear(4, 6))
 
 
+class OnManifold(nn.Module):
+    """A user's own parametrization, which stores a point and says on what manifold it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manifold = geoopt.EuclideanStiefel()
+
+    def forward(self, point: Tensor) -> Tensor:
+        return point
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return self.manifold.projx(weight)
+
+
+def with_own_parametrization(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", OnManifold())
+    return layer
+
+
+def with_geoopts_parameter(layer: Any) -> nn.Module:
+    with_own_parametrization(layer)
+    parts = layer.parametrizations.weight
+    parts.original = geoopt.ManifoldParameter(parts.original.detach(), manifold=parts[0].manifold)
+    return layer
+
+
+@pytest.mark.parametrize("put_on", [with_own_parametrization, with_geoopts_parameter])
+def test_points_of_others_are_trained_on_their_manifold(put_on: Any) -> None:
+    mtt.check_parametrization(put_on, nn.Linear(3, 5), holds=mtt.assert_orthonormal, skip=[SHARED_CLASS])
+
+
 # Broken laws of torch 2.13. A deep copy shares the class from which remove_parametrizations deletes the weight. Householder
 # vectors store signs on the diagonal and truncate them to integers, so any change of the diagonal changes the weight.
 # What it stores in a tied weight's place is neither the old weight nor the new one. The rounding of an exponential grows with
@@ -309,7 +340,7 @@ def test_a_broken_law_is_reported_with_its_smallest_example() -> None:
     with pytest.raises(mtt.BrokenLaws) as caught:
         mtt.check_manifold(outside, (3, 1), skip={law.name for law in mtt.MANIFOLD_LAWS} - {law})
     assert list(caught.value.broken) == [law]
-    assert "1: ()" in str(caught.value)  # no batch is the simplest of all
+    assert "example: batch shape: ()" in str(caught.value)  # no batch is the simplest of all
 
 
 def test_wrong_uses_are_refused() -> None:

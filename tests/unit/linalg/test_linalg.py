@@ -119,6 +119,12 @@ def test_no_matrices_at_all() -> None:
         assert linalg.orthonormalize(torch.zeros(shape), method).shape == shape
 
 
+def test_the_defect_of_a_wide_matrix_is_that_of_its_rows() -> None:
+    X = torch.randn(3, 2, 5, dtype=torch.float64)
+    expected = [np.linalg.norm(A @ A.T - np.eye(2)) / 2**0.5 for A in X.numpy()]
+    np.testing.assert_allclose(linalg.defect(X).numpy(), expected, rtol=1e-14)
+
+
 def test_defect_is_the_formula_in_float64() -> None:
     X = conditioned((2, 9, 3), 4.0)
     expected = [np.linalg.norm(x.T @ x - np.eye(3)) / np.sqrt(3) for x in X.numpy()]

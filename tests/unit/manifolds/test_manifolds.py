@@ -221,6 +221,40 @@ def test_distance_is_scipys_generalised_eigenvalues(data: st.DataObject) -> None
     close(spd.dist(M @ x @ M.T, M @ y @ M.T), distance, atol=1e-9)
 
 
+@pytest.mark.parametrize("eigenvalues", [(1.0, 2.0, 5.0), (1.0, 3.0, 3.0), (2.0, 2.0, 2.0)])
+def test_derivatives_of_logmap_match_finite_differences_at_repeated_eigenvalues(eigenvalues: tuple[float, ...]) -> None:
+    spd, x = SPD(), 2 * torch.eye(3).double()
+    rotation = torch.linalg.qr(torch.randn(3, 3).double())[0]
+    y = rotation @ torch.diag(torch.tensor(eigenvalues).double()) @ rotation.T
+
+    def log(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return spd.logmap((a + a.mT) / 2, (b + b.mT) / 2)
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return spd.dist((a + a.mT) / 2, (b + b.mT) / 2)
+
+    leaves = (x.requires_grad_(), y.requires_grad_())
+    assert torch.autograd.gradcheck(log, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(log, leaves)
+    if eigenvalues[0] != 2:
+        assert torch.autograd.gradcheck(distance, leaves)
+        assert torch.autograd.gradgradcheck(distance, leaves)
+
+    def cubes(b: torch.Tensor) -> torch.Tensor:
+        return (log(x.detach(), b) ** 3).sum()
+
+    expected = torch.autograd.functional.hessian(cubes, y.detach())
+    torch.testing.assert_close(torch.func.hessian(cubes)(y.detach()), expected)
+
+
+def test_lengths_have_the_gradient_zero_at_zero() -> None:
+    spd, x = SPD(), torch.eye(3).double()
+    u, y = torch.zeros(3, 3).double().requires_grad_(), x.clone().requires_grad_()
+    for length, leaf in ((spd.norm(x, u), u), (spd.dist(x, y), y)):
+        assert torch.equal(torch.autograd.grad(length, leaf)[0], torch.zeros_like(x))
+    assert spd.norm(x, 2 * x, keepdim=True).tolist() == [[pytest.approx(2 * 3**0.5)]]
+
+
 @given(st.data())
 def test_inner_is_the_trace_and_transport_its_isometry(data: st.DataObject) -> None:
     spd = SPD()

@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, Any] = {
 def build(optimizer: str = "AdamW", **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
-    equivalence_(model, exclude=(), block_size=4, seed=3, verbose=False)
+    equivalence_(model, exclude=(), block_size=4, terms=2, seed=3, verbose=False)
     built = OPTIMIZERS[optimizer](model)
     return model, built, MergeSchedule(model, built, **{"every": 5, "clip_ramp_steps": 2, **options})
 

@@ -28,7 +28,7 @@ FORWARDS: dict[str, Callable[[], Tensor]] = {
     "tall cayley": lambda: orthogonal(nn.Linear(5, 9), map="cayley").weight,
     "square cayley": lambda: orthogonal(nn.Linear(5, 5), map="cayley").weight,
     "spd": lambda: spd(nn.Linear(5, 5), "weight").weight,
-    "equivalence, input-centric": lambda: equivalence(nn.Linear(64, 64), block_size=8)(torch.randn(3, 64)),
+    "equivalence, input-centric": lambda: equivalence(nn.Linear(64, 64), block_size=8, terms=2)(torch.randn(3, 64)),
     "equivalence, weight-centric": lambda: equivalence(nn.Linear(8, 8), block_size=8)(torch.randn(300, 8)),
     "equivalence, weight": lambda: equivalence(nn.Linear(8, 8), block_size=4).weight,
     "loss": lambda: TransposeTying(12, 4).loss(torch.randn(30, 4), torch.randint(12, (30,))),
@@ -65,7 +65,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "readout": lambda x: PIT(12, 8, memory="frozen").logits(x),
     "loss": lambda x: PIT(12, 8, memory="trainable").loss(x, torch.randint(12, (len(x),))),
     "orthogonal": lambda x: orthogonal(nn.Linear(8, 9))(x),
-    "equivalence, block": lambda x: equivalence(nn.Linear(8, 12), block_size=4)(x),
+    "equivalence, block": lambda x: equivalence(nn.Linear(8, 12), block_size=4, terms=2)(x),
     "equivalence, full": lambda x: equivalence(nn.Linear(8, 12), scheme="full", block_size=4)(x),
     "equivalence, exact": lambda x: equivalence(nn.Linear(8, 12), block_size=4, terms=None)(x),
 }

@@ -36,7 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "larger than the layer": {"block_size": 64},
     "full": {"scheme": "full", "block_size": 3},
     "fraction": {"scheme": "full", "fraction": 0.5},
-    "exact": {"block_size": 4, "terms": None},
+    "two terms": {"block_size": 4, "terms": 2},
     "three terms": {"block_size": 4, "terms": 3},
     "only R": {"block_size": 3, "out_share": 1.0},
     "only P": {"block_size": 3, "out_share": 0.0},
@@ -230,6 +230,23 @@ def test_singular_values_stay_through_training_and_merges(terms: int | None, bou
     assert train(layer) > 5e-3  # plain gradient steps change them
 
 
+def test_the_default_keeps_the_spectrum_however_far_it_trains() -> None:
+    def train(**options: Any) -> tuple[float, float]:
+        torch.manual_seed(0)
+        module: Any = equivalence(nn.Linear(8, 8, dtype=torch.float64), block_size=4, **options)
+        before, x, target = singular_values(module.weight), *torch.randn(2, 32, 8, dtype=torch.float64)
+        optimizer = torch.optim.Adam(module.parameters(), lr=3e-2)
+        for _ in range(100):
+            optimizer.zero_grad()
+            (module(x) - target).square().mean().backward()
+            optimizer.step()
+        return float(np.abs(singular_values(module.weight) - before).max()), stored(module).abs().max().item()
+
+    drift, entry = train()
+    assert entry > 0.8 and drift < 1e-12
+    assert train(terms=2)[0] > 1e-2  # the paper's series does not
+
+
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
 def test_initial_weights(shape: tuple[int, int]) -> None:
     n, m = shape
@@ -416,9 +433,10 @@ def test_low_precision_layers_rotate_in_float32(dtype: torch.dtype) -> None:
         assert materialize(module).weight.dtype == dtype
 
 
+@pytest.mark.parametrize("terms", [None, 2])
 @pytest.mark.parametrize("tokens", [3, 400])
-def test_autocast(tokens: int) -> None:
-    module: Any = equivalence(nn.Linear(9, 7), block_size=4)
+def test_autocast(tokens: int, terms: int | None) -> None:
+    module: Any = equivalence(nn.Linear(9, 7), block_size=4, terms=terms)
     turn(module)
     x = torch.randn(tokens, 9, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "cayley-neumann": lambda: orthogonal(nn.Linear(D, D), map="cayley-neumann"),
     "stiefel": lambda: stiefel(nn.Linear(D, 12)),
     "spd": lambda: spd(nn.Linear(D, D), "weight", bounds=(0.1, 10.0)),
-    "equivalence": lambda: equivalence(nn.Linear(D, 12), block_size=4),
+    "equivalence": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=2),
     "equivalence, exact": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=None),
     "equivalence, full": lambda: equivalence(nn.Linear(D, 12), scheme="full", block_size=4),
     "equivalence, drawn": lambda: equivalence(nn.Linear(D, 12), block_size=4, init="uniform-spectrum", seed=0),

@@ -29,6 +29,14 @@ def test_a_plain_state_dict_of_a_constrained_layer() -> None:
     assert str(raised.value).count("is constrained here") == 2, "each weight once"
 
 
+@pytest.mark.parametrize("constrain", [mt.stiefel, mt.orthogonal, lambda t: mt.spd(t, "weight"), mt.equivalence])
+def test_a_tensor_in_place_of_a_layer(constrain: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected a layer \(nn.Module\), got a Tensor; .* geoopt.ManifoldParameter\(tensor"
+    ):
+        constrain(torch.eye(4))
+
+
 def test_bounds_need_no_values() -> None:
     with FakeTensorMode():
         pit: Any = mt.PIT(32, 8, memory="frozen", bounds=(0.1, 10.0))

@@ -42,7 +42,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def finetuned(model: Any, seed: int = 5, **options: Any) -> Any:
     """A copy with equivalences on its body, trained for a few steps of those alone."""
     model = copy.deepcopy(model)
-    equivalence_(model, seed=seed, verbose=False, **options)
+    equivalence_(model, freeze=True, seed=seed, verbose=False, **options)
     vectors = [stored for _, _, stored in equivalences(model)]
     optimizer = torch.optim.Adam(vectors, lr=3e-2)
     ids = torch.randint(61, (4, 12))
@@ -245,7 +245,7 @@ def test_damaged_adapters_are_refused_and_change_nothing(pretrained: Any, adapte
 def turned(model: Any, terms: int | None, entry: float) -> Any:
     """A copy with an equivalence whose skew vectors have that size."""
     model = copy.deepcopy(model)
-    equivalence_(model, block_size=8, terms=terms, seed=5, verbose=False)
+    equivalence_(model, freeze=True, block_size=8, terms=terms, seed=5, verbose=False)
     with torch.no_grad():
         for _, _, stored in equivalences(model):
             stored.fill_(entry)
@@ -286,6 +286,21 @@ def test_nothing_to_save_and_merged_weights_are_refused(pretrained: Any, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_an_adapter_that_would_lose_what_was_trained_is_refused(pretrained: Any, tmp_path: Path) -> None:
+    biased = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for model, names in ((pretrained, r"interface\.weight.* and \d+ more"), (biased, "0.bias, 1.bias, which")):
+        loose, frozen = copy.deepcopy(model), copy.deepcopy(model)
+        equivalence_(loose, block_size=4, verbose=False)
+        assert all(p.requires_grad for p in loose.parameters())
+        with pytest.raises(ValueError, match=rf"does not hold .*{names}.*freeze=True.*or save the state dict"):
+            save_adapter(loose, tmp_path / "a.safetensors")
+        assert not list(tmp_path.iterdir())
+        equivalence_(frozen, block_size=4, freeze=True, verbose=False)
+        trained = [name for name, p in frozen.named_parameters() if p.requires_grad]
+        assert trained and all(name.endswith("parametrizations.weight.original") for name in trained)
+        save_adapter(frozen, tmp_path / "a.safetensors").unlink()
+
+
 def test_the_matrices_of_a_lora_are_left(pretrained: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["query", "up"])
@@ -300,7 +315,7 @@ def test_the_matrices_of_a_lora_are_left(pretrained: Any) -> None:
 
 def test_two_weights_of_one_layer_are_loaded_twice(tmp_path: Path) -> None:
     layer = nn.LSTM(4, 8)
-    plain = copy.deepcopy(layer)
+    plain = copy.deepcopy(layer.requires_grad_(False))
     for name in ("weight_hh_l0", "weight_ih_l0"):
         mt.equivalence(layer, name, block_size=4, terms=None)
     path = save_adapter(layer, tmp_path / "adapter.safetensors")

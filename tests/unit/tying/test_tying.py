@@ -108,6 +108,17 @@ def test_an_exported_graph_takes_any_number_of_tokens(name: str, strict: bool) -
         torch.testing.assert_close(program.module()(ids), model(ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", INTERFACES)
+def test_an_id_that_the_table_lacks_is_named(name: str) -> None:
+    interface = INTERFACES[name]()
+    for ids, wrong in (([[0, V]], V), ([1, -1], -1)):
+        with pytest.raises(
+            IndexError, match=rf"expected token ids from 0 to {V - 1}, got {wrong}; check the tokenizer"
+        ):
+            interface.embed(torch.tensor(ids))
+    assert interface.embed(torch.zeros(0, 2, dtype=torch.int32)).shape == (0, 2, D)
+
+
 def test_a_materialized_memory_cannot_be_drawn_again() -> None:
     with pytest.raises(RuntimeError, match="materialize removed the constraints"):
         materialize(PIT(V, D, memory="frozen")).reset_parameters()
