@@ -231,7 +231,9 @@ def test_the_page_on_frameworks_runs() -> None:
 
 def test_the_page_on_your_own_loop_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("docs/your-own-loop.md", program("docs/your-own-loop.md"))
-    assert capsys.readouterr().out.split() == ["True"] * 4  # resumed bit for bit; off the manifold; exported as plain layers
+    assert (
+        capsys.readouterr().out.split() == ["True"] * 4
+    )  # resumed bit for bit; off the manifold; exported as plain layers
     assert names["merges"].steps == 12 and mt.linalg.defect(names["model"].up.weight) < 1e-6
     averaged = names["averaged"]
     assert mt.linalg.defect(averaged.up.weight) < 1e-6
