@@ -31,6 +31,11 @@ class Batch(NamedTuple):
     def reduce(self) -> distributed.Reduce:
         return distributed.row_reduce(self.params[0])
 
+    @property
+    def can_project_written(self) -> bool:
+        """Not where it would cost a collective, nor in compiled code."""
+        return self.reduce is distributed.no_reduce and not torch.compiler.is_compiling()
+
     def local(self, key: str) -> list[Tensor]:
         """This rank's part of one state tensor of every point."""
         return [distributed.to_local(state[key]) for state in self.states]
@@ -46,16 +51,16 @@ def manifold_key(manifold: geoopt.Manifold) -> Any:
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
-def project_written_(X: Tensor, reduce: distributed.Reduce) -> None:
+def project_written_(X: Tensor) -> None:
     """Project points on Stiefel that something else has written, also through ``.data``, which no version counter sees.
 
-    A pass over X and a sync: a point is taken for written if its first columns are not orthonormal to all.
+    A point counts as written if its first columns are not orthonormal to all. This takes a pass over X and a sync.
     """
     with precision.full_precision(X.device):
-        first = reduce(X.mT @ X[..., :_PROBED])
+        first = X.mT @ X[..., :_PROBED]
     first.diagonal(dim1=-2, dim2=-1).sub_(1)
     if first.numel() and first.abs().amax() > _OFF:
-        linalg.reorthonormalize_(X, reduce)
+        linalg.reorthonormalize_(X)
 
 
 def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: distributed.Reduce) -> Tensor:
@@ -137,8 +142,8 @@ def riemannian_step_(
     state = {key: _stack(batch.local(key)) for key in keys}
     real = X.real.dtype if X.is_complex() else X.dtype
     state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
-    if isinstance(batch.manifold, Stiefel) and not torch.compiler.is_compiling():
-        project_written_(X, batch.reduce)
+    if isinstance(batch.manifold, Stiefel) and batch.can_project_written:
+        project_written_(X)
     if maximize:
         G = -G
     R = riemannian_gradient(batch.manifold, X, G, batch.reduce) if batch.project else G
@@ -161,8 +166,8 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     count, reduce, steps = len(batch.params), batch.reduce, batch.local("step")
     points, gradients = [distributed.to_local(p) for p in batch.params], [g.contiguous() for g in batch.gradients]
     X, G = (points[0], gradients[0]) if count == 1 else (torch.stack(points), torch.stack(gradients))
-    if not sync_free:
-        project_written_(X, reduce)
+    if not sync_free and batch.can_project_written:
+        project_written_(X)
     A = reduce(X.mT @ G) if batch.project else None
     twice = None if A is None else A + A.mT
     blocks = precision.row_chunks(X)
