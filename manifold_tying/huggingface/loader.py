@@ -19,7 +19,7 @@ from manifold_tying.huggingface.files import check_files
 from manifold_tying.huggingface.folder import FORMAT, METHOD, check_entry
 from manifold_tying.huggingface.install import halves, install
 from manifold_tying.huggingface.modules import PITEmbedding, PITHead
-from manifold_tying.parametrizations import mark_point, parametrized
+from manifold_tying.parametrizations import mark, parametrized
 from manifold_tying.tying import PIT
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class InterfaceLoader(HfQuantizer):
             memory = parametrized(embedding.interface)["memory"]
             # transformers replaces the parameters, and the new ones require gradients.
             memory.original.requires_grad_(kind == "trainable")
-            mark_point(memory)
+            mark(memory)
             Z = embedding.interface.memory.detach()
             if Z.dtype == torch.float64 and not Z.is_meta and linalg.defect(Z) > 1e-10:
                 embedding.interface.memory = Z  # loaded from float32; project, as .double() does

@@ -61,7 +61,8 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         if not ok:
             raise ValueError(
                 f"{label} is not on {manifold}: {reason}. Was it written in place, as nn.init does? Assign to the layer's "
-                "weight instead, which projects, or project it with manifold.projx"
+                "weight instead, which projects, or call manifold_tying.project(model). In a parametrization of your own, an "
+                "attribute `manifold` says that the stored tensor is a point"
             )
     if group.get("eps") == 0:
         raise ValueError(f"{label} needs eps > 0: a zero gradient would give 0 / 0")

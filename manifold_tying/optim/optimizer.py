@@ -15,7 +15,7 @@ from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.checks import RENAMED, Group, check_point, checked_scale, renamed
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
-from manifold_tying.parametrizations import manifold_of, mark_others, stamp_of
+from manifold_tying.parametrizations import manifold_of, stamp_of
 
 
 class RiemannianOptimizer(Optimizer):
@@ -77,7 +77,6 @@ class RiemannianOptimizer(Optimizer):
         if names is not None and len(names) != len(added["params"]):
             self.param_groups.pop()
             raise ValueError(f"expected a name for each of {len(added['params'])} parameters, got {len(names)} names")
-        mark_others()
         try:
             self._check_options(added)
             for i, p in enumerate(added["params"]):

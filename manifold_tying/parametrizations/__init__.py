@@ -10,7 +10,6 @@ from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import Constraint as Constraint
 from manifold_tying.parametrizations._constraint import dtype_after as dtype_after
-from manifold_tying.parametrizations._constraint import mark_point as mark_point
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
@@ -19,7 +18,7 @@ from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
-from manifold_tying.parametrizations._points import mark_others as mark_others
+from manifold_tying.parametrizations._points import mark as mark
 from manifold_tying.parametrizations._points import stamp_of as stamp_of
 from manifold_tying.parametrizations._project import points as points
 from manifold_tying.parametrizations._project import project as project

@@ -1,15 +1,15 @@
 """Base class of all constraints, and the parametrization list that keeps the stored tensor in float32."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.parametrizations._points import mark
+from manifold_tying.parametrizations._points import PointList
 
 
 class Constraint(nn.Module, ABC):
@@ -17,8 +17,9 @@ class Constraint(nn.Module, ABC):
 
     The stored tensor stays at least float32 (:class:`Float32ParametrizationList`); the weight has the layer's dtype.
 
-    The state dict has the buffer ``form``, what :meth:`describe` returns as bytes of UTF-8: the shape of a stored tensor does
-    not tell which map makes a weight of it. A state with another form, or without one, is refused.
+    The state dict has the buffer ``form``, the text of :meth:`describe` as bytes of UTF-8: the shape of a stored tensor does
+    not tell which map makes a weight of it. A state with another form, or without one, is refused. The bytes are float32
+    numbers, which survive casts and averages of whole state dicts.
     """
 
     dtype: torch.dtype
@@ -35,16 +36,14 @@ class Constraint(nn.Module, ABC):
 
     def record_form(self, device: torch.device) -> None:
         """Register or renew ``form``."""
-        self.register_buffer("form", self._encoded(device))
-
-    def _encoded(self, device: torch.device) -> Tensor:
-        return torch.tensor(list(self.describe().encode()), dtype=torch.uint8, device=device)
+        form = torch.tensor(list(self.describe().encode()), dtype=torch.float32, device=device)
+        self.register_buffer("form", form)
 
     def form_error(self, form: Tensor | None) -> str:
         """Why a state with this form cannot be loaded; "" if it can."""
         if form is None:
-            saved = "missing: another library saved it"
-        elif not autograd.has_data(form) or (saved := bytes(form.tolist()).decode(errors="replace")) == self.describe():
+            saved = "missing: another library saved it, or the parameters alone were saved"
+        elif not autograd.has_data(form) or (saved := _text(form)) == self.describe():
             return ""
         return (
             f"expected the state of {self.describe()}, but its form is {saved}. Constrain the weight as it was when it was "
@@ -52,13 +51,14 @@ class Constraint(nn.Module, ABC):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "form" and isinstance(value, Tensor) and (error := self.form_error(value)):
-            raise ValueError(error)  # transformers assigns a checkpoint's tensors one by one
+        if (
+            name == "form" and isinstance(value, Tensor) and (error := self.form_error(value))
+        ):  # transformers assigns tensors
+            if _FORM.match(_text(value)):
+                raise ValueError(error)
+            self.record_form(value.device)  # empty memory, since the checkpoint lacks this layer
+            return
         super().__setattr__(name, value)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}form"] = self._encoded(self.form.device)  # an average of all buffers has rounded its own
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         # The list that holds this constraint reports the error, before it loads the stored tensor.
@@ -88,12 +88,21 @@ class Constraint(nn.Module, ABC):
     def right_inverse(self, weight: Tensor) -> Tensor: ...
 
 
+def _text(form: Tensor) -> str:
+    """The text of a form that may have been averaged or cast."""
+    numbers = form.detach().double().nan_to_num().round().clamp(0, 255)
+    return bytes(numbers.to(torch.uint8).tolist()).decode(errors="replace")
+
+
+_FORM = re.compile(r"[a-z_]+(\(| on )")
+
+
 def dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dtype:
     """What a cast or move of ``nn.Module._apply`` makes of a dtype."""
     return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
-class Float32ParametrizationList(parametrize.ParametrizationList):
+class Float32ParametrizationList(PointList):
     """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str
@@ -117,7 +126,6 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
         super()._apply(wide, recurse)
         for part, dtype in zip(found, dtypes, strict=True):
             part.dtype = dtype
-        mark_point(self)
         return self
 
     def right_inverse(self, value: Tensor) -> None:
@@ -126,18 +134,11 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
             value = value.to(self.original.dtype)
         if not distributed.is_dtensor(self.original):
             super().right_inverse(value)
-            mark_point(self)
             return
         with torch.no_grad():
             for part in reversed(cast(list[Constraint], list(self))):
                 value = part.right_inverse(value)
             distributed.to_local(self.original).copy_(distributed.shard_like(value, self.original))
-
-    # The manifold is an attribute of the tensor: copying, loading and sharding replace the tensor and lose it.
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        mark_point(self)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         parts = [(f"{prefix}{i}.form", part) for i, part in enumerate(self) if isinstance(part, Constraint)]
@@ -148,20 +149,3 @@ class Float32ParametrizationList(parametrize.ParametrizationList):
         super()._load_from_state_dict(state, prefix, *rest)
         if self.original.dtype != precision.compute_dtype(cast(Constraint, self[0]).dtype):
             self.to(self.original.dtype)  # assign=True replaced the stored tensor by one of another dtype
-        mark_point(self)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "original":
-            mark_point(self)
-
-
-def mark_point(parts: parametrize.ParametrizationList) -> None:
-    """Tag the stored tensor with its manifold, which ``RiemannianAdam(model.parameters())`` reads.
-
-    The stored tensor is not a ``geoopt.ManifoldParameter``, the only class that geoopt's optimizers recognize: FSDP2 and
-    ``.to_empty()`` replace it by a plain parameter, and torch.load rejects it with ``weights_only=True``.
-    """
-    manifold = getattr(parts[0], "manifold", None)
-    if manifold is not None:
-        mark(parts, manifold)

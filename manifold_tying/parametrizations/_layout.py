@@ -92,8 +92,8 @@ class Layout:
         if stacked > 1 and not chosen:
             warnings.warn(
                 f"{kind}.{name} stacks {stacked} matrices (gates, queries, keys and values, or groups of channels). It becomes "
-                f"orthonormal in {blocks} blocks, so none of them is; pass blocks={stacked} to constrain each, or blocks=1 to "
-                "constrain all as one matrix without this warning",
+                f"orthonormal {f'in {blocks} blocks' if blocks > 1 else 'as one matrix'}, so none of them is; pass "
+                f"blocks={stacked} to constrain each, or blocks=1 to constrain all as one matrix without this warning",
                 stacklevel=3,
             )
         return cls(layout.shape, layout.flatten, blocks)
@@ -142,13 +142,13 @@ def _is_shared(module: nn.Module, name: str) -> bool:
     return bool(shared_parameters([module._parameters[name]]))
 
 
-def shared_parameters(parameters: Sequence[Tensor | None]) -> set[int]:
-    """The ids of those that modules hold more than once, found in at most two scans of all objects."""
+def shared_parameters(parameters: Sequence[Tensor | None], more_than: int = 1) -> set[int]:
+    """The ids of those that modules hold more than once (or ``more_than``), found in at most two scans of all objects."""
     wanted = {id(parameter) for parameter in parameters if parameter is not None}
 
     def names(holders: list[dict[Any, Any]]) -> set[int]:
         counts = Counter(id(value) for held in holders for value in held.values() if id(value) in wanted)
-        return {number for number, count in counts.items() if count > 1}
+        return {number for number, count in counts.items() if count > more_than}
 
     holders = [held for held in gc.get_referrers(*filter(torch.is_tensor, parameters)) if isinstance(held, dict)]
     if not names(holders):

@@ -1,9 +1,9 @@
 """Tags tensors with their manifold, and warns when an optimizer without manifolds takes its first step on one."""
 
-import gc
 import uuid
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,16 +19,20 @@ _WARNED = "_points_warned_of"  # attribute set on the optimizer; not pickled
 
 
 class _Holder:
-    """The layer that owns a point, and the point's label in messages; copies do not keep the layer."""
+    """What owns a point: its layer, or another's parametrization; and the point's label in messages, all that copies keep."""
 
-    def __init__(self, label: str, layer: ref[nn.Module] | None = None, name: str = "") -> None:
-        self.label, self.layer, self.name = label, layer, name
+    def __init__(
+        self, label: str, layer: ref[nn.Module] | None = None, name: str = "", others: ref[nn.Module] | None = None
+    ) -> None:
+        self.label, self.layer, self.name, self.others = label, layer, name, others
 
     def __reduce__(self) -> Any:
         return _Holder, (self.label,)
 
     def is_released(self, tensor: Tensor) -> bool:
         """Whether the constraint was removed, so that the tensor is its layer's plain parameter again."""
+        if self.others is not None:
+            return self.others() is None
         layer = None if self.layer is None else self.layer()
         return layer is not None and layer._parameters.get(self.name) is tensor
 
@@ -39,36 +43,61 @@ def manifold_in(parts: ParametrizationList) -> geoopt.Manifold | None:
     return manifold if isinstance(manifold, geoopt.Manifold) and not isinstance(manifold, geoopt.Euclidean) else None
 
 
-_points_exist = _others_exist = False
+_points_exist = False
+
+
+class PointList(ParametrizationList):
+    """Parametrization list whose stored tensor is tagged with its manifold.
+
+    The tag is an attribute of the tensor: copying, loading, casting and sharding replace the tensor and lose it.
+    """
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        mark(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "original":
+            mark(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        mark(self)
+        return self
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+        mark(self)
 
 
 def _watch_registration(module: nn.Module, name: str, part: nn.Module | None) -> None:
-    """Notice parametrizations with a manifold that others register by torch's register_parametrization."""
-    global _points_exist, _others_exist
-    if isinstance(part, ParametrizationList) and manifold_in(part) is not None:
-        _points_exist = True
-        _others_exist |= not type(part[0]).__module__.startswith("manifold_tying.")
+    """Tag the points of parametrizations that others register by torch's register_parametrization."""
+    if type(part) is ParametrizationList and isinstance(part._parameters.get("original"), Tensor):
+        if manifold_in(part) is not None:
+            part.__class__ = PointList
+            mark(part)
 
 
 register_module_module_registration_hook(_watch_registration)
 
 
-def mark_others() -> None:
-    """Tag the points of parametrizations that are not ours. Scans all objects if there are any: a copy has lost its tag."""
-    if _others_exist:
-        for parts in [found for found in gc.get_objects() if issubclass(type(found), ParametrizationList)]:
-            if isinstance(parts._parameters.get("original"), Tensor) and (manifold := manifold_in(parts)) is not None:
-                mark(parts, manifold)
-
-
 _layers: WeakKeyDictionary[ParametrizationList, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
 
 
-def mark(parts: ParametrizationList, manifold: geoopt.Manifold) -> None:
-    """Tag the stored tensor with its manifold, which ``RiemannianAdam(model.parameters())`` reads."""
-    point: Any = parts.original
-    label = getattr(parts, "label", f"a point of shape {tuple(point.shape)}")
-    point.manifold, point.holder = manifold, _Holder(label, *_layers.get(parts, ()))
+def mark(parts: ParametrizationList) -> None:
+    """Tag the stored tensor with its manifold, if it has one, which ``RiemannianAdam(model.parameters())`` reads.
+
+    The stored tensor is not a ``geoopt.ManifoldParameter``, the only class that geoopt's optimizers recognize: FSDP2 and
+    ``.to_empty()`` replace it by a plain parameter, and torch.load rejects it with ``weights_only=True``.
+    """
+    global _points_exist
+    if (manifold := manifold_in(parts)) is not None:
+        point: Any = parts.original
+        label = getattr(parts, "label", f"a point of shape {tuple(point.shape)}")
+        owner = (*_layers[parts], None) if parts in _layers else (None, "", ref(parts))
+        point.manifold, point.holder = manifold, _Holder(label, *owner)
+        _points_exist = True
 
 
 def set_owner(parts: ParametrizationList, layer: nn.Module, name: str) -> None:
@@ -113,8 +142,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     attributes = vars(optimizer)
     if any(isinstance(value, Optimizer) for value in attributes.values()):
         return  # a wrapper: the wrapped optimizer runs the hook itself
-    if _WARNED not in attributes:
-        mark_others()
     warned = attributes.setdefault(_WARNED, set())
     moved: list[str] = []
     for group in optimizer.param_groups:

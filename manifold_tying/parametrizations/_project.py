@@ -48,6 +48,8 @@ def project(module: M) -> M:
     >>> project(average) is average
     True
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"expected a module, got {type(module).__name__}; project a tensor by its manifold's projx")
     distributed.reshard_fsdp(module)
     found = list(points(module))
     if bad := [name for name, point, _ in found if not bool(torch.isfinite(distributed.to_local(point)).all())]:

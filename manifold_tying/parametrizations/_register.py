@@ -12,10 +12,10 @@ from torch.nn.utils import parametrize
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diagonal
-from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList, mark_point
-from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
+from manifold_tying.parametrizations._layout import Layout, shared_parameters
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import manifold_in, manifold_of, set_owner, stamp, unmark
+from manifold_tying.parametrizations._points import manifold_in, manifold_of, mark, set_owner, stamp, unmark
 from manifold_tying.parametrizations._project import warn_if_off
 
 M = TypeVar("M", bound=nn.Module)
@@ -149,19 +149,17 @@ def materialize(module: M) -> M:
 
 def _release_others(module: nn.Module) -> None:
     """Turn points that are not ours into plain parameters: under other parametrizations, and geoopt.ManifoldParameters."""
-    plain: dict[Tensor, nn.Parameter] = {}
     for owner in module.modules():
-        if isinstance(owner, parametrize.ParametrizationList):
-            continue
         if parametrize.is_parametrized(owner):
             for name in [name for name, parts in parametrized(owner).items() if manifold_in(parts) is not None]:
                 unmark(parametrized(owner)[name].original)
                 own_class(owner)
                 parametrize.remove_parametrizations(owner, name)
-        for name, p in owner.named_parameters(recurse=False):
-            if manifold_of(p) is not None:
-                plain.setdefault(p, nn.Parameter(p.detach().as_subclass(Tensor), p.requires_grad))
-                setattr(owner, name, plain[p])
+        if not isinstance(owner, parametrize.ParametrizationList):
+            for p in owner.parameters(recurse=False):
+                if manifold_of(p) is not None:
+                    unmark(p)
+                    p.__class__ = nn.Parameter  # the same object, which an optimizer may hold
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:
@@ -216,6 +214,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     weight = getattr(module, name)
     weight_shape = weight.shape
     label = f"{type(module).__name__}.{name} of shape {tuple(weight_shape)}"
+    if parametrize.is_parametrized(module):
+        own_class(module)  # a copy of the module must not get the new property
     given = weight.data
     weight.data = given.to(precision.compute_dtype(given.dtype))
     try:
@@ -231,7 +231,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.label, parts.weight_shape = label, weight_shape
     constraint.record_form(weight.device)
     set_owner(parts, module, name)
-    mark_point(parts)
+    mark(parts)
     stamp(weight)
     if "__setattr__" not in vars(type(module)):  # not yet patched by an earlier constraint
         _project_assigned_weights(type(module))
@@ -256,7 +256,16 @@ def _weight_of(name: str) -> property:
         return cast(Tensor, parametrize._cache[key])
 
     def assign(self: Any, value: Tensor) -> None:
-        self.parametrizations[name].right_inverse(value.detach())
+        parts = self.parametrizations[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"expected a tensor to assign to {parts.label}, got {type(value).__name__}")
+        is_weight = isinstance(value, nn.Parameter) and manifold_of(value) is None  # and not another layer's point
+        if is_weight and shared_parameters([value], more_than=0):
+            raise ValueError(
+                f"{parts.label} is constrained and cannot be tied to a parameter of another module. Assign a copy, which "
+                "projects: layer.weight = other.weight.detach()"
+            )
+        parts.right_inverse(value.detach())
         parametrize._cache.pop((id(self), name), None)
 
     return property(get, assign)
@@ -267,8 +276,8 @@ _handed_out: WeakKeyDictionary[nn.Module, tuple[ref[Tensor], Tensor, int]] = Wea
 
 def _watched(parts: Any) -> Tensor:
     """The weight; warns if the one computed before was written in place and dropped, which nn.init does in vain."""
-    if parts in _handed_out:
-        last, counter, version = _handed_out.pop(parts)
+    if (handed_out := _handed_out.pop(parts, None)) is not None:
+        last, counter, version = handed_out
         if last() is None and counter._version != version:
             warnings.warn(
                 f"{parts.label} was written in place, as torch.nn.init does, without effect: it is computed at each access. "
@@ -276,8 +285,8 @@ def _watched(parts: Any) -> Tensor:
                 stacklevel=3,
             )
     weight: Tensor = parts()
-    plain = type(weight) is Tensor and weight._base is None and not autograd.in_transform()
-    if plain and autograd.has_data(weight) and not weight.is_inference():
+    computed = type(weight) is Tensor and weight._base is not parts.original and not autograd.in_transform()
+    if computed and autograd.has_data(weight) and not weight.is_inference():
         counter = weight.detach()
         counter.data = weight.new_empty(0)  # shares the version counter, not the memory
         _handed_out[parts] = ref(weight), counter, counter._version

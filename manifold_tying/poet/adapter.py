@@ -27,9 +27,9 @@ def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Save the skew vectors of every equivalence in ``model``, and the dimensions that they rotate, as safetensors.
 
     The file holds only a digest of W0; :func:`load_adapter` applies the rotations to the model that finetuning started from.
-    Nothing may have been merged, and no other parameter may require a gradient: the file would not hold what it learned. The
-    names are those without torch.compile, checkpoint wrappers and data parallelism. Warns if R and P are not orthogonal to
-    within 1e-3.
+    Nothing may have been merged, and no other parameter may require a gradient: the file would not hold what it learned, nor
+    does it hold buffers that training changes, such as BatchNorm's statistics. The names are those without torch.compile,
+    checkpoint wrappers and data parallelism. Warns if R and P are not orthogonal to within 1e-3.
 
     Raises:
         ValueError: the model has no equivalence, one was merged, another parameter trains, or the folder does not exist;

@@ -119,7 +119,8 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
     """Forward of an nn.Linear with an equivalence; nn.Linear's own if the weight has other or further parametrizations."""
     lists = cast(Any, self).parametrizations
     parts: Any = lists["weight"] if "weight" in lists else []
-    if len(parts) == 1 and isinstance(parts[0], Equivalence):
+    # accelerate brings an offloaded skew vector from the meta device where a module is called: the weight's own modules.
+    if len(parts) == 1 and isinstance(parts[0], Equivalence) and not parts.original.is_meta:
         return parts[0].linear(input, parts.original, self.bias)
     return nn.Linear.forward(self, input)
 

@@ -75,6 +75,11 @@ class Equivalence(Constraint):
         found = state.get(f"{prefix}ordered_base")
         kept = found is None or found.shape != self.ordered_base.shape or not autograd.has_data(found)
         base = self.base if kept and f"{prefix}out_order" in state else None
+        for side in ("out_order", "in_order"):
+            order = state.get(f"{prefix}{side}")
+            if order is not None and autograd.has_data(order) and len(order.unique()) != len(order):
+                rest[-1].append(f"{prefix}{side}: rows or columns stand there twice; were integer buffers averaged?")
+                return
         super()._load_from_state_dict(state, prefix, *rest)
         self.dtype = self.ordered_base.dtype  # assign=True may have brought another
         if base is not None:

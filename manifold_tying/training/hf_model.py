@@ -16,7 +16,7 @@ from manifold_tying.huggingface.install import record
 from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.models import Llama
-from manifold_tying.parametrizations import OnStiefel, mark_point, parametrized
+from manifold_tying.parametrizations import OnStiefel, mark, parametrized
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import Memory
 
@@ -61,7 +61,7 @@ def _with_memory(model: "PreTrainedModel", trains: bool, retraction: Retraction 
     point = stored[0]
     assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
     point.manifold = Stiefel(retraction)
-    mark_point(stored)
+    mark(stored)
     stored.original.requires_grad_(trains)
     record(model)
     return model

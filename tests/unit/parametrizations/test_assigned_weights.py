@@ -1,5 +1,6 @@
 """Writing a constrained weight: an assignment projects, a write in place takes effect or is warned of."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,9 +44,16 @@ def test_an_assigned_weight_is_projected(name: str, as_parameter: bool) -> None:
     assert mt.linalg.defect(layer.parametrizations.weight.original).max() < 1e-6 or name == "orthogonal"
 
 
-@pytest.mark.parametrize("name", LAYERS)
+WRITTEN = LAYERS | {
+    "orthogonal, wide": lambda: mt.orthogonal(nn.Linear(16, 8)),
+    "equivalence": lambda: mt.equivalence(nn.Linear(8, 8), block_size=4),
+    "spd": lambda: mt.spd(nn.Linear(8, 8), "weight"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_write_in_place_takes_effect_or_is_warned_of(name: str) -> None:
-    layer = LAYERS[name]()
+    layer = WRITTEN[name]()
     before = layer.weight.detach().clone()
     nn.init.normal_(layer.weight)
     with warnings.catch_warnings(record=True) as caught:
@@ -56,6 +64,26 @@ def test_a_write_in_place_takes_effect_or_is_warned_of(name: str) -> None:
     assert not caught or ("written in place" in str(caught[0].message) and "layer.weight = " in str(caught[0].message))
     kept = layer.weight.clone().mul_(2)  # one's own copy
     assert layer.weight.shape == kept.shape
+
+
+def test_a_constrained_weight_cannot_be_tied() -> None:
+    embedding, head = nn.Embedding(16, 8), LAYERS["orthogonal"]()
+    before = head.weight.detach().clone()
+    with pytest.raises(ValueError, match="cannot be tied to a parameter of another module"):
+        head.weight = embedding.weight
+    for wrong in (None, before.numpy()):
+        with pytest.raises(ValueError, match=r"expected a tensor to assign to Linear.weight"):
+            head.weight = wrong
+    assert torch.equal(head.weight, before)
+
+
+def test_a_constraint_on_a_copy_leaves_the_original_alone() -> None:
+    first = mt.stiefel(nn.LSTM(8, 8), "weight_hh_l0", blocks=4)
+    second = copy.deepcopy(first)
+    mt.orthogonal(second, "weight_ih_l0", blocks=4)
+    for lstm in (first, second):
+        lstm(torch.randn(2, 3, 8))[0].sum().backward()
+    assert "parametrizations.weight_ih_l0.original" not in dict(first.named_parameters())
 
 
 @pytest.mark.parametrize("make", [RiemannianAdam, RiemannianSGD])

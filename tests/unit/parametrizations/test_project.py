@@ -101,6 +101,32 @@ def test_an_average_is_warned_of_and_projected() -> None:
     train(found, torch.optim.AdamW(found.parameters()))  # without a warning
 
 
+def test_a_parametrization_may_come_after_the_optimizer_and_go() -> None:
+    torch.manual_seed(0)
+    model: Any = Mixed()
+    parametrize.remove_parametrizations(model.own, "weight")
+    optimizer = RiemannianAdam(model.parameters(), lr=0.05)
+    parametrize.register_parametrization(model.own, "weight", Unit())
+    train(model, optimizer)
+    assert max(model.off()) < 1e-5
+    parametrize.remove_parametrizations(model.own, "weight")
+    train(model, optimizer)
+    assert model.off()[1] > 1e-3, "a plain weight again"
+    train(model.own, torch.optim.AdamW(model.own.parameters()))  # without a warning
+
+
+def test_an_optimizer_goes_on_with_what_materialize_made_plain() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = RiemannianAdam(model.parameters(), lr=0.05)
+    held = list(model.parameters())
+    assert [
+        p is q for p, q in zip(sorted(held, key=id), sorted(mt.materialize(model).parameters(), key=id), strict=True)
+    ]
+    train(model, optimizer)
+    assert min(model.off()) > 1e-3 and not any(isinstance(p, geoopt.ManifoldParameter) for p in model.parameters())
+
+
 def test_a_trainable_memory_that_was_averaged_is_warned_of() -> None:
     pit: Any = mt.PIT(32, 8, memory="trainable")
     pit.parametrizations.memory.original.data.mul_(0.9)

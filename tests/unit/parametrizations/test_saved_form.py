@@ -104,3 +104,22 @@ def test_an_average_of_buffers_keeps_the_form() -> None:
     for _ in range(20):
         average.update_parameters(model)
     model.load_state_dict(average.module.state_dict())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_averages_and_casts_of_states_load(name: str) -> None:
+    states = [layer(MAKERS[name], seed).state_dict() for seed in range(3)]
+    average = {key: sum(state[key] for state in states) / 3 for key in states[0]}
+    weighted = {key: 0.3 * states[0][key] + 0.7 * states[1][key] for key in states[0]}
+    for state in (average, weighted, *({k: v.to(d) for k, v in average.items()} for d in (torch.half, torch.bfloat16))):
+        layer(MAKERS[name], 4).load_state_dict(state)
+
+
+def test_averaged_orders_of_an_equivalence_are_refused() -> None:
+    state = mt.equivalence(nn.Linear(8, 8), block_size=4).state_dict()
+    key = "parametrizations.weight.0.in_order"
+    model = mt.equivalence(nn.Linear(8, 8), block_size=4)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="in_order: rows or columns stand there twice"):
+        model.load_state_dict(state | {key: state[key] // 2})
+    assert torch.equal(model.weight, before)
