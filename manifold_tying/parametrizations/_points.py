@@ -66,6 +66,10 @@ class PointList(ParametrizationList):
         mark(self)
         return self
 
+    def right_inverse(self, value: Tensor) -> None:
+        super().right_inverse(value)
+        mark(self)
+
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state, prefix, *rest)
         mark(self)
