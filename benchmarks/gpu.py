@@ -4,11 +4,11 @@
     python -m benchmarks.gpu --out runs/try --tiny --device cpu    # a rehearsal of a few minutes
 
 The pieces, most important first: the CUDA tests, the benchmarks with their peers, training steps, and the comparison of
-docs/from-scratch.md at 42 M parameters with three seeds. Each is a process of its own, so that none stops the others. A benchmark
-keeps every row that it has measured, and a training run its checkpoints.
+docs/from-scratch.md at 42 M parameters with three seeds. Each is a process of its own, so that none stops the others. A
+benchmark keeps the rows that it has measured, and a training run its checkpoints.
 
 DIR/results has a JSON file for each piece, DIR/state.json their status, DIR/page.md both as a page, DIR/logs their output, and
-DIR/work the corpus and the checkpoints. Copy benchmark results to benchmarks/results for `python -m benchmarks.page`.
+DIR/work the corpus and the checkpoints.
 """
 
 import json
@@ -40,15 +40,20 @@ from manifold_tying.training.machine import check_device
 GRACE = 20.0  # seconds that a stopped piece has to save a checkpoint
 TAIL = 15  # lines of a log on the page
 TOKENS = ("--tokens", "16384", "--sequence-length", "512")
-# The corpus of docs/from-scratch.md: distribution by package.
-SOURCES = {name: name for name in ("matplotlib", "networkx", "numpy", "pandas", "scipy", "sympy")}
-SOURCES["sklearn"] = "scikit-learn"
-TABLE = "table_lr=0.018+table_slows_after=60"
+SOURCES = (
+    "matplotlib",
+    "networkx",
+    "numpy",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "sympy",
+)  # the corpus of docs/from-scratch.md
 ARMS = (
     "pit-free+table_std=0.02",
     "pit-trainable",
     "transpose+embedding_norm=true+table_std=0.02+table_lr=0.006+table_slows_after=60+lr=0.0005",
-    f"untied+embedding_norm=true+{TABLE}+lr=0.001",
+    "untied+embedding_norm=true+table_lr=0.018+table_slows_after=60+lr=0.001",
 )
 
 
@@ -68,13 +73,17 @@ class Options:
     again: tuple[str, ...] = ()
     """Names of pieces to run again, though they failed or stalled. Rows without a failure are kept."""
     poet: Path | None = None
-    """Checkout of POET's official code, put on the pieces' PYTHONPATH."""
+    """Checkout of POET's official code, put on the pieces' PYTHONPATH; no benchmark measures it yet."""
     emerging: Path | None = None
-    """Checkout of NVIDIA's Emerging-Optimizers, put on the pieces' PYTHONPATH."""
+    """Checkout of NVIDIA's Emerging-Optimizers, put there, too; no benchmark measures it yet."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        object.__setattr__(self, "out", self.out.resolve())  # pieces run at the top of the repository
+        # Pieces run at the top of the repository; relative to it, DIR can continue on another machine.
+        out = self.out.resolve()
+        object.__setattr__(self, "out", out.relative_to(ROOT) if out.is_relative_to(ROOT) else out)
+        object.__setattr__(self, "poet", self.poet and self.poet.resolve())
+        object.__setattr__(self, "emerging", self.emerging and self.emerging.resolve())
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,13 @@ def pieces(options: Options) -> list[Piece]:
     return [
         Piece(
             "tests",
-            ("-m", "pytest", "-p", "no:cacheprovider", *(tests if device == "cuda" else ("tests/unit/test_layers.py",))),
+            (
+                "-m",
+                "pytest",
+                "-p",
+                "no:cacheprovider",
+                *(tests if device == "cuda" else ("tests/unit/test_layers.py",)),
+            ),
             lambda: {"summary": log.read_text(encoding="utf-8").splitlines()[-1].strip("= ")},
         ),
         benchmark("equivalence", "equivalence", 10),
@@ -141,15 +156,18 @@ def ablation(options: Options, seeds: int) -> Piece:
     data = f"text:{source}"
     if options.tiny:
         length = ("--batch-size", "2", "--sequence-length", "32", "--val-tokens", "256", "--steps", "4")
-        shape, data = ("--preset", "bytes", *length, "--checkpoint-every", "2"), f"text:{ROOT / 'docs'}"
+        shape, data = ("--preset", "bytes", *length, "--checkpoint-every", "2"), "text:docs"
     words = ("--device", options.device, *shape, "--data", data, "--keep-checkpoints", "1", "--seeds", str(seeds))
 
     def collect() -> Any:
         curves = {
-            path.parent.name: [entry for line in path.read_text().splitlines() if "val_loss" in (entry := json.loads(line))]
+            path.parent.name: [
+                entry for line in path.read_text().splitlines() if "val_loss" in (entry := json.loads(line))
+            ]
             for path in sorted(folder.glob("*/metrics.jsonl"))
         }
-        corpus = {name: version(name) for package, name in SOURCES.items() if (source / package).exists()}
+        names = {"scikit-learn" if name == "sklearn" else name for name in SOURCES if (source / name).exists()}
+        corpus = {name: version(name) for name in sorted(names)}
         return {"corpus": corpus, "runs": json.loads((folder / "summary.json").read_text()), "curves": curves}
 
     command = ("-m", "manifold_tying", "ablate", *words, "--out", str(folder), "--arms", ",".join(ARMS))
@@ -214,10 +232,9 @@ def run(todo: Sequence[Piece], options: Options) -> dict[str, Any]:
 
 def _attempt(piece: Piece, options: Options, seconds: float) -> tuple[bool, int]:
     """Run a piece for at most so long. Returns whether it was stopped, and its exit status."""
-    paths = [ROOT, *filter(None, (options.poet, options.emerging))]
-    search = os.pathsep.join([*(str(path.resolve()) for path in paths), os.environ.get("PYTHONPATH", "")])
-    cache = os.environ.get("MANIFOLD_TYING_CACHE", str(options.out / "work/cache"))
-    environment = os.environ | {"PYTHONPATH": search.rstrip(os.pathsep), "MANIFOLD_TYING_CACHE": cache}
+    search = (ROOT, options.poet, options.emerging, os.environ.get("PYTHONPATH"))
+    own = {"PYTHONPATH": os.pathsep.join(str(path) for path in search if path)}
+    environment = {"MANIFOLD_TYING_CACHE": str(options.out / "work/cache"), **os.environ, **own}
     command = [sys.executable, *piece.command]
     with (options.out / f"logs/{piece.name}.log").open("a") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -268,14 +285,15 @@ def page(todo: Sequence[Piece], state: dict[str, Any], out: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
+    os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not options.tiny and not (options.out / "work/source").exists():
         copy_sources(options.out / "work/source")
     todo = pieces(options)
     state = run(todo, options)
-    others = {piece.name: state.get(piece.name, {}).get("status", "not started") for piece in todo}
-    if others := {name: status for name, status in others.items() if status != "done"}:
-        sys.exit(f"{', '.join(f'{name} ({status})' for name, status in others.items())}: run the same command again")
+    found = {piece.name: state.get(piece.name, {}).get("status", "not started") for piece in todo}
+    if left := [f"{name} ({status})" for name, status in found.items() if status != "done"]:
+        sys.exit(f"left: {', '.join(left)}. Run the same command again; failed and stalled pieces need --again NAME")
     print(f"all done: {options.out / 'page.md'}")
 
 
