@@ -22,7 +22,8 @@ ablation: $(READY)
 # GPU_OPTIONS="--total 9" or others of python -m benchmarks.gpu. The same command again resumes.
 OUT ?= runs/gpu
 gpu:
-	test ! -d wheels || test -d wheels/installed || $(PYTHON) -m pip install --quiet --no-index --no-deps --target wheels/installed wheels/*.whl
+	test ! -d wheels || test -d wheels/installed || { \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --target wheels/draft wheels/*.whl && mv wheels/draft wheels/installed; }
 	PYTHONPATH="$(CURDIR)/wheels/installed$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_OPTIONS)
 
 # For `make gpu` elsewhere: every package of constraints.txt but torch, and peers, for Linux and the Python version WHEELS_FOR.

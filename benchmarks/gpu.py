@@ -39,16 +39,8 @@ from manifold_tying.training.machine import check_device
 
 GRACE = 20.0  # seconds that a stopped piece has to save a checkpoint
 TAIL = 15  # lines of a log on the page
-TOKENS = ("--tokens", "16384", "--sequence-length", "512")
-SOURCES = (
-    "matplotlib",
-    "networkx",
-    "numpy",
-    "pandas",
-    "scipy",
-    "sklearn",
-    "sympy",
-)  # the corpus of docs/from-scratch.md
+# The corpus of docs/from-scratch.md
+SOURCES = "matplotlib networkx numpy pandas scipy sklearn sympy".split()
 ARMS = (
     "pit-free+table_std=0.02",
     "pit-trainable",
@@ -97,81 +89,68 @@ class Piece:
 
 def pieces(options: Options) -> list[Piece]:
     """All pieces, most important first."""
-    device, tiny, out = options.device, options.tiny, options.out
+    out, size = options.out, "--quick --rounds 1 --warmup 0" if options.tiny else "--rounds"
 
-    def benchmark(name: str, module: str, rounds: int, *arguments: str, dtype: str = "bfloat16") -> Piece:
-        size = ("--quick", "--rounds", "1", "--warmup", "0") if tiny else ("--rounds", str(rounds))
-        target = str(out / f"results/{name}.json")
-        shared = ("--device", device, "--dtype", dtype, *size, "--resume", "--out", target)
-        return Piece(name, ("-m", f"benchmarks.{module}", *shared, *arguments))
+    def benchmark(name: str, module: str, rounds: int, arguments: str = "", dtype: str = "bfloat16") -> Piece:
+        words = f"-m benchmarks.{module} --device {options.device} --dtype {dtype} {size}".split()
+        words += ([] if options.tiny else [str(rounds)]) + ["--resume", "--out", str(out / f"results/{name}.json")]
+        return Piece(name, (*words, *shlex.split(arguments)))
 
-    def steps(name: str, preset: str, *arguments: str) -> Piece:
-        return benchmark(f"training-step-{name}", "training_step", 5, "--preset", preset, *arguments)
+    def steps(name: str, arguments: str) -> Piece:
+        return benchmark(f"training-step-{name}", "training_step", 5, arguments)
 
-    def riemannian(name: str, *arguments: str) -> Piece:
-        return benchmark(name, "riemannian_step", 10, *arguments, dtype="float32")
+    def riemannian(name: str, arguments: str) -> Piece:
+        return benchmark(name, "riemannian_step", 10, arguments, dtype="float32")
 
-    compiled = () if tiny else ("--compile",)
-    fast = ("floor", "floor (fused Adam)", "ours", "ours, project_every=8", "ours, medium", "geoopt", "POGO")
-    tests = ("-m", "cuda", "tests/unit/test_cuda.py", "tests/unit/training/test_training.py")
+    compiled = "" if options.tiny else "--compile"
+    on_gpu = "-m cuda tests/unit/test_cuda.py tests/unit/training/test_training.py"
+    tests = f"-m pytest -p no:cacheprovider {on_gpu if options.device == 'cuda' else 'tests/unit/test_layers.py'}"
     log = out / "logs/tests.log"
+    fast = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt POGO"
     return [
-        Piece(
-            "tests",
-            (
-                "-m",
-                "pytest",
-                "-p",
-                "no:cacheprovider",
-                *(tests if device == "cuda" else ("tests/unit/test_layers.py",)),
-            ),
-            lambda: {"summary": log.read_text(encoding="utf-8").splitlines()[-1].strip("= ")},
-        ),
+        Piece("tests", tuple(tests.split()), lambda: {"summary": log.read_text().splitlines()[-1].strip("= ")}),
         benchmark("equivalence", "equivalence", 10),
         benchmark("interface", "interface", 10),
-        riemannian("riemannian-step", "--rows", "V=8192", "V=32000", "V=151936", "4 x (", "V=96 d", "--only", *fast),
-        riemannian("riemannian-step-small", "--rows", "V=8 d", "V=64 d", "V=256 d", "shapes"),
+        riemannian("riemannian-step", f"--rows V=8192 V=32000 V=151936 '4 x (' 'V=96 d' --only {fast}"),
+        riemannian("riemannian-step-small", "--rows 'V=8 d' 'V=64 d' 'V=256 d' shapes"),
         benchmark("maps", "maps", 8, dtype="float32"),
-        steps("poet-60m", "poet-60m", *TOKENS, *compiled),
-        benchmark("poet-step-60m", "poet_step", 5, "--rows", "poet-60m", *TOKENS),
-        steps("pit-0.3b", "pit-0.3b", "--tokens", "8192", "--sequence-length", "1024", *compiled),
+        steps("poet-60m", f"--preset poet-60m --tokens 16384 --sequence-length 512 {compiled}"),
+        benchmark("poet-step-60m", "poet_step", 5, "--rows poet-60m --tokens 16384 --sequence-length 512"),
+        steps("pit-0.3b", f"--preset pit-0.3b --tokens 8192 --sequence-length 1024 {compiled}"),
         # Two models of 1.3 B parameters with their optimizers fit into 80 GB, all six do not.
-        *(
-            steps(f"poet-1.3b-{name}", "poet-1.3b", "--tokens", "4096", "--sequence-length", "512", "--only", name)
-            for name in ("pit-free", "transformers")
-        ),
-        benchmark("poet-step-1.3b", "poet_step", 5, "--rows", "poet-1.3b", "--tokens", "4096"),
+        steps("poet-1.3b-pit-free", "--preset poet-1.3b --tokens 4096 --sequence-length 512 --only pit-free"),
+        steps("poet-1.3b-transformers", "--preset poet-1.3b --tokens 4096 --sequence-length 512 --only transformers"),
+        benchmark("poet-step-1.3b", "poet_step", 5, "--rows poet-1.3b --tokens 4096"),
         # The same folder with one, two and three seeds: a piece trains what the ones before it left.
-        *(ablation(options, seeds) for seeds in ((1,) if tiny else (1, 2, 3))),
-        # The last, since a row takes minutes.
-        riemannian("riemannian-step-slow", "--rows", "V=8192", "4 x (", "--only", "torch orthogonal", "geotorch"),
+        *(ablation(options, seeds) for seeds in ((1,) if options.tiny else (1, 2, 3))),
+        # Last, since a row takes minutes.
+        riemannian("riemannian-step-slow", "--rows V=8192 '4 x (' --only 'torch orthogonal' geotorch"),
     ]
 
 
 def ablation(options: Options, seeds: int) -> Piece:
     """The comparison of docs/from-scratch.md at 42 M parameters."""
     folder, source = options.out / "work/ablation", options.out / "work/source"
-    length = ("--batch-size", "32", "--sequence-length", "512", "--val-tokens", "262144", "--steps", "800")
-    shape = ("--preset", "poet-60m", *length, "--eval-every", "100", "--checkpoint-every", "100")
-    data = f"text:{source}"
+    shape = "--preset poet-60m --batch-size 32 --sequence-length 512 --val-tokens 262144 --steps 800 --eval-every 100"
+    data, every = f"text:{source}", 100
     if options.tiny:
-        length = ("--batch-size", "2", "--sequence-length", "32", "--val-tokens", "256", "--steps", "4")
-        shape, data = ("--preset", "bytes", *length, "--checkpoint-every", "2"), "text:docs"
-    words = ("--device", options.device, *shape, "--data", data, "--keep-checkpoints", "1", "--seeds", str(seeds))
+        shape = "--preset bytes --batch-size 2 --sequence-length 32 --val-tokens 256 --steps 4"
+        data, every = "text:docs", 2
 
     def collect() -> Any:
-        curves = {
-            path.parent.name: [
-                entry for line in path.read_text().splitlines() if "val_loss" in (entry := json.loads(line))
-            ]
-            for path in sorted(folder.glob("*/metrics.jsonl"))
-        }
-        names = {"scikit-learn" if name == "sklearn" else name for name in SOURCES if (source / name).exists()}
-        corpus = {name: version(name) for name in sorted(names)}
-        return {"corpus": corpus, "runs": json.loads((folder / "summary.json").read_text()), "curves": curves}
+        logs = {path.parent.name: path.read_text().splitlines() for path in sorted(folder.glob("*/metrics.jsonl"))}
+        curves = {run: [entry for entry in map(json.loads, log) if "val_loss" in entry] for run, log in logs.items()}
+        names = ["scikit-learn" if name == "sklearn" else name for name in SOURCES if (source / name).exists()]
+        runs = json.loads((folder / "summary.json").read_text())
+        return {"corpus": {name: version(name) for name in names}, "runs": runs, "curves": curves}
 
-    command = ("-m", "manifold_tying", "ablate", *words, "--out", str(folder), "--arms", ",".join(ARMS))
-    return Piece(f"ablation-{seeds}", command, collect)
+    words = (
+        f"-m manifold_tying ablate --device {options.device} {shape} --checkpoint-every {every} --keep-checkpoints 1"
+    )
+    paths = ("--data", data, "--out", str(folder))
+    return Piece(
+        f"ablation-{seeds}", (*words.split(), "--seeds", str(seeds), *paths, "--arms", ",".join(ARMS)), collect
+    )
 
 
 def copy_sources(folder: Path) -> None:
