@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
+.PHONY: install ablation gpu wheels test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
 
 install: $(READY)
 
@@ -17,6 +17,20 @@ $(READY): pyproject.toml constraints.txt
 
 ablation: $(READY)
 	$(BIN)/manifold-tying ablate --out runs/ablation
+
+# All that needs a GPU, by PYTHON with its own torch and without network: packages come from wheels/, if that is there.
+# GPU_OPTIONS="--total 9" or others of python -m benchmarks.gpu. The same command again resumes.
+OUT ?= runs/gpu
+gpu:
+	test ! -d wheels || test -d wheels/installed || { \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --target wheels/draft wheels/*.whl && mv wheels/draft wheels/installed; }
+	PYTHONPATH="$(CURDIR)/wheels/installed$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.gpu --out $(OUT) $(GPU_OPTIONS)
+
+# For `make gpu` elsewhere: every package of constraints.txt but torch, and peers, for Linux and the Python version WHEELS_FOR.
+WHEELS_FOR ?= $(shell $(PYTHON) -c "import platform; print(platform.python_version())")
+wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version $(WHEELS_FOR) --dest wheels \
+		$$(grep -v -e "^torch==" -e "^#" constraints.txt) liger-kernel geotorch pogo-torch
 
 # A worker per core, each test in one thread; a file's tests stay together, since what they share is made once per worker.
 test: $(READY)

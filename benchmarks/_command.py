@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks._harness import FAILED, Row, measure_row, reason, significant, untimed_row
 from benchmarks._memory import peak_of_step
+from manifold_tying.training.files import write_atomic
 from manifold_tying.training.machine import check_device, machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,8 @@ class Options:
     """Use tiny sizes, to test that everything runs."""
     out: Path | None = None
     """JSON file to write after each row; keeps its rows that are not measured again."""
+    resume: bool = False
+    """Measure only rows that the file lacks or in which a contender failed."""
 
     def __post_init__(self) -> None:
         if self.rounds < 0 or self.warmup < 0:
@@ -90,10 +93,13 @@ def run(
     known = _known_rows(options.out, result)
     labels: list[str] = []
     failed: list[str] = []
-    measured_any = False
+    selected_any = False
     for row in rows:
         labels.append(row.label)
         if options.rows and not any(text in row.label for text in options.rows):
+            continue
+        selected_any = True
+        if options.resume and row.label in known and not _failed(known[row.label]):
             continue
         row = _chosen(row, options.only)
         if options.rounds:
@@ -105,17 +111,20 @@ def run(
             torch.cuda.empty_cache()  # for the next row and for processes that measure memory
         if memory:
             _add_memory(benchmark, options, row, measured)
-        failed += [f"{row.label}: {name}" for name, values in measured["contenders"].items() if FAILED in str(values)]
+        failed += _failed(measured)
         known[row.label] = {**measured, **origin}
-        measured_any = True
         _print(measured)
         if options.out is not None:
             result["rows"] = list(known.values())
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-    if not measured_any:
+            write_atomic(options.out, (json.dumps(result, indent=1) + "\n").encode())
+    if not selected_any:
         raise ValueError(f"no row contains {' or '.join(options.rows)}; choose from {'; '.join(labels)}")
     if failed:
         raise RuntimeError(f"measured all contenders, but some failed: {'; '.join(failed)}")
+
+
+def _failed(measured: dict[str, Any]) -> list[str]:
+    return [f"{measured['row']}: {name}" for name, of in measured["contenders"].items() if FAILED in str(of)]
 
 
 def _chosen(row: Row, only: Sequence[str]) -> Row:

@@ -162,7 +162,8 @@ def rows(options: StepOptions) -> Iterator[Row]:
     shape, tokens = plain(preset(options.preset)), options.tokens
     if options.quick:
         sizes: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 32}
-        shape, tokens = dataclasses.replace(shape, head_dim=4, **sizes), (2 * options.sequence_length,)
+        sizes |= {"num_heads": 4, "num_kv_heads": 4, "head_dim": 4}
+        shape, tokens = dataclasses.replace(shape, **sizes), (2 * options.sequence_length,)
     ways = (False, True) if options.compile else (False,)
     return (_row(Problem(shape, count, compiled, options)) for count in tokens for compiled in ways)
 

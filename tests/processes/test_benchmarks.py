@@ -211,6 +211,12 @@ def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
     labels = ["24 x 24", "48 x 8"]
     assert [row["row"] for row in run("maps", out, "--rows", "48 x")] == labels
     assert measured_rows(out)[0] == first
+    before = measured_rows(out)
+    before[1]["contenders"]["ours qr"] = {"unavailable": "failed: RuntimeError: once"}
+    out.write_text(json.dumps(json.loads(out.read_text()) | {"rows": before}))
+    resumed = run("maps", out, "--resume")  # only the row in which a contender failed
+    assert resumed[0] == first and resumed[1]["command"].endswith("--resume")
+    assert resumed[1]["contenders"]["ours qr"]["milliseconds"] > 0
     assert [row["row"] for row in run("maps", tmp_path / "both.json", "--rows", "24 x", "48 x")] == labels
     with pytest.raises(ValueError, match="another dtype, float32; expected bfloat16"):
         run("maps", out, "--dtype", "bfloat16")
