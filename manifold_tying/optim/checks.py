@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manifold_tying import distributed, precision
+from manifold_tying import autograd, distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.rules import is_polar
@@ -56,7 +56,7 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         manifold.check_placement(p, label)
     elif distributed.is_dtensor(p):
         raise ValueError(f"{label} is a DTensor, which works on Stiefel itself only, got {type(manifold).__name__}")
-    if not p.is_meta:
+    if autograd.has_data(p):
         ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
         if not ok:
             raise ValueError(
@@ -78,7 +78,7 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
         )
     scale = scale.detach().to(p.device, p.dtype)
     shape = p.shape if manifold is None else p.shape[-1:]
-    if scale.shape != shape or not (torch.isfinite(scale) & (scale >= 0)).all():
+    if scale.shape != shape or (autograd.has_data(scale) and not (torch.isfinite(scale) & (scale >= 0)).all()):
         raise ValueError(
             f"expected a scale of {name} with the shape {tuple(shape)} and finite numbers >= 0, got one of "
             f"{tuple(scale.shape)} from {scale.min().item():g} to {scale.max().item():g}"

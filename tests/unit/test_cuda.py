@@ -239,7 +239,7 @@ def test_a_whole_training_step_never_waits_for_the_gpu(
     interface: Any, body: str, errors_on_sync: Callable[[str], None]
 ) -> None:
     """Forward, backward, step and the merge schedule where nothing is due, as ``manifold-tying train`` builds them."""
-    settings = Settings(preset="nano", device="cuda", **BODIES[body])
+    settings = Settings(preset="bytes", device="cuda", **BODIES[body])
     config = resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings))
     model = build_model(config)
     optimizer = build_optimizer(model, config.settings)

@@ -1,0 +1,235 @@
+"""Tensors on a CUDA device that is not there: wrappers around CPU tensors that keep CUDA's rules.
+
+An operation that mixes devices raises, as on a GPU. What makes the host wait for the device is recorded, and raises under
+``torch.cuda.set_sync_debug_mode("error")``. A copy to the host that is not waited for holds garbage until the host has waited.
+With TF32 on, products round their factors to it.
+
+    install()  # before the first import of torch
+    with Pretended():
+        layer = layer.to("cuda")
+"""
+
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from benchmarks._pretended import WAITS, install
+
+install()  # importing this module imports torch
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._mode_utils import no_dispatch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+_MIXES = frozenset(
+    ("_to_copy", "copy_", "index", "index_put_", "_index_put_impl_", "set_")
+)  # may take CPU tensors, too
+_PRODUCTS = frozenset(
+    ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_")
+)  # whose last two arguments are the factors
+
+
+class Synchronization(RuntimeError):
+    """The host waits for the device where it must not."""
+
+
+class Host:
+    """The host: what it has waited for, and the copies that have not arrived yet."""
+
+    refuses = False
+    waits: ClassVar[list[str]] = []
+    _flying: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
+    @classmethod
+    def wait(cls, why: str) -> None:
+        cls.waits.append(why)
+        if cls.refuses:
+            raise Synchronization(f"called a synchronizing CUDA operation: {why}")
+        while cls._flying:
+            destination, value = cls._flying.pop()
+            destination.copy_(value)
+
+    @classmethod
+    def receive(cls, value: Tensor) -> Tensor:
+        """The destination of a copy that nobody waits for: garbage until the host waits."""
+        garbage = torch.full_like(value, float("nan") if value.is_floating_point() else 1)
+        cls._flying.append((garbage, value.clone()))
+        return garbage
+
+
+class Event:
+    """Done once the host has waited after it was recorded: the slowest device there is."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._recorded = 0
+
+    def record(self, *_: Any) -> None:
+        self._recorded = len(Host.waits)
+
+    def query(self) -> bool:
+        return len(Host.waits) > self._recorded
+
+    def synchronize(self) -> None:
+        Host.wait("Event.synchronize")
+
+
+def _set_sync_debug_mode(mode: Any) -> None:
+    Host.refuses = mode in ("error", 2)
+
+
+@contextmanager
+def no_waiting() -> Any:
+    before, Host.refuses = Host.refuses, True
+    try:
+        yield
+    finally:
+        Host.refuses = before
+
+
+cuda: Any = torch.cuda
+cuda.Event, cuda.set_sync_debug_mode = Event, _set_sync_debug_mode
+cuda.get_sync_debug_mode = lambda: 2 * Host.refuses
+cuda.synchronize = lambda *_: Host.wait("torch.cuda.synchronize")
+
+
+_Tensor: Any = Tensor  # its stubs forbid what a wrapper overrides
+
+
+class CudaTensor(_Tensor):
+    """A CPU tensor that says it is on the device."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return _Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            layout=inner.layout, device=DEVICE,
+        )  # fmt: skip
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def tolist(self) -> Any:
+        Host.wait("tolist")
+        return self.inner.tolist()
+
+    @property
+    def data(self) -> Any:
+        return _Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        _Tensor.data.__set__(self, value)
+        self.inner = value.inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copy: Tensor = CudaTensor(self.inner.detach().clone())
+            copy = nn.Parameter(copy, False) if isinstance(self, nn.Parameter) else copy
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class Pretended(TorchDispatchMode):
+    """Inside, tensors may be made on "cuda" and moved there; modules too."""
+
+    def __enter__(self) -> Any:
+        self.before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") then copies, as on a GPU
+        # A parameter on the CPU cannot become a wrapper in place: .to() makes a new one.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_only_lift_cpu_tensors(self.before)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    mine = [t for t in tensors if isinstance(t, CudaTensor)]
+    target = kwargs.get("device")
+    to_device = target is not None and torch.device(target).type == "cuda"
+    if not mine and not to_device:
+        return func(*args, **kwargs)
+    _check(func, name, args, kwargs, mine, [t for t in tensors if not isinstance(t, CudaTensor)], to_device)
+    on_device = to_device or target is None
+    if name == "copy_":
+        on_device = isinstance(args[0], CudaTensor)
+    plain_args, plain_kwargs = pytree.tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, (args, kwargs))
+    if name in _PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        plain_args = (*plain_args[:-2], *map(_tf32, plain_args[-2:]))
+    if to_device:
+        plain_kwargs["device"] = torch.device("cpu")
+    plain_kwargs.pop("pin_memory", None)
+    result = func(*plain_args, **plain_kwargs)
+    if not on_device:
+        return Host.receive(result) if name == "_to_copy" and kwargs.get("non_blocking") else result
+    if name == "set_":
+        return _set(args[0], args[1])
+    given = {id(t.inner): t for t in mine}  # what was changed in place comes back as it was given
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, CudaTensor):
+            return x
+        return given[id(x)] if id(x) in given else CudaTensor(x)
+
+    wrapped = pytree.tree_map(wrap, result)
+    aliases = (
+        mine
+        and name != "_to_copy"
+        and any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns))
+    )
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if aliases else wrapped
+
+
+def _check(func: Any, name: str, args: Any, kwargs: Any, mine: Any, others: list[Tensor], to_device: bool) -> None:
+    """Raise for a mix of devices; have the host wait where it would."""
+    mixed = [
+        tuple(t.shape) for t in others if t.ndim or name == "cat" or (name.startswith("_fused") and t.numel() != 1)
+    ]
+    if mine and mixed and name not in _MIXES:
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device, got cuda:0 and cpu {mixed}")
+    if name == "_to_copy":
+        leaves = bool(mine) != (to_device or "device" not in kwargs or kwargs["device"] is None)
+        if (leaves or not mine) and not kwargs.get("non_blocking"):
+            Host.wait(f"copy {'to' if to_device else 'from'} the device, {tuple(args[0].shape)}")
+    elif name == "copy_" and others:
+        if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+            Host.wait(f"copy_ between host and device, {tuple(args[0].shape)}")
+    elif name in ("index", "index_put_", "_index_put_impl_"):
+        for index in args[1]:
+            if index is not None and (index.dtype in (torch.bool, torch.uint8) or not isinstance(index, CudaTensor)):
+                Host.wait(f"{name} with a mask, or with an index on the host")
+    elif name in WAITS or kwargs.get("check_errors"):
+        Host.wait(name)
+
+
+def _set(wrapper: CudaTensor, source: CudaTensor) -> CudaTensor:
+    """``set_`` of the wrapper itself, whose shape and storage autograd sees."""
+    with no_dispatch():
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        storage = source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
+        torch.ops.aten.set_.source_Storage_storage_offset(wrapper, *storage)
+        torch._C._set_meta_in_tls_dispatch_include(before)
+    wrapper.inner = source.inner
+    return wrapper
+
+
+def _tf32(x: Any) -> Any:
+    """Rounded to ten bits behind the point."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        return x
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
