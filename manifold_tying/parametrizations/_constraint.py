@@ -60,6 +60,11 @@ class Constraint(nn.Module, ABC):
             return
         super().__setattr__(name, value)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if f"{prefix}form" in destination:  # safetensors rejects shared memory: a module may stand in a model twice
+            destination[f"{prefix}form"] = self.form.clone()
+
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         # The list that holds this constraint reports the error, before it loads the stored tensor.
         if not (any(key.startswith(prefix) for key in state) and self.form_error(state.get(f"{prefix}form"))):
