@@ -51,7 +51,8 @@ breaks: $(READY)
 PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default
 test-processors: $(READY)
 	failed=; for processor in $(PROCESSORS); do \
-		echo "$$processor"; env $$processor TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile || failed="$$failed $$processor"; \
+		echo "$$processor"; env $$processor TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) \
+		$(BIN)/python -m pytest --numprocesses auto --dist loadfile || failed="$$failed $$processor"; \
 	done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
 # The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.

@@ -51,14 +51,13 @@ class Constraint(nn.Module, ABC):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name == "form" and isinstance(value, Tensor) and (error := self.form_error(value))
-        ):  # transformers assigns tensors
-            if _FORM.match(_text(value)):
-                raise ValueError(error)
-            self.record_form(value.device)  # empty memory, since the checkpoint lacks this layer
-            return
-        super().__setattr__(name, value)
+        error = self.form_error(value) if name == "form" and isinstance(value, Tensor) else ""
+        if not error:
+            super().__setattr__(name, value)
+        elif _FORM.match(_text(value)):  # transformers assigns the tensors of a checkpoint one by one
+            raise ValueError(error)
+        else:  # empty memory, since the checkpoint lacks this layer
+            self.record_form(value.device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -227,7 +227,7 @@ def test_which_constrained_layers_the_host_waits_for(name: str, errors_on_sync: 
 BODIES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "poet-block": {"body": "poet-block", "block_size": 48},
-    "poet-block, exact": {"body": "poet-block", "cayley_terms": None},
+    "poet-block, two terms": {"body": "poet-block", "cayley_terms": 2},
     "poet-full": {"body": "poet-full"},
 }
 
