@@ -3,6 +3,7 @@
 import importlib as _importlib
 from typing import Any as _Any
 
+from manifold_tying.tying._embedding import PITEmbedding as PITEmbedding
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
 from manifold_tying.tying._manifold_pit import ManifoldPIT as ManifoldPIT

@@ -6,13 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import autograd, distributed, linalg, precision
+from manifold_tying import distributed, linalg, precision
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
-from manifold_tying.tying._vocabulary import VocabularyShard
+from manifold_tying.tying._pseudo_inverse import InverseGram, divide, inverse_gram
 from manifold_tying.tying.interface import tied_std
-
-# Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
-MIN_PIVOT_RATIO = 1e-6
 
 
 class FreePIT(PIT):
@@ -44,7 +41,7 @@ class FreePIT(PIT):
             raise ValueError(f"expected a positive, finite std, got {std}")
         dtype = precision.compute_dtype(torch.get_default_dtype())
         self.table = nn.Parameter(torch.randn(vocab_size, hidden_size, dtype=dtype) * self.std)
-        self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹
+        self._inverse = InverseGram()
 
     @classmethod
     def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> PIT:
@@ -81,8 +78,7 @@ class FreePIT(PIT):
 
     def _divide(self, rows: Tensor) -> Tensor:
         """rows (WᵀW)⁻¹."""
-        inverse = None if autograd.in_transform() else self._inverse_gram()
-        return _divide(rows, distributed.to_local(self.table), inverse, VocabularyShard.of(self.table))
+        return divide(rows, self.table, self._inverse)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden, self.hidden_size)
@@ -95,85 +91,12 @@ class FreePIT(PIT):
         with torch.no_grad():
             W = distributed.full_tensor(self.table)
             wide = W.to(torch.float64, copy=True)
-            return self._with_bridge(wide @ _inverse_gram(W), wide.mT, dtype or W.dtype)
+            return self._with_bridge(wide @ inverse_gram(W), wide.mT, dtype or W.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         distributed.sharded_normal_(self.table).mul_(self.std)
 
-    def _inverse_gram(self) -> Tensor:
-        """(WᵀW)⁻¹ in float64, recomputed only when W has changed."""
-        W = self.table.detach()
-        may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not autograd.has_data(distributed.to_local(W)) or not may_ask:
-            return _inverse_gram(W)
-        key = (_fingerprint(W), W.dtype, W.device)
-        if self._cached is None or self._cached[0] != key:
-            with torch.inference_mode(False):  # training may use it next
-                self._cached = key, _inverse_gram(W)
-        return self._cached[1]
-
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, memory='free'" + (", bridge=True" if self.bridge is not None else "")
-
-
-@torch.no_grad()
-def _fingerprint(W: Tensor) -> float:
-    """vᵀWᵀWv for a fixed v, by one matrix-vector product: it changes when WᵀW does.
-
-    Version counters would be cheaper, but writes through ``.data`` bypass them: EMA weights, some optimizers, fused kernels
-    of other libraries.
-    """
-    rows = distributed.to_local(W)
-    v = torch.arange(1, rows.shape[1] + 1, dtype=W.dtype, device=W.device).sin()
-    v = v + v.sign()  # from 1 to 2 in size: no column counts for less than the rounding
-    s = (rows @ v).double()
-    return float(distributed.row_reduce(W)(s @ s))
-
-
-@torch.no_grad()
-def _inverse_gram(W: Tensor) -> Tensor:
-    """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError if W is rank-deficient.
-
-    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient.
-    """
-    G = distributed.row_reduce(W)(precision.gram_in_double(distributed.to_local(W)))
-    L, info = torch.linalg.cholesky_ex(G)
-    if G.device.type == "cpu" and autograd.has_data(G) and not torch.compiler.is_compiling():
-        pivots = L.diagonal()
-        if torch.isfinite(G).all() and (info != 0 or pivots.min() < MIN_PIVOT_RATIO * pivots.max()):
-            raise ValueError(
-                f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
-                "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
-            )
-    return torch.cholesky_inverse(L).where(info == 0, torch.nan)
-
-
-class _Divide(torch.autograd.Function):
-    """rows G⁻¹ with G = WᵀW. With e = rows G⁻¹ and Y = ē G⁻¹ the gradients are Y for rows and -W (eᵀY + Yᵀe) for W."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
-        autograd.save(ctx, (rows, W, inverse, vocabulary), e)
-        return e
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (_, W, inverse, _), (e,) = autograd.saved(ctx)
-        Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
-        grad_W = None
-        if ctx.needs_input_grad[1]:
-            S = e.mT @ Y
-            grad_W = W @ (S + S.mT).neg_()
-        return Y, grad_W, None, None
-
-
-def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: VocabularyShard) -> Tensor:
-    wide = W.double()
-    L = torch.linalg.cholesky(vocabulary.reduce_from_ranks(wide.mT @ wide))
-    return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
-
-
-_divide = autograd.custom_gradient(_Divide, _plain)

@@ -11,7 +11,7 @@ from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal, dtype_after
 from manifold_tying.tying._loss import linear_cross_entropy
-from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
+from manifold_tying.tying._vocabulary import distinct_rows, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
 Memory = Literal["free", "frozen", "trainable"]
@@ -155,29 +155,11 @@ class PIT(TokenInterface):
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of E at ids (...), (..., d).
 
-        T⁻¹ is applied once to each distinct token. On GPUs and in compiled code, where counting them would sync, it is applied
-        to every looked-up row, or to the full vocabulary if that is smaller (not by torch.export, for any number of tokens).
+        T⁻¹ is applied once to each distinct token where they can be counted without a sync, see ``distinct_rows``.
         """
         check_ids(ids, self.vocab_size)
         with precision.full_precision(ids.device):
-            table = self._table()
-            if (
-                ids.device.type == "cpu"
-                and autograd.has_data(ids)
-                and not autograd.in_transform()
-                and not torch.compiler.is_compiling()
-            ):
-                rows, index = ids.unique(return_inverse=True)
-                e = F.embedding(index, self._divide(vocab_embedding(rows, table)))
-            elif (
-                not torch.compiler.is_exporting()
-                and ids.numel() > self.vocab_size
-                and not distributed.is_dtensor(table)
-            ):
-                # A view: Dynamo refuses one tensor as two arguments of a Function.
-                e = F.embedding(ids, self._divide(table.view_as(table)))
-            else:
-                e = self._divide(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, self.hidden_size)
+            e = distinct_rows(ids, self._table(), self._divide)
             if self.bridge is not None:
                 e = e @ self.bridge
         return e.to(self.embedding_dtype)

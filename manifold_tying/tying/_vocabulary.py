@@ -1,5 +1,6 @@
 """A rank's rows of a vocabulary table, and the reductions over the ranks that share the table."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from manifold_tying import distributed
+from manifold_tying import autograd, distributed
 
 
 @dataclass(frozen=True)
@@ -133,3 +134,19 @@ def vocab_embedding(ids: Tensor, table: Tensor) -> Tensor:
     index, is_local = vocabulary.index(ids)
     found = F.embedding(index, rows) if len(rows) else rows.sum(0).expand(*ids.shape, -1)  # keeps the graph connected
     return vocabulary.reduce_from_ranks(found * is_local[..., None])
+
+
+def distinct_rows(ids: Tensor, table: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """f(rows of a table at ids (...)), (..., d), for f that maps rows (n, d) one by one.
+
+    f is applied once to each distinct token. On GPUs and in compiled code, where counting them would sync, it is applied to
+    every looked-up row, or to the full table if that is smaller (not by torch.export, for any number of tokens).
+    """
+    countable = autograd.has_data(ids) and not autograd.in_transform() and not torch.compiler.is_compiling()
+    if ids.device.type == "cpu" and countable:
+        rows, index = ids.unique(return_inverse=True)
+        return F.embedding(index, f(vocab_embedding(rows, table)))
+    if not torch.compiler.is_exporting() and ids.numel() > len(table) and not distributed.is_dtensor(table):
+        # A view: Dynamo refuses one tensor as two arguments of a Function.
+        return F.embedding(ids, f(table.view_as(table)))
+    return f(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, table.shape[1])

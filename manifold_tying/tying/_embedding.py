@@ -1,0 +1,102 @@
+"""PIT in two ordinary modules: an embedding whose rows are divided, and a plain head with the same weight."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import distributed, precision
+from manifold_tying.tying._pseudo_inverse import InverseGram, divide
+from manifold_tying.tying._vocabulary import distinct_rows
+from manifold_tying.tying.interface import check_ids
+
+
+class PITEmbedding(nn.Embedding):
+    """Token ids (...) to rows of E = W (WᵀW)⁻¹, (..., d), where ``weight``, W (V, d), is also the weight of the head.
+
+    The head is any module that computes h Wᵀ, and shares the parameter as in transpose tying. So W_out E = WᵀE = I:
+
+        embedding, head = PITEmbedding(V, d), nn.Linear(d, V, bias=False)
+        head.weight = embedding.weight
+
+    Every W of full column rank has unique polar factors W = Z T, so this pair is PIT (section 4) with E = Z T⁻¹ and
+    W_out = T Zᵀ. Any optimizer trains W. WᵀW, its inverse and the rows of E are computed in float64 and rounded once, to the
+    dtype of W. (WᵀW)⁻¹ is cached until W changes; on a GPU, only while no gradients are needed.
+
+    Args:
+        num_embeddings: V >= d.
+        embedding_dim: d.
+        padding_idx: a token whose lookup passes no gradient.
+        scale: factor of the result, as Gemma's √d; it takes no part in W_out E = I.
+        device: of ``weight``.
+        dtype: of ``weight``.
+
+    Raises:
+        ValueError: num_embeddings < embedding_dim; in ``forward``, if W is rank-deficient (on a GPU the result is NaN).
+    """
+
+    scale: float
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        scale: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_embeddings < embedding_dim:
+            raise ValueError(
+                f"expected num_embeddings >= embedding_dim, since W needs full column rank; got V={num_embeddings}, "
+                f"d={embedding_dim}"
+            )
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.scale, self._inverse = scale, InverseGram()
+
+    @classmethod
+    def adopt(cls, embedding: nn.Embedding, scale: float = 1.0) -> Self:
+        """Turn an embedding into one of this class in place; its weight, hooks and names stay."""
+        embedding.__class__ = cls
+        adopted: Any = embedding
+        adopted.scale, adopted._inverse = scale, InverseGram()
+        return adopted
+
+    @property
+    def max_norm(self) -> None:
+        """Always raises: code that reads it, as PEFT's adapters of embeddings do, looks up rows of W itself."""
+        raise ValueError(
+            "expected a module that uses PITEmbedding by calling it, but this one reads rows of its weight W: they are not "
+            "the embeddings, E = W (WᵀW)⁻¹. Adapters of single tokens or of low rank cannot be put on this embedding. With "
+            "PEFT, train all of W: modules_to_save=[its name] with ensure_weight_tying=True"
+        )
+
+    @max_norm.setter
+    def max_norm(self, value: float | None) -> None:
+        if value is not None:
+            raise ValueError(f"expected max_norm=None, since W_out E = I would not survive clipped rows, got {value}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        W, ids = self.weight, distributed.to_local(input)
+        check_ids(ids, len(W))
+        with precision.full_precision(W.device):
+            e = distinct_rows(ids, W, lambda rows: divide(rows, W, self._inverse)).to(W.dtype)
+        if self.padding_idx is not None and torch.is_grad_enabled():
+            e = torch.where((ids == self.padding_idx)[..., None], e.detach(), e)
+        # The factor has the model's dtype, as in Gemma 3.
+        e = e if self.scale == 1.0 else e * torch.full((), self.scale, dtype=e.dtype, device=e.device)
+        return e if input is ids else _distributed_like(input, e)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}" + (
+            "" if self.scale == 1.0 else f", scale={self.scale:g}"
+        )
+
+
+def _distributed_like(ids: Any, e: Tensor) -> Tensor:
+    """The result for ids that torch's tensor parallelism has made a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(e, ids.device_mesh, ids.placements, run_check=False)

@@ -1,0 +1,106 @@
+"""Rows of the pseudo-inverse E = W (WᵀW)⁻¹ of a table W (V, d), so that Wᵀ E = I."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manifold_tying import autograd, distributed, precision
+from manifold_tying.tying._vocabulary import VocabularyShard
+
+# Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
+MIN_PIVOT_RATIO = 1e-6
+
+
+class InverseGram:
+    """W to (WᵀW)⁻¹ (d, d) in float64, recomputed only when W has changed.
+
+    On a GPU it is recomputed on every call while gradients are needed: checking whether W has changed would sync.
+    """
+
+    def __init__(self) -> None:
+        self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹
+
+    def __call__(self, table: Tensor) -> Tensor:
+        W = table.detach()
+        may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or not autograd.has_data(distributed.to_local(W)) or not may_ask:
+            return inverse_gram(W)
+        key = (_fingerprint(W), W.dtype, W.device)
+        if self._cached is None or self._cached[0] != key:
+            with torch.inference_mode(False):  # training may use it next
+                self._cached = key, inverse_gram(W)
+        return self._cached[1]
+
+
+def divide(rows: Tensor, table: Tensor, inverse: InverseGram) -> Tensor:
+    """rows (WᵀW)⁻¹ of rows (n, d) of the table, in float32 or wider; differentiable in both."""
+    wide = rows.to(precision.compute_dtype(rows.dtype))
+    known = None if autograd.in_transform() else inverse(table)
+    return _divide(wide, distributed.to_local(table), known, VocabularyShard.of(table))
+
+
+@torch.no_grad()
+def _fingerprint(W: Tensor) -> float:
+    """vᵀWᵀWv for a fixed v, by one matrix-vector product: it changes when WᵀW does.
+
+    Version counters would be cheaper, but writes through ``.data`` bypass them: EMA weights, some optimizers, fused kernels
+    of other libraries.
+    """
+    rows, wide = distributed.to_local(W), precision.compute_dtype(W.dtype)
+    v = torch.arange(1, rows.shape[1] + 1, dtype=wide, device=W.device).sin()
+    v = v + v.sign()  # from 1 to 2 in size: no column counts for less than the rounding
+    parts = [slice(None)] if rows.dtype == wide else precision.row_chunks(rows)
+    s = torch.cat([rows[part].to(wide) @ v for part in parts]).double()
+    return float(distributed.row_reduce(W)(s @ s))
+
+
+@torch.no_grad()
+def inverse_gram(W: Tensor) -> Tensor:
+    """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError if W is rank-deficient.
+
+    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient.
+    """
+    G = distributed.row_reduce(W)(precision.gram_in_double(distributed.to_local(W)))
+    L, info = torch.linalg.cholesky_ex(G)
+    if G.device.type == "cpu" and autograd.has_data(G) and not torch.compiler.is_compiling():
+        pivots = L.diagonal()
+        if torch.isfinite(G).all() and (info != 0 or pivots.min() < MIN_PIVOT_RATIO * pivots.max()):
+            raise ValueError(
+                f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
+                "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
+            )
+    return torch.cholesky_inverse(L).where(info == 0, torch.nan)
+
+
+class _Divide(torch.autograd.Function):
+    """rows G⁻¹ with G = WᵀW. With e = rows G⁻¹ and Y = ē G⁻¹ the gradients are Y for rows and -W (eᵀY + Yᵀe) for W."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
+        autograd.save(ctx, (rows, W, inverse, vocabulary), e)
+        return e
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (_, W, inverse, _), (e,) = autograd.saved(ctx)
+        Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
+        grad_W = None
+        if ctx.needs_input_grad[1]:
+            S = e.mT @ Y
+            S = (S + S.mT).neg_()
+            if W.dtype == S.dtype:
+                grad_W = W @ S
+            else:  # a 16-bit table, one block of rows at a time
+                grad_W = torch.cat([(W[rows].to(S.dtype) @ S).to(W.dtype) for rows in precision.row_chunks(W)])
+        return Y, grad_W, None, None
+
+
+def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: VocabularyShard) -> Tensor:
+    wide = W.double()
+    L = torch.linalg.cholesky(vocabulary.reduce_from_ranks(wide.mT @ wide))
+    return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
+
+
+_divide = autograd.custom_gradient(_Divide, _plain)
