@@ -6,11 +6,10 @@ Docstrings cite two papers:
 - POET: Qiu et al., "Reparameterized LLM Training via Orthogonal Equivalence Transformation", 2025, arXiv:2506.08001.
 """
 
+import contextlib as _contextlib
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
-
-from manifold_tying._transformers import register_with_transformers as _register_with_transformers
 
 if _TYPE_CHECKING:
     from manifold_tying import diagnostics as diagnostics
@@ -56,7 +55,14 @@ _HOMES = {
 }
 __all__ = [*_PACKAGES, *_HOMES]
 
-_register_with_transformers()
+# Let transformers build converted models, once it is imported; importing it here would take seconds.
+with _contextlib.suppress(ModuleNotFoundError):  # wrapt comes with the extra `huggingface`
+    import wrapt as _wrapt
+
+    _wrapt.register_post_import_hook(
+        lambda _: _importlib.import_module("manifold_tying.huggingface.native").register(),
+        "transformers.modeling_utils",
+    )
 
 
 def __getattr__(name: str) -> _Any:

@@ -10,7 +10,8 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 import manifold_tying as mt
-from manifold_tying.huggingface import halves
+from manifold_tying.tying import FreePIT
+
 from manifold_tying.optim import RiemannianAdam, param_groups
 
 V, D = 96, 16
@@ -91,7 +92,7 @@ def difference(left: Tensor, right: Tensor) -> float:
 
 
 def interface(model: Any) -> Any:
-    return halves(model)[0].interface
+    return FreePIT.share(model.get_input_embeddings().weight)
 
 
 def turned(model: Any) -> Any:

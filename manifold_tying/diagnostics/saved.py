@@ -12,15 +12,14 @@ from manifold_tying._json import read_object
 from manifold_tying.huggingface.folder import (
     DAMAGED,
     WHOLE,
-    check_options,
     read_config,
     read_shapes,
     read_tensors,
-    recorded_options,
+    recorded_mark,
     table_names,
     weight_map,
 )
-from manifold_tying.tying import PIT
+from manifold_tying.tying import PIT, FreePIT
 
 _OURS = "interface."
 _MEMORY, _FREE = "parametrizations.memory.original", "table"
@@ -131,16 +130,13 @@ def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) -> PIT:
     free = _FREE in tensors
-    names = () if free else ("diagonal", "bounds")
-    options = check_options({name: config[name] for name in names if config.get(name) is not None})
+    options = {"diagonal": config["diagonal"]} if not free and config.get("diagonal") is not None else {}
     stored = tensors[_FREE if free else _MEMORY]
     if stored.ndim != 2:
         raise ValueError(f"expected a memory (V, d) in {folder}, got a tensor of shape {tuple(stored.shape)}")
     with torch.device("meta"):
         pit = PIT(*stored.shape, memory="free" if free else "frozen", **options)
     try:
-        if "bridge" in tensors:
-            pit.bridge = torch.nn.Parameter(tensors["bridge"])
         pit.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the PIT interface in {folder} does not match this version's: {error}") from error
@@ -150,24 +146,22 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
-    config = read_config(folder)
-    entry = recorded_options(folder)
+    config, converted = read_config(folder), recorded_mark(folder) is not None
     where = weight_map(folder)
     family = f"Hugging Face {config.get('model_type', 'model')}"
-    stored = tuple(_OURS + name for name in (_MEMORY, _FREE))
-    converted = [name[: name.rindex(_OURS) + len(_OURS)] for name in where if name.endswith(stored)]
-    if converted:  # by this package; both halves share one interface
-        pit = _pit(_below(converted[0], folder, where), folder, config.get("quantization_config") or {})
-        kind = "PIT" if pit.bridge is None else "PIT with a bridge"
-        return SavedTables(*pit.materialize(), f"{family}, {kind}"), pit
-    if entry is not None:
-        raise ValueError(f"config.json says that {folder} is converted, but it has no memory; it has {_some(where)}")
     embedding, head, tied = table_names(folder, where)
     if embedding is None:
         raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
     E = read_tensors(folder, where, [embedding])[embedding]
     if E.ndim != 2:
         raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
+    if converted:
+        if not (head is None and tied):
+            raise ValueError(
+                f"config.json says that {folder} is converted, but it has two tables; it has {_some(where)}"
+            )
+        pit = FreePIT.share(E)
+        return SavedTables(*pit.materialize(), f"{family}, PIT"), pit
     if head is None and tied:
         return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
     if head is None:

@@ -1,12 +1,8 @@
-"""Convert tied tables of Hugging Face models to PIT, and export stock checkpoints. Imports transformers on first use."""
+"""Convert tied transformers models to PIT, and export stock checkpoints. Imports transformers on first use."""
 
-from manifold_tying.huggingface.adapters import train_interface as train_interface
 from manifold_tying.huggingface.checkpoint import export as export
 from manifold_tying.huggingface.checkpoint import load as load
 from manifold_tying.huggingface.checkpoint import save as save
 from manifold_tying.huggingface.conversion import conversion_losses as conversion_losses
 from manifold_tying.huggingface.conversion import convert as convert
-from manifold_tying.huggingface.install import halves as halves
-from manifold_tying.huggingface.modules import PITEmbedding as PITEmbedding
-from manifold_tying.huggingface.modules import PITHead as PITHead
 from manifold_tying.huggingface.rotation import rotation_scales as rotation_scales

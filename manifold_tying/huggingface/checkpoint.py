@@ -1,6 +1,5 @@
 """Save, load and export converted models."""
 
-import copy
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -8,74 +7,89 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from manifold_tying._transformers import import_transformers
+from manifold_tying.huggingface._import import import_transformers
 from manifold_tying.huggingface.files import write as write
 from manifold_tying.huggingface.folder import (
-    METHOD,
     build_empty,
     model_class,
     read_config,
     read_shapes,
     read_tensors,
-    recorded_options,
+    recorded_mark,
     weight_map,
 )
-from manifold_tying.huggingface.install import half_names, halves, record, rename
+from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
-from manifold_tying.tying import PIT, FreePIT
+from manifold_tying.tying import FreePIT, PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-LARGEST_DEFECT = 1e-3
-
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
-    """Write a converted model: safetensors, config.json, generation_config.json. :func:`load` restores it bit for bit.
+    """``model.save_pretrained`` of a converted model, checked and with all files replaced at once.
 
-    ``AutoModelForCausalLM.from_pretrained`` reads it if manifold_tying is imported. Otherwise loading fails, because the stock
-    table is stored as an empty tensor. For other programs write a stock checkpoint with :func:`export`.
-    ``model.save_pretrained``, which the Trainer calls, writes the same files.
+    ``AutoModelForCausalLM.from_pretrained`` reads the folder where manifold_tying is imported; elsewhere transformers refuses
+    it. For other programs write a stock checkpoint with :func:`export`. The model is then named after the folder, so that
+    adapters and reference models find it.
 
     Args:
         model: a model converted by :func:`convert`.
-        path: output folder, created if missing. Existing weights are replaced once the new ones are complete.
+        path: output folder, created if missing.
+
+    Raises:
+        ValueError: the model is not converted, has adapters or constrained weights, which a transformers checkpoint cannot
+            store, or a table that is not finite or not of full rank.
     """
     check_model(model)
     check_adapters(model)
-    embedding, _ = halves(model)
-    ours = {id(part) for part in embedding.interface.modules()}
-    if body := [name for name, owner, _ in constraints(model) if id(owner) not in ours]:
+    embedding = pit_embedding(model)
+    if constrained := [name for name, *_ in constraints(model)]:
         raise ValueError(
-            f"expected plain weights outside the interface, but {', '.join(body)} are constrained. A transformers checkpoint "
-            "cannot store constraints: call manifold_tying.materialize on those layers, or save model.state_dict() instead"
+            f"expected plain weights, but {', '.join(constrained)} are constrained. A transformers checkpoint cannot store "
+            "constraints: call manifold_tying.materialize on those layers, or save model.state_dict() instead"
         )
-    check_memory(embedding.interface)
-    record(model)  # again: PEFT unties the config when it merges, and Z may have been frozen or unfrozen
+    check_table(embedding)
+    known = getattr(model.config, MARK)
+    mark(model.config, known["scale"], known["rotated"])  # again: PEFT unties the config when it merges
     write(model, Path(path))
-    rename(model, os.fspath(path))
+    model.name_or_path = model.config.name_or_path = os.fspath(path)
 
 
 def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
-    """Load a model that :func:`save` wrote, bit for bit and in its original class.
+    """Load a converted model in the class that its config.json names; no tensor may be missing or left over.
 
     Args:
         path: folder of the checkpoint.
-        options: passed to the class's ``from_pretrained``. With dtype=torch.bfloat16, Z and L stay float32.
+        options: passed to the class's ``from_pretrained``.
 
     Raises:
-        ValueError: not a converted checkpoint, or config.json, the tensors and their shapes disagree, or ZᵀZ ≠ I.
+        ValueError: not a converted checkpoint, its parts disagree, or its table is not finite or not of full rank.
     """
     import_transformers()
     folder = Path(path)
-    if recorded_options(folder) is None:
+    if recorded_mark(folder) is None:
         raise ValueError(
-            f"{folder} is not a converted model: its config.json has no entry of {METHOD!r}. Load it with transformers, then "
+            f"{folder} is not a converted model: its config.json has no entry {MARK!r}. Load it with transformers, then "
             "convert it"
         )
-    return _read(folder, **options)
+    model = _read(folder, **options)
+    check_table(pit_embedding(model))
+    return model
+
+
+@torch.no_grad()
+def check_table(embedding: PITEmbedding) -> None:
+    """ValueError unless the table is finite and has full rank."""
+    W = embedding.weight
+    if W.is_meta:
+        return  # offloaded
+    if not torch.isfinite(W).all():
+        raise ValueError("expected a finite table W, got NaN or Inf in it: the weights are damaged")
+    embedding(torch.zeros(1, dtype=torch.int64, device=W.device))
 
 
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
@@ -88,7 +102,7 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: the checkpoint is converted, quantized or pickled, or its parts disagree.
     """
-    if recorded_options(folder) is not None:
+    if recorded_mark(folder) is not None:
         raise ValueError(f"{folder} is already converted; export it first to convert it with other options")
     if entry := read_config(folder).get("quantization_config"):
         raise ValueError(
@@ -136,28 +150,6 @@ def _is_mask(folder: Path, where: Mapping[str, str], name: str) -> bool:
     return any(not t.is_floating_point() or t.ndim == 0 for t in read_tensors(folder, where, stored).values())
 
 
-@torch.no_grad()
-def check_memory(interface: PIT) -> None:
-    """ValueError unless all entries are finite and ZᵀZ ≈ I on a few random vectors, or a free table has full rank."""
-    if any(tensor.is_meta for tensor in interface.parameters()):
-        return  # offloaded
-    if broken := [name for name, tensor in interface.named_parameters() if not torch.isfinite(tensor).all()]:
-        raise ValueError(f"expected a finite interface, got NaN or Inf in {', '.join(broken)}: the weights are damaged")
-    if isinstance(interface, FreePIT):
-        interface.embed(torch.zeros(1, dtype=torch.int64, device=interface.table.device))
-        return
-    Z = interface.memory
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(Z.shape[1], 4, generator=generator).to(Z)
-    error = (Z.mT @ (Z @ probe) - probe).norm() / probe.norm()
-    if not error <= LARGEST_DEFECT:
-        raise ValueError(
-            f"expected a memory with ZᵀZ = I, got ‖ZᵀZx - x‖ / ‖x‖ = {error:.1e}: the weights are damaged, or an optimizer "
-            "that leaves the manifold trained them. Train with manifold_tying.optim and param_groups(model); to project Z "
-            "back, assign interface.memory = interface.memory"
-        )
-
-
 ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 
 
@@ -165,8 +157,8 @@ ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters as
 def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     """Write an untied checkpoint that plain transformers loads, with dense tables E and W_outᵀ and the same logits.
 
-    E = Z T⁻¹ and W_out = T Zᵀ (with a bridge B: E B and B W_out) are computed in float64 and cast once, to the model's dtype.
-    Constrained weights of the body become plain weights. The checkpoint has V d more parameters than the converted model.
+    E = W (WᵀW)⁻¹ is computed in float64 and cast once, to the model's dtype. Constrained weights of the body become plain
+    weights. The checkpoint has V d more parameters than the converted model.
 
     Args:
         model: a model converted by :func:`convert`; not changed.
@@ -174,18 +166,14 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     """
     check_model(model)
     check_adapters(model)
-    halves(model)
+    pit_embedding(model)
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ValueError(
             f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load the model "
             "without a device map"
         )
-    config = copy.deepcopy(model.config)
-    del config.quantization_config
-    config.__dict__.pop("requires", None)
+    config = unmarked(model.config)
     _parse_dtypes(config)
-    config.tie_word_embeddings = False
-    config.get_text_config().tie_word_embeddings = False
     with torch.device("meta"):
         stock = type(model)(config)
     stock.load_state_dict(_plain_state(model, stock.state_dict().keys()), assign=True)
@@ -209,21 +197,18 @@ def _parse_dtypes(config: "PreTrainedConfig") -> None:
             _parse_dtypes(part)
 
 
-def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, torch.Tensor]:
+def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, Tensor]:
     """State dict of the equivalent stock model. Keeps the stock model's own parametrizations, such as weight norm."""
-    embedding, _ = halves(model)
-    inside, outside = half_names(model)
-    replaced = (f"{inside}.interface.", f"{outside}.interface.")
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if not name.startswith(replaced) and (".parametrizations." not in name or name in names_of_stock)
+        if ".parametrizations." not in name or name in names_of_stock
     }
     for name, owner, attribute in constraints(model):
-        if not name.startswith(replaced):
-            state[name] = getattr(owner, attribute).detach()
-    E, W_out = embedding.interface.materialize(embedding.weight.dtype)
-    state |= {f"{inside}.weight": E, f"{outside}.weight": W_out.T.contiguous()}
+        state[name] = getattr(owner, attribute).detach()
+    embedding = pit_embedding(model)
+    names = {module: name for name, module in model.named_modules()}
+    state[f"{names[embedding]}.weight"] = FreePIT.share(embedding.weight).materialize()[0]
     # safetensors rejects tensors that share memory, such as BERT's bias; an untied model stores each separately.
     once: set[int] = set()
     for name, tensor in state.items():

@@ -2,14 +2,13 @@
 
 import copy
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
-from manifold_tying.huggingface.install import install, own_config, rename, swap
-from manifold_tying.huggingface.modules import PITEmbedding, PITHead
+from manifold_tying.huggingface.native import mark, tie
 from manifold_tying.huggingface.rotation import (
     Rotation,
     check_plain,
@@ -19,10 +18,8 @@ from manifold_tying.huggingface.rotation import (
     rotate_body,
     rotation,
 )
-from manifold_tying.huggingface.tables import Source, failure, read_tables, undisturbed
-from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Diagonal
-from manifold_tying.tying import PIT, Memory, Transform
+from manifold_tying.huggingface.tables import Source, StockTables, read_tables, reads_table, undisturbed
+from manifold_tying.tying import PIT, FreePIT, PITEmbedding, Transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,102 +27,126 @@ if TYPE_CHECKING:
 Start = Literal["identity", "head", "embedding", "rotation"]
 M = TypeVar("M", bound="PreTrainedModel")
 UNSAVED = "converted by manifold_tying and not saved: call manifold_tying.save first"  # no path and no name on the hub
+_REMOVED = {
+    "memory": "the model gets one free table W = Z T. To freeze Z, or to train it apart from T, run manifold-tying train or "
+    "ablate with --init-from and the interface pit-frozen or pit-trainable",
+    "bridge": "to keep the function, use transform='rotation' (Llama-like models), which keeps W_out E = I, too",
+}
 
 
-def convert(
-    model: M,
-    *,
-    transform: Start = "head",
-    bridge: bool = False,
-    memory: Memory = "free",
-    source: Source | None = None,
-    retraction: Retraction | None = None,
-    diagonal: Diagonal | None = None,
-) -> M:
-    """Replace the tied tables of a transformers causal language model with a :class:`manifold_tying.PIT` interface, in place.
+def convert(model: M, *, transform: Start = "head", source: Source | None = None, **removed: Any) -> M:
+    """Turn a tied transformers language model into a PIT model in place: only the class of its embedding changes.
 
-    The table E0 = U H (polar factors, float64) becomes the memory Z = U and a transform T = L Lᵀ (PIT, section 4.1). The rest
-    of the model does not change: multipliers, soft-capping, the embedding's own scale, the head's bias, the padding row.
+    The model keeps its head and stays tied. One parameter W (V, d) is the weight of both: W_out = Wᵀ as before, and the
+    embedding becomes a :class:`manifold_tying.tying.PITEmbedding`, which returns rows of E = W (WᵀW)⁻¹. The rest does not
+    change: multipliers, soft-capping, the embedding's own scale, the head's bias, the padding row.
 
-    Without a bridge the converted model must be trained; it computes another function. E0ᵀE0 = H² while PIT has W_out E = I,
-    so no T preserves the function unless H² = I. :func:`conversion_losses` measures the cost of each choice on your data.
+    The converted model must be trained; it computes another function. The tied table is E0 = U H (polar factors, float64), and
+    E0ᵀE0 = H² while PIT has W_out E = I, so no W = U T preserves the function unless H² = I. :func:`conversion_losses`
+    measures the cost of each choice on your data.
 
     Args:
-        model: any transformers model with an embedding and a head. Z and L are float32 (float64 in a float64 model).
-        transform: "identity" (T = I, the paper), "head" (T = H: preserves the head) or "embedding" (T = H⁻¹: preserves the
-            embedding). "rotation" rotates the residual stream of a Llama-like model, then applies "embedding". It preserves
-            the function up to the spread of the final norm's gain.
-        bridge: preserve the model's function exactly: T = I, and a trainable d x d matrix, initially H, is applied to
-            embeddings and to hidden states. Z and T still satisfy W_out E = I, but the maps from tokens to hidden states and
-            back do not.
-        memory: "free", one table that any optimizer trains; or separate Z and T, with Z "frozen" (as in the paper) or
-            "trainable" by :mod:`manifold_tying.optim` with ``param_groups(model)``. Other optimizers leave the manifold.
-        retraction: retraction of a trainable memory, see :class:`manifold_tying.PIT`.
-        diagonal: diagonal map of T with a frozen or trainable memory, see :class:`manifold_tying.PIT`.
+        model: any transformers model with an embedding and a head.
+        transform: "head" (T = H: W is the table, the head is unchanged), "identity" (T = I, the paper) or "embedding"
+            (T = H⁻¹: the embedding is unchanged). "rotation" rotates the residual stream of a Llama-like model, then applies
+            "embedding". It preserves the function up to the spread of the final norm's gain. W has the model's dtype, to which
+            all but "head" round it.
         source: which of two different tables to keep, "input" or "output". The other is discarded with a warning.
+        removed: names an option of earlier drafts only to raise an error.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: untied tables without ``source``; V < d; a rank-deficient table; an embedding or head that computes more
-            than a lookup or a linear map; a converted, quantized or wrapped model. Also if the converted model does not run
-            on a few random tokens, or a rotation changes its logits. The model is then unchanged.
+            than a lookup or a linear map; a model that reads the embedding's weight itself; a converted, quantized or wrapped
+            model. Also if a rotation changes the model's logits. The model is then unchanged.
     """
+    if removed:
+        name = next(iter(removed))
+        raise ValueError(f"convert has no option {name}: {_REMOVED.get(name, 'see its documentation')}")
+    if transform not in get_args(Start):
+        raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Start))}")
     tables = read_tables(model, source)
     turned = None
     if transform == "rotation":
-        if bridge or tables.untied:
-            raise ValueError("transform='rotation' needs a tied model without a bridge; choose another transform")
+        if tables.untied:
+            raise ValueError("transform='rotation' needs a tied model; choose another transform")
         turned = rotation(model, tables.weight)
-    interface = PIT.from_embedding(  # before any change, because it validates the table and options
-        tables.weight if turned is None else turned.table,
-        transform="embedding" if transform == "rotation" else transform,
-        bridge=bridge,
-        memory=memory,
-        **{name: given for name, given in (("retraction", retraction), ("diagonal", diagonal)) if given is not None},
-    )
+    W = _start(tables.weight if turned is None else turned.table, "embedding" if transform == "rotation" else transform)
+    if reads_table(model, tables.embedding):
+        raise ValueError(
+            f"{type(model).__name__} reads the weight of its embedding directly, so another embedding would not be used. It "
+            "cannot be converted and is unchanged"
+        )
     if tables.untied:
         warnings.warn(
-            f"{type(model).__name__} had two tables; kept the {source} table. Train the model again",
-            stacklevel=2,
+            f"{type(model).__name__} had two tables; kept the {source} table. Train the model again", stacklevel=2
         )
-    dtype, padding_idx = tables.weight.dtype, tables.padding_idx
-    embedding = PITEmbedding(interface, dtype, scale=tables.scale, padding_idx=padding_idx, rotated=turned is not None)
-    head = PITHead(interface, dtype, tables.bias)
-    _try(model, embedding, head, turned)
-    own_config(model)
-    install(model, embedding, head)
+    if turned is None:
+        _install(tables, W)
+    else:
+        _rotate(model, tables, W, turned)
+    _own_config(model)
+    mark(model.config, tables.scale, rotated=turned is not None)
+    tie(model)
     if model.name_or_path:  # the stock checkpoint: PEFT and TRL would load that one
-        rename(model, UNSAVED)
+        model.name_or_path = model.config.name_or_path = UNSAVED
     return model
 
 
-def _try(model: "PreTrainedModel", embedding: PITEmbedding, head: PITHead, turned: Rotation | None) -> None:
-    """Install both halves, rotate the body and run the model. On failure restore everything and raise ValueError."""
+def _start(table: Tensor, transform: Transform) -> Tensor:
+    """W = U T for a table U H, in the table's dtype; ValueError if it has none."""
+    pit = PIT.from_embedding(table, transform=transform)
+    assert isinstance(pit, FreePIT)
+    return table.detach() if transform == "head" else pit.table.detach().to(table.dtype)
+
+
+def _install(tables: StockTables, W: Tensor) -> None:
+    tables.weight.data = W
+    tables.embedding.weight = tables.weight
+    setattr(tables.head, "weight", tables.weight)  # noqa: B010 - mypy: a head is any module
+    PITEmbedding.adopt(tables.embedding, tables.scale)
+
+
+@contextmanager
+def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[None]:
+    """Undo :func:`_install` if the block raises, or in any case."""
+    kind, embedded, out = type(tables.embedding), tables.embedding.weight, tables.head.weight
+    data, failed = tables.weight.data, True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed or always:
+            tables.embedding.__class__ = kind
+            tables.embedding.weight = embedded
+            setattr(tables.head, "weight", out)  # noqa: B010
+            tables.weight.data = data
+
+
+def _rotate(model: "PreTrainedModel", tables: StockTables, W: Tensor, turned: Rotation) -> None:
+    """Install W and rotate the body; if the logits do not stay, restore both and raise ValueError."""
     changes: list[tuple[nn.Parameter, Tensor]] = []
-    error = None
-    with undisturbed(model):
-        reference = None if turned is None else logits_with_gain(model, even_gain(turned))
-        stock = swap(model, embedding, head)
+    with undisturbed(model), _restored_on_error(tables):
+        reference = logits_with_gain(model, even_gain(turned))
+        _install(tables, W)
         try:
-            if turned is not None and reference is not None:
-                rotate_body(model, turned, changes)
-                check_rotated(model, turned, reference)
-            elif not any(p.is_meta for p in model.parameters()):
-                error = failure(model)
+            rotate_body(model, turned, changes)
+            check_rotated(model, turned, reference)
         except BaseException:
-            swap(model, *stock)
             for parameter, data in reversed(changes):
                 parameter.data = data
             raise
-        if error is not None:
-            swap(model, *stock)
-            if failure(model) is None:
-                raise ValueError(
-                    f"{type(model).__name__} does not run with another embedding and head; it may read their weights directly. "
-                    f"It cannot be converted and is unchanged: {type(error).__name__}: {error}"
-                ) from error
+
+
+def _own_config(model: "PreTrainedModel") -> None:
+    """Give the model and its submodules their own copy of the config; models built from one config object share it."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if (own := copies.get(id(getattr(module, "config", None)))) is not None:
+            module.config = own
 
 
 def conversion_losses(
@@ -140,9 +161,9 @@ def conversion_losses(
         source: as for :func:`convert`.
 
     Returns:
-        Losses under "source" (unconverted), "identity", "head", "embedding" (without a bridge) and "bridge". Models that can
-        be rotated also get "rotation", unless the batch has ``inputs_embeds``, which would have to be rotated as well.
-        "rotation" is measured on a copy, so the model is in memory twice.
+        Losses under "source" (unconverted), "identity", "head" and "embedding". Models that can be rotated also get
+        "rotation", unless the batch has ``inputs_embeds``, which would have to be rotated as well. "rotation" is measured on a
+        copy, so the model is in memory twice.
     """
     tables = read_tables(model, source)
     if not isinstance(batch, Mapping):
@@ -152,16 +173,10 @@ def conversion_losses(
     inputs: dict[str, Any] = {**batch, "labels": batch["labels"] if "labels" in batch else batch["input_ids"]}
     with undisturbed(model):
         losses = {"source": float(model(**inputs).loss)}
-        choices: dict[str, dict[str, Any]] = {name: {"transform": name} for name in get_args(Transform)}
-        for choice, options in {**choices, "bridge": {"bridge": True}}.items():
-            interface = PIT.from_embedding(tables.weight, **options)
-            dtype = tables.weight.dtype
-            embedding = PITEmbedding(interface, dtype, scale=tables.scale)
-            before = swap(model, embedding, PITHead(interface, dtype, tables.bias))
-            try:
+        for choice in get_args(Transform):
+            with _restored_on_error(tables, always=True):
+                _install(tables, _start(tables.weight, choice))
                 losses[choice] = float(model(**inputs).loss)
-            finally:
-                swap(model, *before)
         if not tables.untied and "inputs_embeds" not in inputs:
             with suppress(ValueError):  # not Llama-like
                 check_plain(model)  # before the copy

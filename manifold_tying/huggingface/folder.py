@@ -1,80 +1,20 @@
 """The folder of a checkpoint: its config entry, weight map, model class and table names; nothing is executed."""
 
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from manifold_tying._extra import needs_extra
 from manifold_tying._json import check_regular, read_object
-from manifold_tying._transformers import import_transformers
-from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Diagonal
-from manifold_tying.tying import Memory
+from manifold_tying.huggingface._import import import_transformers
+from manifold_tying.huggingface.native import MARK, check_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-METHOD = "manifold-tying"  # quant_method in config.json; selects this package in transformers
-FORMAT = 2  # format 1 stored the embedding's empty weight with shape (0,) instead of (V, 0)
-REQUIRES = "manifold-tying[huggingface]"  # config.json's "requires" entry: the package needed to read the tables
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_bounds(value: Any) -> bool:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
-    return value is None or (is_pair and 0 < value[0] < value[1])
-
-
-def _one_of(names: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: isinstance(value, str) and value in names), "one of " + ", ".join(map(repr, names))
-
-
-_IS_BOOL = (lambda value: isinstance(value, bool)), "true or false"
-_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "memory": _one_of(get_args(Memory)),
-    "retraction": _one_of(get_args(Retraction)),
-    "diagonal": _one_of(get_args(Diagonal)),
-    "bounds": (_is_bounds, "null or two positive numbers in ascending order"),
-    "bridge": _IS_BOOL,
-    "scale": (lambda v: _is_number(v) and math.isfinite(v) and v != 0, "a finite number other than 0"),
-    "padding_idx": (lambda v: v is None or (type(v) is int and v >= 0), "null or a token id"),
-    "rotated": _IS_BOOL,
-}
-_NOT_FREE = {"retraction", "diagonal", "bounds"}  # a free table has none of them
-_OPTIONAL = {"rotated"}  # missing from checkpoints of early versions
-
-
-def check_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate a complete entry; ValueError names the unknown, missing or wrong option."""
-    if (version := entry.get("format")) not in (1, FORMAT) or isinstance(version, bool):
-        raise ValueError(
-            f"expected a converted checkpoint of format 1 or {FORMAT}, got {version!r:.80}; install a newer manifold-tying"
-        )
-    options = check_options({name: value for name, value in entry.items() if name not in ("quant_method", "format")})
-    unused = _NOT_FREE if options.get("memory") == "free" else set()
-    if missing := _OPTIONS.keys() - _OPTIONAL - unused - options.keys():
-        raise ValueError(f"quantization_config lacks {', '.join(sorted(missing))}; save the converted model again")
-    return dict(entry)
-
-
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate the options of an interface; ValueError for an unknown option or an invalid value."""
-    for name, value in options.items():
-        if name not in _OPTIONS:
-            raise ValueError(f"unknown option {name!r:.80} in quantization_config; expected {', '.join(_OPTIONS)}")
-        known, expected = _OPTIONS[name]
-        if not known(value):
-            raise ValueError(f"expected {expected} as {name} in quantization_config, got {value!r:.80}")
-    return dict(options)
-
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DAMAGED = "it is damaged or incomplete"
@@ -89,19 +29,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json", DAMAGED)
 
 
-def recorded_options(folder: Path) -> dict[str, Any] | None:
-    """The validated entry of a converted checkpoint in config.json; None if the checkpoint is not converted."""
-    entry = read_config(folder).get("quantization_config")
-    if entry is None:
-        return None
-    if not isinstance(entry, dict):
-        raise ValueError(
-            f"{folder / 'config.json'} is damaged: expected a JSON object as quantization_config, got {entry!r:.80}"
-        )
-    if entry.get("quant_method") != METHOD:
-        return None
+def recorded_mark(folder: Path) -> Mapping[str, Any] | None:
+    """The validated mark of a converted checkpoint in config.json; None if the checkpoint is not converted."""
+    entry = read_config(folder).get(MARK)
     try:
-        return check_entry(entry)
+        return None if entry is None else check_mark(entry)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
@@ -128,7 +60,7 @@ def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for file in files:
         if Path(file).suffix != ".safetensors":
-            raise ValueError(f"expected a converted checkpoint in safetensors, got {file}")
+            raise ValueError(f"expected weights in safetensors, got {file}")
         with _open(file) as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
     return found

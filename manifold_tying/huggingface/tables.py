@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from manifold_tying._transformers import import_transformers
-from manifold_tying.huggingface.modules import PITEmbedding
+from manifold_tying.huggingface._import import import_transformers
+from manifold_tying.tying import PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,21 +44,41 @@ def random_ids(model: "PreTrainedModel", seed: int = 0) -> Tensor:
     return ids.to(embedding.weight.device)
 
 
-def failure(model: "PreTrainedModel") -> Exception | None:
-    """The exception on random tokens, or None if they or ``dummy_inputs`` run (speech models have no ``input_ids``)."""
-    error = None
-    for make in (lambda: {"input_ids": random_ids(model)}, lambda: _example(model)):
+def reads_table(model: "PreTrainedModel", embedding: nn.Embedding) -> bool:
+    """Whether the model itself reads the weight of its embedding, apart from calling it, on a few random tokens.
+
+    False also for a model that runs neither on ``input_ids`` nor on its ``dummy_inputs``.
+    """
+    module: Any = embedding
+    before, table = vars(module).get("forward"), module.weight
+    with undisturbed(model):
+        if not (made := next((inputs for inputs in _examples(model) if _is_finite(model, inputs)), None)):
+            return False
+        module.forward = lambda ids: F.embedding(ids, table)
+        module._parameters["weight"] = nn.Parameter(table.new_full((1, 1), torch.nan).expand_as(table))
         try:
-            model(**make())
-            return None
-        except Exception as raised:
-            error = error or raised
-    return error
+            return not _is_finite(model, made)
+        finally:
+            module._parameters["weight"] = table
+            del module.forward
+            if before is not None:
+                module.forward = before
 
 
-def _example(model: "PreTrainedModel") -> dict[str, Any]:
+def _examples(model: "PreTrainedModel") -> Iterator[dict[str, Any]]:
+    """Inputs to try; speech models have no ``input_ids``."""
+    yield {"input_ids": random_ids(model)}
     inputs = {name: value.to(model.device) for name, value in model.dummy_inputs.items()}
-    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    yield {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+
+
+def _is_finite(model: "PreTrainedModel", inputs: dict[str, Any]) -> bool:
+    """Whether the model runs on these inputs and no floating-point output has NaN."""
+    try:
+        found = model(**inputs)
+    except Exception:
+        return False
+    return not any(isinstance(x, Tensor) and x.is_floating_point() and x.isnan().any() for x in found.values())
 
 
 def independent_of_tokens(model: "PreTrainedModel", modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -91,12 +112,12 @@ Source = Literal["input", "output"]
 
 @dataclass(frozen=True)
 class StockTables:
-    """Inputs of a conversion: the table (V, d) to decompose, and what the embedding and head add to it."""
+    """Inputs of a conversion: both modules, the table (V, d) to keep, and the factor of the embedding's result."""
 
-    weight: Tensor
+    embedding: nn.Embedding
+    head: nn.Module
+    weight: nn.Parameter
     scale: float
-    padding_idx: int | None
-    bias: nn.Parameter | None
     untied: bool
 
 
@@ -163,15 +184,17 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
     if table.shape != out.shape:
         shapes = f"{tuple(table.shape)} and {tuple(out.shape)}"
         raise ValueError(f"expected embedding and head of the same shape (V, d), got {shapes}")
-    scale, bias = _scale(embedding, table), _bias(head, out)
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        raise ValueError(f"expected an nn.Embedding without max_norm, got {embedding}")
+    scale = _scale(embedding, table)
+    _check_head(head, out)
     untied = out is not table and not torch.equal(out, table)
     if untied and source is None:
         raise ValueError(
             f"{kind} has different tables for embedding and head, but PIT has one memory for both. Choose the table to keep "
             'with source="input" or source="output", and train the model again'
         )
-    padding_idx = getattr(embedding, "padding_idx", None)
-    return StockTables(out if source == "output" else table, scale, padding_idx, bias, untied)
+    return StockTables(embedding, head, out if source == "output" else table, scale, untied)
 
 
 def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module, table: Tensor) -> list[str]:
@@ -191,7 +214,7 @@ def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module
     return [*found, *alike]
 
 
-def _weight(module: nn.Module, side: str) -> Tensor:
+def _weight(module: nn.Module, side: str) -> nn.Parameter:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         raise ValueError(f"expected the {side} to own a parameter weight (V, d), got {type(module).__name__}")
@@ -225,8 +248,8 @@ def _scale(embedding: nn.Module, table: Tensor) -> float:
 
 
 @torch.no_grad()
-def _bias(head: nn.Module, table: Tensor) -> nn.Parameter | None:
-    """Bias of a head that computes h weightᵀ + bias; ValueError if it computes anything else."""
+def _check_head(head: nn.Module, table: Tensor) -> None:
+    """ValueError unless the head computes h weightᵀ + bias."""
     small, bias = _small_table(table), head._parameters.get("bias")
     parts = {"weight": small, **({} if bias is None else {"bias": small[:, 0].clone()})}
     out = _tried(head, parts, small)
@@ -235,7 +258,6 @@ def _bias(head: nn.Module, table: Tensor) -> nn.Parameter | None:
         raise ValueError(
             f"expected a head that computes h Wᵀ + bias; {type(head).__name__} computes more, which conversion would lose"
         )
-    return bias
 
 
 def _small_table(table: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.huggingface import halves, rotation_scales
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
@@ -22,7 +21,6 @@ from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTyin
 BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
 # Parameter names, in the reference model and in transformers models, whose embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
-TABLES = ("interface.weight", "interface.embedding", "interface.head", "interface.table")
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
 
 
@@ -76,7 +74,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     Skew vectors have no weight decay: it would pull R and P to the identity, but only between merges. POET's paper reports
     0.01 without naming the parameters.
     """
-    rates = _rotation_scales(model)
+    rates = model.rotation_scales() if isinstance(model, HuggingFaceModel) else {}
     if isinstance(model.interface, ManifoldPIT):
         factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
         rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
@@ -85,8 +83,9 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
     else:
         given = {"lr": settings.table_lr, "slows_after": settings.table_slows_after or None}
         own = {name: value for name, value in given.items() if value is not None}
-        for table in (name for name, _ in model.named_parameters() if own and name.endswith(TABLES)):
-            rates[table] = {**rates.get(table, {}), **own}
+        tables = {table for table in model.interface.parameters() if table.ndim == 2}  # not a logit scale
+        for name in (name for name, parameter in model.named_parameters() if own and parameter in tables):
+            rates[name] = {**rates.get(name, {}), **own}
     if settings.poet:
         rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
     groups = param_groups(model, manifold_lr=settings.memory_lr, weight_decay=settings.weight_decay, overrides=rates)
@@ -108,13 +107,6 @@ def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, An
     if settings.off_diagonal_scale is not None:
         rates["scale"] = off_diagonal_scale(hidden_size, settings.off_diagonal_scale) * given.get("scale", 1.0)
     return rates
-
-
-def _rotation_scales(model: Model) -> dict[str, dict[str, Any]]:
-    """Overrides for a model with a rotated residual stream: per-column scales of its tables."""
-    if isinstance(model, HuggingFaceModel) and isinstance(model.interface, PIT) and halves(model.model)[0].rotated:
-        return {f"model.{name}": dict(options) for name, options in rotation_scales(model.model).items()}
-    return {}
 
 
 def build_merges(model: Model, optimizer: RiemannianAdam, settings: Settings) -> MergeSchedule | None:

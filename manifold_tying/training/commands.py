@@ -16,8 +16,7 @@ from manifold_tying import diagnostics, precision
 from manifold_tying.diagnostics import saved_interface, table_blocks
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock
-from manifold_tying.huggingface.files import NOTE, README, is_note, note_name
-from manifold_tying.huggingface.folder import recorded_options
+from manifold_tying.huggingface.folder import recorded_mark
 from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import TrainConfig, unused_settings
@@ -120,7 +119,7 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
 _WRITTEN = ("config.json", "generation_config.json")
-_TEMPLATES = "additional_chat_templates"
+_README, _TEMPLATES = "README.md", "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,6 @@ class ConvertConfig:
     transform: Literal["identity", "head", "embedding", "rotation"] = "head"
     """Initial T: the identity, or T such that head or embedding is unchanged. rotation (Llama-like models) rotates the
     residual stream first; it changes the function only by the unevenness of the final norm's gain."""
-    bridge: bool = False
-    """Preserve the function exactly, with a d x d matrix on both sides. W_out E = I then no longer holds."""
-    memory: Literal["free", "frozen", "trainable"] = "free"
-    """One free table for any optimizer, or separate Z and T with Z frozen or trained on its manifold."""
     source: Literal["input", "output"] | None = None
     """Which of two untied tables to keep."""
 
@@ -162,11 +157,11 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
         )
     model = load_stock(config.model)
     _check_out(config.model, config.out)
-    if (config.out / "config.json").exists() and recorded_options(config.out) is None:
+    if (config.out / "config.json").exists() and recorded_mark(config.out) is None:
         raise ValueError(
             f"{config.out} already holds a model that is not converted; choose another folder, or delete it"
         )
-    convert(model, transform=config.transform, bridge=config.bridge, memory=config.memory, source=config.source)
+    convert(model, transform=config.transform, source=config.source)
     save(model, config.out)
     _copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
@@ -196,16 +191,13 @@ def _check_out(model: Path, out: Path) -> None:
 def _copy_rest(model: Path, out: Path) -> None:
     """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
 
-    A README of the user in OUT is kept. If the model's README replaces our note there, the note gets its second name.
+    A README of the user in OUT is kept.
     """
-    noted = is_note(out / README)
     for file in model.iterdir():
         if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
             continue
-        if not is_note(file) and (file.name != README or noted or not (out / README).exists()):
+        if file.name != _README or not (out / _README).exists():
             shutil.copy2(file, out / file.name)
-    if noted and not is_note(out / README):
-        (out / note_name(out)).write_text(NOTE, encoding="utf-8")
     if (model / _TEMPLATES).is_dir():
         shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
 
@@ -256,7 +248,7 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
     numbers += [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
     if pit is not None:
         measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti}
-        numbers += [(WARNING, "", text) for text in health_warnings(measured, bridge=pit.bridge is not None).values()]
+        numbers += [(WARNING, "", text) for text in health_warnings(measured).values()]
     return numbers
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from manifold_tying.huggingface.folder import read_transformers_config, recorded_options, weight_map
+from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark, weight_map
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import check_options
 from manifold_tying.training import sections
@@ -54,8 +54,6 @@ class Settings(  # a dataclass lists the fields of its last base first
             if given := self.changed(names_of(sections.Checkpoint)):
                 raise ValueError(f"{given} needs init_from, the folder of the checkpoint to continue from")
         else:
-            if self.bridge and self.changed(("init_transform",)):
-                raise ValueError("expected init_transform or bridge, got both: with a bridge T starts at the identity")
             if given := self.changed((*names_of(sections.Model), "table_std", "input_gradient_scale", "logit_scale")):
                 raise ValueError(
                     f"{given} cannot be set with init_from: the checkpoint defines shape, tables and body. Leave it out"
@@ -162,7 +160,7 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
         sections.Penalty: not pit, sections.Poet: not settings.poet,
     }  # fmt: skip
     names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
-    return names if pit else names | {"init_transform", "bridge"}
+    return names if pit else names | {"init_transform"}
 
 
 @dataclass(frozen=True)
@@ -173,23 +171,23 @@ class Shape:
         vocab_size: V.
         hidden_size: d.
         max_positions: the longest sequence; None without a limit.
-        interface: the interface that a converted checkpoint records; None for a stock one.
+        mark: what a converted checkpoint records, see ``huggingface.native``; None for a stock one.
     """
 
     vocab_size: int
     hidden_size: int
     max_positions: int | None
-    interface: Mapping[str, Any] | None
+    mark: Mapping[str, Any] | None
 
 
 def read_shape(folder: Path) -> Shape:
     """Read config.json; raises ValueError unless the folder is a transformers checkpoint with safetensors."""
-    interface = recorded_options(folder)
+    mark = recorded_mark(folder)
     weight_map(folder)
     config = read_transformers_config(folder).get_text_config()
     if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
         raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
-    return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), interface)
+    return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), mark)
 
 
 def current_names(config: Mapping[str, Any]) -> dict[str, Any]:

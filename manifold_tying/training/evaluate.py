@@ -73,8 +73,8 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict[str, str]:
-    """Warnings by metric; none for plain tables or a healthy PIT interface. A bridge gives up W_out E = I by design."""
+def health_warnings(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Warnings by metric; none for plain tables or a healthy PIT interface."""
     condition, delta_ti = metrics.get("cond_transform"), metrics.get("delta_ti")
     if condition is None:
         return {}
@@ -82,7 +82,7 @@ def health_warnings(metrics: Mapping[str, Any], *, bridge: bool = False) -> dict
     if abs(condition) > LARGEST_CONDITION:  # earlier versions could write a negative one
         what = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits"
         found["cond_transform"] = f"{what}. {advice}"
-    if not bridge and delta_ti is not None and delta_ti > LARGEST_DELTA_TI:
+    if delta_ti is not None and delta_ti > LARGEST_DELTA_TI:
         what = f"ΔTI = ‖W_out E - I‖ is {delta_ti:.2g}, above {LARGEST_DELTA_TI:g}: W_out no longer inverts E"
         found["delta_ti"] = f"{what} to working accuracy. {advice}"
     return found
@@ -94,14 +94,13 @@ class InterfaceCheck:
     def __init__(
         self, model: Model, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
     ) -> None:
-        self._bridge = isinstance(model.interface, PIT) and model.interface.bridge is not None
         self._config, self._arm, self._processes, self._writer = config, arm, processes, writer
         self._warned: set[str] = set()
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Check the metrics of an evaluation. Raises Diverged on all ranks if W_out E = I is lost."""
         where = f"step {step} of {self._arm}, seed {self._config.seed}"
-        pit = not self._bridge and metrics["cond_transform"] is not None
+        pit = metrics["cond_transform"] is not None
         if self._processes.any(pit and math.isfinite(metrics["val_loss"]) and metrics["delta_ti"] >= LOST_DELTA_TI):
             settings, kept = self._config.settings, self._writer.kept()
             rate = next(rate for rate in ("transform_lr", "table_lr", "lr") if getattr(settings, rate) is not None)
@@ -112,7 +111,7 @@ class InterfaceCheck:
                 f"of {what} (--{flag}, here {getattr(settings, rate):g}) and choose another --out"
                 + (f"; {kept[-1]} is kept" if kept else "")
             )
-        for metric, text in health_warnings(metrics, bridge=self._bridge).items():
+        for metric, text in health_warnings(metrics).items():
             if metric not in self._warned and self._processes.is_main:
                 warnings.warn(f"{where}: {text}", RuntimeWarning, stacklevel=2)
             self._warned.add(metric)

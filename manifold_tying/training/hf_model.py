@@ -9,61 +9,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manifold_tying.huggingface import PITEmbedding, convert, halves, load, save
+from manifold_tying.huggingface import convert, load, rotation_scales, save
 from manifold_tying.huggingface.checkpoint import load_stock, write
-from manifold_tying.huggingface.folder import recorded_options
-from manifold_tying.huggingface.install import record
+from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.native import MARK, is_converted, pit_embedding
 from manifold_tying.huggingface.tables import read_tables
-from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.models import Llama
-from manifold_tying.parametrizations import OnStiefel, mark, parametrized
+from manifold_tying.training.hf_memory import SplitTable
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import Memory
+from manifold_tying.tying import FreePIT, Memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from manifold_tying.training.config import Settings
 
-MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainable", "pit-free": "free"}
+MEMORIES: dict[str, Memory] = {"pit-frozen": "frozen", "pit-trainable": "trainable"}
 
 
 def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedModel":
-    """Load the checkpoint in float32 with the arm's token interface.
+    """Load the checkpoint in float32; the PIT arms convert a stock one.
 
-    "transpose" keeps its table, and "untied" copies it to both sides. The PIT arms convert it, or keep a converted one's Z
-    and T.
+    "transpose" keeps its table, and "untied" copies it to both sides.
     """
     assert settings.init_from is not None
-    memory = MEMORIES.get(interface)
-    if recorded_options(settings.init_from) is not None:
-        converted = load(settings.init_from, dtype=torch.float32)
-        return converted if memory == "free" else _with_memory(converted, memory == "trainable", settings.retraction)
+    if recorded_mark(settings.init_from) is not None:
+        return load(settings.init_from, dtype=torch.float32)
     model = load_stock(settings.init_from, dtype=torch.float32)
     read_tables(model)  # raises for untied tables, in every arm
     if interface == "untied":
         _untie(model)
-    elif memory is not None:
-        convert(
-            model,
-            transform=settings.init_transform,
-            bridge=settings.bridge,
-            memory=memory,
-            retraction=settings.retraction,
-            diagonal=settings.diagonal,
-        )
-    return model
-
-
-def _with_memory(model: "PreTrainedModel", trains: bool, retraction: Retraction | None) -> "PreTrainedModel":
-    """Freeze or unfreeze the memory of a converted model, and record it in its config."""
-    stored = parametrized(halves(model)[0].interface)["memory"]
-    point = stored[0]
-    assert isinstance(point, OnStiefel) and retraction is not None, "the settings are resolved"
-    point.manifold = Stiefel(retraction)
-    mark(stored)
-    stored.original.requires_grad_(trains)
-    record(model)
+    elif interface != "transpose":
+        convert(model, transform=settings.init_transform)
     return model
 
 
@@ -101,14 +78,15 @@ class HuggingFaceModel(nn.Module):
     Args:
         model: from :func:`start_model`.
         lora_rank: train low-rank updates (PEFT) of the blocks' linear layers instead of their weights. This freezes plain
-            tables; PIT's T, and Z if trainable, still train.
+            tables; PIT's still train, except for a frozen Z.
+        split: the table of a converted model as Z and T.
     """
 
     _adapters: Any
 
-    def __init__(self, model: "PreTrainedModel", lora_rank: int | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", lora_rank: int | None = None, split: SplitTable | None = None) -> None:
         super().__init__()
-        self.model = model.eval()
+        self.model, self._split = model.eval(), split
         adapters = None if lora_rank is None else _with_adapters(model, lora_rank)
         object.__setattr__(self, "_adapters", adapters)  # not a submodule: its parameters are the model's
         named = dict(self.named_parameters())
@@ -121,10 +99,20 @@ class HuggingFaceModel(nn.Module):
     @property
     def interface(self) -> Any:
         """The PIT interface, or :class:`Tables`."""
-        embedding: Any = self.model.get_input_embeddings()
-        if isinstance(embedding, PITEmbedding):
-            return embedding.interface
-        return Tables(embedding, self.model.get_output_embeddings())
+        if self._split is not None:
+            return self._split.interface
+        if is_converted(self.model):
+            return FreePIT.share(pit_embedding(self.model).weight)
+        return Tables(self.model.get_input_embeddings(), self.model.get_output_embeddings())
+
+    def rotation_scales(self) -> dict[str, dict[str, Any]]:
+        """Overrides of ``param_groups`` for a rotated residual stream; empty without."""
+        scales: dict[str, dict[str, Any]] = {}
+        if self._split is not None:
+            scales = self._split.rotation_scales(self.model)
+        elif is_converted(self.model) and self.model.config.manifold_tying["rotated"]:
+            scales = rotation_scales(self.model)
+        return {f"model.{name}": options for name, options in scales.items()}
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -143,7 +131,9 @@ class HuggingFaceModel(nn.Module):
     def write(self, folder: Path, source: Path) -> None:
         """Write the model, converted for PIT, else stock, with low-rank updates merged and the source's tokenizer files."""
         model = self.model if self._adapters is None else self._adapters.merge_and_unload()
-        (save if isinstance(model.get_input_embeddings(), PITEmbedding) else write)(model, folder)
+        if self._split is not None:
+            self._split.join(model)
+        (save if is_converted(model) else write)(model, folder)
         for pattern in TOKENIZER:
             for file in filter(Path.is_file, source.glob(pattern)):
                 shutil.copy2(file, folder / file.name)
@@ -157,8 +147,11 @@ def build_hugging_face_model(interface: "Interface", settings: "Settings", seed:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = start_model(settings, interface).eval()
+        split = None
+        if memory := MEMORIES.get(interface):
+            split = SplitTable(model, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
         check_causal(model, settings.vocab_size, settings.init_from)
-        return HuggingFaceModel(model, settings.lora_rank).to(settings.device)
+        return HuggingFaceModel(model, settings.lora_rank, split).to(settings.device)
 
 
 def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
@@ -170,7 +163,7 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
             "(from a checkout: pip install peft '.[huggingface]')"
         ) from error
     embedding = model.get_input_embeddings()
-    trained = [p for p in embedding.parameters() if p.requires_grad] if isinstance(embedding, PITEmbedding) else []
+    trained = [p for p in embedding.parameters() if p.requires_grad and hasattr(model.config, MARK)]
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses an old attribute name of transformers 5.23

@@ -1,7 +1,6 @@
 """Learning rates of each interface and body, and how they scale with model size (docs/learning-rates.md)."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
@@ -79,15 +78,14 @@ def _continued(config: TrainConfig) -> dict[str, Any]:
             f"expected sequence_length <= {shape.max_positions}, the maximum of {settings.init_from}, got "
             f"{settings.sequence_length}"
         )
-    recorded = shape.interface
-    if recorded is not None:
-        _check_converted(settings, interface, recorded)
+    if shape.mark is not None:
+        _check_converted(settings, interface)
     narrowing = WIDTH / shape.hidden_size
     lr = narrowing * (CONTINUED_LR if settings.lora_rank is None else LORA_LR) if settings.lr is None else settings.lr
-    rotated = settings.init_transform == "rotation" or bool(recorded and recorded.get("rotated"))
+    rotated = settings.init_transform == "rotation" or bool(shape.mark and shape.mark["rotated"])
     defaults: dict[str, Any] = {"lr": lr, "betas": CONTINUED_BETAS}
     if interface in MEMORY_INTERFACES:
-        defaults |= {name: (recorded or MAPS)[name] for name in MAPS}
+        defaults |= MAPS
         defaults["transform_lr"] = (ROTATED_TRANSFORM_FACTOR if rotated else 1.0) * lr
     if interface == "pit-trainable":
         step = narrowing * CONTINUED_MEMORY_STEP / shape.vocab_size**0.5
@@ -103,27 +101,16 @@ def _continued(config: TrainConfig) -> dict[str, Any]:
     return defaults
 
 
-def _check_converted(settings: Settings, interface: Interface, recorded: Mapping[str, Any]) -> None:
-    """Raises ValueError for settings that need a stock checkpoint or contradict what the converted one stores."""
+def _check_converted(settings: Settings, interface: Interface) -> None:
+    """Raises ValueError for settings that need a stock checkpoint."""
     folder = settings.init_from
     if not interface.startswith("pit"):
         raise ValueError(
-            f"{folder} is already converted: it has Z and T instead of tables, but {interface} starts from a table. "
+            f"{folder} is already converted: its embedding divides, and {interface} starts from a table that is looked up. "
             "Choose a PIT interface, or start from the checkpoint that it was converted from"
         )
-    if (recorded["memory"] == "free") != (interface == "pit-free"):
-        held = "one free table" if recorded["memory"] == "free" else "separate Z and T"
+    if given := settings.changed(("init_transform",)):
         raise ValueError(
-            f"{folder} holds {held}, which {interface} does not train. Choose another PIT interface, or start from the "
-            "checkpoint that it was converted from"
-        )
-    if given := settings.changed(("init_transform", "bridge")):
-        raise ValueError(
-            f"{given} cannot be set, since {folder} is already converted: training continues with its Z and T. Leave it "
-            "out, or start from the checkpoint that it was converted from"
-        )
-    if settings.diagonal not in (None, recorded.get("diagonal")):
-        raise ValueError(
-            f"expected diagonal={recorded.get('diagonal')}, the map of the transform stored in {folder}, got "
-            f"{settings.diagonal}; leave it out"
+            f"{given} cannot be set, since {folder} is already converted: training continues with its W. Leave it out, or "
+            "start from the checkpoint that it was converted from"
         )

@@ -59,8 +59,6 @@ class Checkpoint:
     init_transform: Start = "head"
     """PIT: initial T. `identity`: T = I. `head`, `embedding`: T such that this side is unchanged. `rotation`: as embedding,
     after rotating the residual stream; the head's scales move into the final norm."""
-    bridge: bool = False
-    """PIT: preserve the function exactly, with a d x d matrix on both sides. W_out E = I then no longer holds."""
     lora_rank: Count | None = None
     """Train low-rank updates of the blocks' matrices. Plain tables are frozen; PIT's Z and T still train."""
 

@@ -51,6 +51,15 @@ class FreePIT(PIT):
         pit.table = nn.Parameter((Z @ T).to(dtype).contiguous())
         return pit
 
+    @classmethod
+    def share(cls, table: Tensor) -> "FreePIT":
+        """An interface on an existing table (V, d), which stays the same parameter."""
+        with torch.device("meta"):
+            pit = cls(*table.shape)
+        pit.table = table if isinstance(table, nn.Parameter) else nn.Parameter(table)
+        pit.embedding_dtype = table.dtype
+        return pit
+
     @property
     def memory(self) -> Tensor:  # type: ignore[override]  # read-only
         """Z, (V, d): the orthonormal polar factor of W."""

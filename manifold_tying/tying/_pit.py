@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manifold_tying import autograd, distributed, linalg, precision
+from manifold_tying import distributed, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal, dtype_after
 from manifold_tying.tying._loss import linear_cross_entropy

@@ -46,8 +46,7 @@ def health(experiment: Experiment) -> list[str]:
     for run in experiment.runs:
         worst = {name: run.metrics[name].abs().max() for name in ("cond_transform", "delta_ti")}
         measured = {name: value for name, value in worst.items() if not math.isnan(value)}
-        bridge = bool({**experiment.settings, **experiment.arms.get(run.arm, {})}.get("bridge"))
-        found = health_warnings(measured, bridge=bridge).values()
+        found = health_warnings(measured).values()
         sentences += [f"{run.arm}, seed {run.seed}, at its worst evaluation: {text}." for text in found]
     return sentences
 

@@ -1,0 +1,170 @@
+"""Make a transformers model natively tied with a pseudo-inverse embedding, and keep it so when transformers builds it again.
+
+A converted model differs from a tied one in the class of its embedding only. config.json marks it: every model that
+transformers builds from a marked config gets that class, in ``from_pretrained``, ``from_config`` and constructors alike.
+"""
+
+import copy
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from manifold_tying.huggingface._import import is_too_old
+from manifold_tying.tying import FreePIT, PITEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+MARK = "manifold_tying"
+"""The config's entry {"scale": factor of the embedding's result, "rotated": whether the residual stream was rotated}."""
+GUARD = {
+    "requires": "manifold-tying[huggingface]",
+    "note": "Not quantized. The embedding is W (W^T W)^-1 with W the weight of the head, so a program that looks up rows of W "
+    "computes another function. This entry has no quant_method on purpose: transformers stops at it unless "
+    "manifold_tying is imported. manifold-tying export writes a checkpoint for other programs.",
+}
+"""The config's ``quantization_config``: without a method in it, transformers refuses the checkpoint."""
+
+
+def mark(config: "PreTrainedConfig", scale: float, rotated: bool) -> None:
+    """Mark a config as a converted model's."""
+    owner: Any = config
+    owner.manifold_tying = {"scale": scale, "rotated": rotated}
+    owner.quantization_config = dict(GUARD)
+    owner.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+
+
+def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """A copy that describes the stock model with two tables."""
+    copied: Any = copy.deepcopy(config)
+    del copied.manifold_tying
+    if is_guard(getattr(copied, "quantization_config", None)):
+        del copied.quantization_config
+    copied.tie_word_embeddings = copied.get_text_config().tie_word_embeddings = False
+    return copied
+
+
+def check_mark(entry: Any) -> Mapping[str, Any]:
+    """Validate the config's entry; ValueError for a wrong one."""
+    known = isinstance(entry, Mapping) and entry.keys() == {"scale", "rotated"} and isinstance(entry["rotated"], bool)
+    scale = entry["scale"] if known else None
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale) or scale == 0:
+        raise ValueError(
+            f'expected {MARK} in config.json to be {{"scale": a finite number other than 0, "rotated": true or false}}, got '
+            f"{entry!r:.80}; convert the model again, or install a newer manifold-tying"
+        )
+    return entry
+
+
+def is_guard(entry: Any) -> bool:
+    """Whether a ``quantization_config`` is only :data:`GUARD`."""
+    return isinstance(entry, Mapping) and "quant_method" not in entry and entry.get("requires") == GUARD["requires"]
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether the model's embedding divides."""
+    get: Any = getattr(model, "get_input_embeddings", None)
+    return get is not None and isinstance(get(), PITEmbedding)
+
+
+def pit_embedding(model: nn.Module) -> PITEmbedding:
+    """The embedding of a converted model; ValueError if the model is not converted, or no longer tied."""
+    wrong = f"expected a model converted by manifold_tying.convert, got {type(model).__name__}"
+    if not is_converted(model):
+        raise ValueError(f"{wrong} with its own embedding")
+    owner: Any = model
+    embedding, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+    if getattr(head, "weight", None) is not embedding.weight:
+        raise ValueError(f"{wrong} whose head has another weight than its embedding, so W_out E = I does not hold")
+    return embedding
+
+
+def tie(model: "PreTrainedModel") -> None:
+    """Share the embedding's weight with the head, and tell transformers so where the model's class does not."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        return  # a body, or another head on it
+    inside, outside = f"{names[embedding]}.weight", f"{names[head]}.weight"
+    keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if keys.get(outside, outside) != keys.get(inside, inside):
+        own: Any = model._tied_weights_keys or {}
+        model._tied_weights_keys = {**own, outside: inside}
+        model.all_tied_weights_keys = {**keys, outside: inside}
+    model.tie_weights(recompute_mapping=False)
+
+
+def adopt(model: "PreTrainedModel") -> None:
+    """Give a newly built model with a marked config its embedding; parts without an embedding are left as they are."""
+    entry = check_mark(getattr(model.config, MARK))
+    if not getattr(model.config, "tie_word_embeddings", False):
+        raise ValueError(
+            f"config.json has both {MARK} and tie_word_embeddings=false. Set the second to true for a converted model, or "
+            f"remove {MARK} and quantization_config for a stock one"
+        )
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return
+    if isinstance(embedding, nn.Embedding):
+        PITEmbedding.adopt(embedding, entry["scale"])
+        tie(model)
+
+
+def register() -> None:
+    """Teach transformers to build models from marked configs; called once, after its import. Never raises."""
+    modeling, quantizers = sys.modules["transformers.modeling_utils"], sys.modules["transformers.quantizers.auto"]
+    if is_too_old(getattr(sys.modules["transformers"], "__version__", "")):
+        return
+    try:
+        import wrapt
+
+        wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.post_init", _post_init)
+        wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.resize_token_embeddings", _resize)
+        wrapt.wrap_function_wrapper(quantizers, "AutoHfQuantizer.supports_quant_method", _supports)
+    except Exception:
+        logging.getLogger(__name__).warning("Cannot register converted models with transformers.", exc_info=True)
+
+
+def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any, kwargs: Any) -> None:
+    wrapped(*args, **kwargs)
+    if hasattr(model.config, MARK):
+        adopt(model)
+
+
+def _supports(wrapped: Callable[..., bool], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """The guard is no quantization; a user's own quantization_config may then take its place."""
+    return False if is_guard(args[0]) else wrapped(*args, **kwargs)
+
+
+@torch.no_grad()
+def _resize(wrapped: Callable[..., nn.Embedding], model: "PreTrainedModel", args: Any, kwargs: Any) -> nn.Embedding:
+    """Say by how much a resize moves the embeddings; ValueError if the remaining rows cannot determine E."""
+    if not is_converted(model) or model.get_input_embeddings().weight.is_meta:
+        return wrapped(*args, **kwargs)
+    embedding: Any = model.get_input_embeddings()
+    V, d = embedding.weight.shape
+    size = args[0] if args else kwargs.get("new_num_tokens")
+    if size is not None and size < V:
+        if size < d:
+            raise ValueError(f"expected at least d = {d} tokens, because W needs full column rank, got {size}")
+        FreePIT.share(embedding.weight[:size]).materialize()  # raises without full rank
+    sample = torch.arange(0, V, max(1, V // 1024), device=embedding.weight.device)
+    before = embedding(sample).double()
+    resized: Any = wrapped(*args, **kwargs)
+    if (new := len(resized.weight)) != V:
+        kept = sample < new
+        moved = float((resized(sample[kept]).double() - before[kept]).norm() / before[kept].norm())
+        warnings.warn(
+            f"vocabulary {V} -> {new}: rows of W were {'appended' if new > V else 'removed'} and the others kept. E = "
+            f"W (WᵀW)⁻¹ couples all rows, so the embeddings of the remaining tokens moved by {moved:.1e} of their norm, and "
+            "every output with them",
+            stacklevel=3,
+        )
+    return resized
