@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 import manifold_tying as mt
-from manifold_tying.tying import FreePIT
+from manifold_tying.tying import FreePIT, PITEmbedding
 
 from manifold_tying.optim import RiemannianAdam, param_groups
 
@@ -91,15 +91,19 @@ def difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).detach().abs().max() / right.detach().abs().max())
 
 
-def interface(model: Any) -> Any:
-    return FreePIT.share(model.get_input_embeddings().weight)
+def interface(model: Any) -> FreePIT:
+    """Z and T of a converted model."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, PITEmbedding) and head.weight is embedding.weight
+    return FreePIT.share(embedding.weight)
 
 
 def turned(model: Any) -> Any:
     """With a T that is far from where conversions put it, so that a lost T shows."""
-    pit = interface(model)
     rows = torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    pit.cholesky_factor = torch.linalg.cholesky(rows @ rows.T / D + 0.1 * torch.eye(D)).to(pit.cholesky_factor.dtype)
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight.copy_(weight.double() @ (rows @ rows.T / D + 0.1 * torch.eye(D)))
     return model
 
 
@@ -122,7 +126,7 @@ def arguments(out: Path, steps: int) -> TrainingArguments:
 
 
 def optimizer_for(model: nn.Module) -> RiemannianAdam:
-    return RiemannianAdam(param_groups(model, manifold_lr=3e-3, weight_decay=0.1), lr=1e-2)
+    return RiemannianAdam(param_groups(model, weight_decay=0.1), lr=1e-2)
 
 
 _TEXT = {**_BODY, "head_dim": 8}

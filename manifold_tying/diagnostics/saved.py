@@ -161,7 +161,10 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
                 f"config.json says that {folder} is converted, but it has two tables; it has {_some(where)}"
             )
         pit = FreePIT.share(E)
-        return SavedTables(*pit.materialize(), f"{family}, PIT"), pit
+        try:
+            return SavedTables(*pit.materialize(), f"{family}, PIT"), pit
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
     if head is None and tied:
         return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
     if head is None:

@@ -106,8 +106,8 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
         raise ValueError(f"{folder} is already converted; export it first to convert it with other options")
     if entry := read_config(folder).get("quantization_config"):
         raise ValueError(
-            f"expected a floating-point checkpoint, but according to {folder / 'config.json'} it is quantized "
-            f"({entry.get('quant_method')!r:.80}); convert the unquantized model"
+            f"expected a floating-point checkpoint, but {folder / 'config.json'} has a quantization_config: it is quantized "
+            f"({entry!r:.80}). Convert the unquantized model"
         )
     return _read(folder, spare=True, **options)
 

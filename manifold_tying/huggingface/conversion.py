@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
-from manifold_tying.huggingface.native import mark, tie
+from manifold_tying.huggingface.native import mark, tie, unhooked
 from manifold_tying.huggingface.rotation import (
     Rotation,
     check_plain,
@@ -106,7 +106,8 @@ def _install(tables: StockTables, W: Tensor) -> None:
     tables.weight.data = W
     tables.embedding.weight = tables.weight
     setattr(tables.head, "weight", tables.weight)  # noqa: B010 - mypy: a head is any module
-    PITEmbedding.adopt(tables.embedding, tables.scale)
+    with unhooked(tables.embedding):
+        PITEmbedding.adopt(tables.embedding, tables.scale)
 
 
 @contextmanager
@@ -119,7 +120,8 @@ def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[No
         failed = False
     finally:
         if failed or always:
-            tables.embedding.__class__ = kind
+            with unhooked(tables.embedding):
+                tables.embedding.__class__ = kind
             tables.embedding.weight = embedded
             setattr(tables.head, "weight", out)  # noqa: B010
             tables.weight.data = data

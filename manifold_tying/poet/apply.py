@@ -158,23 +158,23 @@ def equivalence_(
         (taken, left): the full names of the linear layers with and without an equivalence.
 
     Raises:
-        ValueError: the model has no ``nn.Linear``, a pattern matches none, an option is wrong, or a layer cannot be
+        ValueError: no ``nn.Linear`` is selected, a pattern matches none, an option is wrong, or a layer cannot be
             constrained; nothing is changed.
 
     >>> equivalence_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), exclude="2", verbose=False)
     (['0'], ['2'])
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not linears:
-        raise ValueError(f"the model has no nn.Linear; {_other_matrices(model)}")
     options = _with_defaults(options)
     seed = options.pop("seed")
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
+    if not (selected := _selected(linears, include, exclude) if linears else []):
+        raise ValueError(f"no nn.Linear is selected (there are: {', '.join(linears) or 'none'}); {_other_matrices(model)}")
     shared = shared_parameters([module._parameters.get("weight") for module in linears.values()])
     plans = {
         name: _plan(name, linears[name], options)
-        for name in _selected(linears, include, exclude)
+        for name in selected
         if not parametrize.is_parametrized(linears[name], "weight") and id(linears[name].weight) not in shared
     }
     taken = [name for name, (_, spec) in plans.items() if spec.num_params]

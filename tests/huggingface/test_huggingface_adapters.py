@@ -1,106 +1,116 @@
-"""An interface that trains below adapters is in their checkpoints, and Trainer goes on from it."""
+"""PEFT on a converted model: its own ways to adapt the body and to train the table, and what it refuses."""
 
-import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import peft
 import pytest
 import torch
-from huggingface_models import Repeated, V, arguments, build, difference, interface, logits, optimizer_for
+from huggingface_models import D, Repeated, arguments, build, difference, ids, interface, logits
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 import manifold_tying as mt
-from manifold_tying.huggingface import train_interface
-from manifold_tying.linalg import defect
 
 # transformers 5.23 renames what PEFT 0.21 calls
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+BOTH = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 
 
 def adapted(**options: Any) -> Any:
     """Drawn from the same seed each time, adapters included."""
-    model = mt.convert(build(), **{"memory": "trainable", **options})
+    model = mt.convert(build())
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
 
 
-def trained(lora: Any, out: Path, resume: str | None = None) -> Trainer:
-    trainer = Trainer(
-        lora, arguments(out, 10), train_dataset=Repeated(), optimizers=(optimizer_for(lora), cast(Any, None))
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    lora.eval()
-    return trainer
+def trained(lora: Any, out: Path, resume: str | None = None) -> Any:
+    Trainer(lora, arguments(out, 10), train_dataset=Repeated()).train(resume_from_checkpoint=resume)
+    return lora.eval()
 
 
-def test_a_checkpoint_of_trainer_has_the_interface(tmp_path: Path) -> None:
-    lora = adapted(bridge=True)
-    start = interface(lora.get_base_model()).memory.detach().clone()
-    train_interface(lora)
-    trainer = trained(lora, tmp_path / "run")
-    Z = interface(lora.get_base_model()).memory
-    assert difference(Z, start) > 1e-3 and defect(Z) <= 1e-6  # the control: it has moved
-    trainer.save_model(str(tmp_path / "last"))
-    for folder in (tmp_path / "run" / "checkpoint-10", tmp_path / "last"):
-        tensors = load_file(folder / "adapter_model.safetensors")
-        assert [t.shape for t in tensors.values()].count(Z.shape) == 1  # once, not for both halves
-        again = peft.PeftModel.from_pretrained(mt.convert(build(), bridge=True, memory="trainable"), folder).eval()
-        assert difference(logits(again), logits(lora)) <= 1e-6
-    merged = again.merge_and_unload()
-    mt.save(merged, tmp_path / "merged")
-    assert difference(logits(mt.load(tmp_path / "merged")), logits(lora)) <= 1e-5
-    resumed = adapted(bridge=True)
-    train_interface(resumed)
-    trained(resumed, tmp_path / "run", str(tmp_path / "run" / "checkpoint-5"))
+def test_lora_on_the_body_trains_merges_saves_and_exports(tmp_path: Path) -> None:
+    lora = adapted(target_modules="all-linear")
+    before = logits(lora)
+    names = [name for name, p in lora.named_parameters() if p.requires_grad]
+    assert names and all("layers" in name for name in names)  # neither the embedding nor the head
+    after = logits(trained(lora, tmp_path / "run"))
+    assert difference(after, before) > 1e-3
+    again = peft.PeftModel.from_pretrained(mt.convert(build()), tmp_path / "run" / "checkpoint-10").eval()
+    assert difference(logits(again), after) <= 1e-5
+    merged = lora.merge_and_unload()
+    mt.save(merged, tmp_path / "saved")
+    assert difference(logits(mt.load(tmp_path / "saved")), after) <= 1e-5
+    mt.export(merged, tmp_path / "exported")
+    assert difference(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "exported")), after) <= 1e-5
+
+
+def test_the_table_trains_with_the_adapters_is_saved_with_them_and_stays_tied(tmp_path: Path) -> None:
+    lora = adapted(target_modules=["q_proj"], **BOTH)
+    trained(lora, tmp_path / "run")
+    W = lora.get_base_model().lm_head.weight
+    assert difference(W, build().lm_head.weight) > 1e-2  # the control: it has moved
+    tensors = load_file(tmp_path / "run" / "checkpoint-10" / "adapter_model.safetensors")
+    assert any(torch.equal(tensor, W) for tensor in tensors.values())
+    again = peft.PeftModel.from_pretrained(mt.convert(build()), tmp_path / "run" / "checkpoint-10").eval()
+    assert difference(logits(again), logits(lora)) <= 1e-6
+    resumed = trained(adapted(target_modules=["q_proj"], **BOTH), tmp_path / "run", str(tmp_path / "run" / "checkpoint-5"))
     assert difference(logits(resumed), logits(lora)) <= 1e-5
+    after, merged = logits(lora), lora.merge_and_unload()
+    E, W_out = interface(merged).materialize()
+    torch.testing.assert_close(W_out @ E, torch.eye(D), rtol=0, atol=1e-4)
+    mt.save(merged, tmp_path / "merged")
+    assert difference(logits(mt.load(tmp_path / "merged")), after) <= 1e-5
 
 
-def test_a_frozen_memory_stays_frozen() -> None:
-    lora = adapted(memory="frozen", bridge=True)
-    train_interface(lora)
-    trains = {name: p.requires_grad for name, p in interface(lora.get_base_model()).named_parameters()}
-    assert sorted(trains.values()) == [False, True, True] and not trains["parametrizations.memory.original"]
-    twin = copy.deepcopy(lora)
-    assert twin.save_pretrained.args == (twin,)
-    with pytest.warns(UserWarning, match="vocabulary"):
-        assert twin.get_base_model().resize_token_embeddings(V + 4).saved_with_adapters
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+def test_a_table_that_came_apart_is_not_saved(tmp_path: Path) -> None:
+    apart = adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    trained(apart, tmp_path / "run")
+    with pytest.raises(ValueError, match="another weight than its embedding"):
+        mt.save(apart.merge_and_unload(), tmp_path / "merged")
 
 
-def test_an_interface_that_would_be_left_out_is_named(tmp_path: Path) -> None:
-    lora = adapted()
-    lora.save_pretrained(tmp_path / "frozen")  # nothing of it trains
-    for p in interface(lora.get_base_model()).parameters():
-        p.requires_grad_(True)
-    with pytest.warns(UserWarning, match="train_interface"):
-        lora.save_pretrained(tmp_path / "left out")
-    lora.get_base_model().state_dict()  # has everything
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"trainable_token_indices": [3], "target_modules": ["q_proj"]}, {"target_modules": ["embed_tokens"]}]
+)
+def test_adapters_on_rows_of_the_table_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"reads rows of its weight W.*ensure_weight_tying"):
+        adapted(**options)(input_ids=ids())
 
 
-def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="PeftModel"):
-        train_interface(mt.convert(build()))
-    with pytest.raises(ValueError, match="PeftModel"):
-        train_interface(nn.Linear(2, 2))
-    config = peft.LoraConfig(target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="converted by"):
-        train_interface(peft.get_peft_model(build(), config))
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning")
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_prompt_methods_train_save_and_load(kind: Any, tmp_path: Path) -> None:
+    tuned = peft.get_peft_model(mt.convert(build()), kind(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    before = logits(tuned)
+    tuned(input_ids=ids(), labels=ids()).loss.backward()
+    with torch.no_grad():
+        for p in tuned.parameters():
+            if p.requires_grad:
+                p.sub_(p.grad.sign() * 0.5)
+    after = logits(tuned)
+    assert difference(after, before) > 1e-4
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(mt.convert(build()), tmp_path).eval()
+    assert difference(logits(again), after) <= 1e-5
 
 
 def test_an_adapter_names_the_converted_checkpoint_as_its_base(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path / "stock")
     model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    assert "stock" not in str(model.config.name_or_path)
+    config: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    with pytest.warns(UserWarning, match="and not saved"):  # PEFT's, which names the base
+        peft.get_peft_model(model, peft.LoraConfig(**config)).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(OSError, match="not saved: call manifold_tying.save"):  # not the stock model in silence
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
     mt.save(model, tmp_path / "converted")
     for base in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "converted")):
-        lora = peft.get_peft_model(
-            base, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-        )
+        lora = peft.get_peft_model(base, peft.LoraConfig(**config))
         lora.save_pretrained(str(tmp_path / "adapter"))
         again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
         assert difference(logits(again), logits(lora.eval())) <= 1e-6

@@ -1,7 +1,6 @@
 """manifold-tying convert | export | inspect, on folders."""
 
 import io
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,18 +50,18 @@ def test_convert_export_and_inspect(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     converted, exported = str(tmp_path / "converted"), str(tmp_path / "exported")
-    main(["convert", str(stock), converted, "--bridge", "--memory", "trainable"])
+    main(["convert", str(stock), converted, "--transform", "rotation"])
     main(["export", converted, exported])
     before = logits(AutoModelForCausalLM.from_pretrained(stock))
-    assert difference(logits(mt.load(converted)), before) <= 1e-5
-    assert difference(logits(AutoModelForCausalLM.from_pretrained(exported)), before) <= 1e-5
+    assert difference(logits(mt.load(converted)), before) <= 1e-4
+    assert difference(logits(AutoModelForCausalLM.from_pretrained(exported)), before) <= 1e-4
     for folder in ("converted", "exported"):
         assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
         assert len(list((tmp_path / folder).glob("*.safetensors"))) == 1
     for name, kind in (
         ("stock", "embed_tokens.weight, tied"),
-        ("converted", "PIT with a bridge"),
-        ("exported", "lm_head.weight, tied"),  # in value: this bridge was not trained
+        ("converted", "llama, PIT"),
+        ("exported", "lm_head.weight, untied"),
     ):
         capsys.readouterr()
         main(["inspect", str(tmp_path / name)])
@@ -85,9 +84,6 @@ def test_what_inspect_shows(tmp_path: Path) -> None:
     assert float(stock["effective rank"].split(", ")[0]) == pytest.approx(16 ** svd_entropy(E).item(), abs=0.06)
     assert float(plain["effective rank"].split(", ")[1]) == pytest.approx(16 ** svd_entropy(E).item(), abs=0.06)
     assert float(plain["delta_ti"]) < 1e-4 and float(plain["principal_angle"]) < 1e-6
-    bridged = numbers(mt.convert(build(), bridge=True), "bridged")
-    expected = torch.linalg.matrix_norm(E.double().T @ E.double() - torch.eye(16)).item()
-    assert float(bridged["delta_ti"]) == pytest.approx(expected, rel=5e-2)  # what the bridge gives up
 
 
 def test_chat_templates_in_a_folder_come_along(stock: Path, console: Console, tmp_path: Path) -> None:
@@ -117,7 +113,7 @@ def test_wrong_folders_are_refused(stock: Path, console: Console, tmp_path: Path
 def test_every_part_of_the_class_that_was_saved_is_kept(kind: str, console: Console, tmp_path: Path) -> None:
     before = make(kind, *CLASSES[kind])
     before.save_pretrained(tmp_path / "stock")
-    run_convert(ConvertConfig(tmp_path / "stock", tmp_path / "converted", bridge=True), console)
+    run_convert(ConvertConfig(tmp_path / "stock", tmp_path / "converted", transform="embedding"), console)
     run_export(ExportConfig(tmp_path / "converted", tmp_path / "exported"), console)
     run_inspect(InspectConfig(tmp_path / "stock"), console)
     assert type(mt.load(tmp_path / "converted")).__name__ == kind
@@ -125,30 +121,20 @@ def test_every_part_of_the_class_that_was_saved_is_kept(kind: str, console: Cons
     assert not any(report.values()), report
     state = exported.state_dict()
     assert state.keys() == before.state_dict().keys()
-    for name, tensor in before.state_dict().items():  # the tables too: the bridge keeps them
-        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_a_converted_folder_says_how_to_read_it(stock: Path, console: Console, tmp_path: Path) -> None:
-    out = tmp_path / "converted"
-    mt.save(mt.convert(build()), out)
-    note = (out / "README.md").read_text()
-    assert "mt.load(" in note and "manifold-tying export" in note and "pip install" not in note  # no index has it
-    assert json.loads((out / "config.json").read_text())["requires"] == "manifold-tying[huggingface]"
-    mt.export(mt.load(out), out)  # over it: the folder is a stock checkpoint now
-    assert not (out / "README.md").exists() and "requires" not in json.loads((out / "config.json").read_text())
+    head = before.get_output_embeddings()
+    heads = {f"{name}.weight" for name, module in before.named_modules(remove_duplicate=False) if module is head}
+    for name in state.keys() - heads:  # the embedding too
+        torch.testing.assert_close(state[name], before.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_no_readme_of_a_user_is_lost(stock: Path, console: Console, tmp_path: Path) -> None:
     (stock / "README.md").write_text("the model's card")
     out = tmp_path / "converted"
-    for _ in range(2):
-        run_convert(ConvertConfig(stock, out), console)
-        assert (out / "README.md").read_text() == "the model's card"
-        assert "mt.load" in (out / "README-manifold-tying.md").read_text()
-    run_export(ExportConfig(out, tmp_path / "exported"), console)
-    assert (tmp_path / "exported" / "README.md").read_text() == "the model's card"
-    assert not (tmp_path / "exported" / "README-manifold-tying.md").exists()
+    run_convert(ConvertConfig(stock, out), console)
+    assert (out / "README.md").read_text() == "the model's card"
+    (out / "README.md").write_text("the user's own")
+    run_convert(ConvertConfig(stock, out), console)
+    assert (out / "README.md").read_text() == "the user's own"
 
 
 def test_an_earlier_export_is_not_overwritten(stock: Path, console: Console, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ import manifold_tying as mt
 Damage = Callable[[Path], object]
 WEIGHTS, INDEX, EMBEDDING = "model.safetensors", "model.safetensors.index.json", "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
-MEMORY = "model.embed_tokens.interface.parametrizations.memory.original"
-FACTOR = "model.embed_tokens.interface.parametrizations.cholesky_factor.original"
-BRIDGE = "model.embed_tokens.interface.bridge"
 
 
 def config(**changes: Any) -> Damage:
@@ -34,12 +30,12 @@ def config(**changes: Any) -> Damage:
     return damage
 
 
-def entry(**changes: Any) -> Damage:
-    """The same of its quantization_config."""
+def marked(**changes: Any) -> Damage:
+    """The same of its mark."""
 
     def damage(folder: Path) -> None:
-        options = {**json.loads((folder / "config.json").read_text())["quantization_config"], **changes}
-        config(quantization_config={name: value for name, value in options.items() if value is not ...})(folder)
+        mark = {**json.loads((folder / "config.json").read_text())["manifold_tying"], **changes}
+        config(manifold_tying={name: value for name, value in mark.items() if value is not ...})(folder)
 
     return damage
 
@@ -91,15 +87,15 @@ def spoiled(old: torch.Tensor) -> torch.Tensor:
 
 # Damages of the tables themselves, which `inspect` refuses, too.
 OF_TABLES = {
-    "embedding has NaN", "index leads up", "weights are cut", "bridge is NaN", "memory is NaN", "diagonal is 'relu'",
-    "factor is missing",
+    "embedding has NaN", "index leads up", "weights are cut", "table is NaN", "table lost its rank", "scale missing",
+    "a table beside it",
 }  # fmt: skip
 DEEP = "[" * 100_000 + "]" * 100_000
 ANY: dict[str, tuple[Damage, str]] = {  # of a stock checkpoint and of a converted one
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config is a list": (text("config.json", "[]"), "expected a JSON object"),
     "config is deep": (text("config.json", DEEP), "config.json is not JSON"),
-    "entry is a list": (config(quantization_config=[1]), "expected a JSON object as quantization_config"),
+    "entry is a list": (config(quantization_config=[1]), "quantization_config"),
     "architectures missing": (config(architectures=...), "to name the model's class"),
     "architectures function": (config(architectures=["pipeline"]), "not a model class of transformers"),
     "architectures of no head": (config(architectures=["LlamaModel"]), ""),
@@ -121,35 +117,28 @@ STOCK: dict[str, tuple[Damage, str]] = {
     "embedding has NaN": (tensors(**{EMBEDDING: spoiled}), "NaN"),
     "quantized": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "it is quantized"),
 }
-WRONG: dict[str, Any] = {
-    "memory": "thawed", "retraction": ["svd"], "diagonal": "relu", "bounds": [2, 1], "bridge": 1, "scale": float("nan"),
-    "padding_idx": -1, "rotated": None,
-}  # fmt: skip
 CONVERTED: dict[str, tuple[Damage, str]] = {
-    "entry is missing": (config(quantization_config=...), ""),
-    "unknown option": (entry(colour="red"), "unknown option 'colour'"),
-    "format is later": (entry(format=3), "newer manifold-tying"),
-    "diagonal missing": (entry(diagonal=...), "lacks diagonal"),
-    **{
-        f"{name} is {value!r}": (entry(**{name: value}), f"as {name} in quantization_config, got")
-        for name, value in WRONG.items()
-    },
-    "padding_idx is too large": (entry(padding_idx=96), "padding_idx below 96"),
+    "mark is missing": (config(manifold_tying=...), "not a converted model"),
+    "mark is a list": (config(manifold_tying=[1]), "expected manifold_tying in config.json to be"),
+    "unknown entry": (marked(colour="red"), "expected manifold_tying in config.json to be"),
+    "scale missing": (marked(scale=...), "expected manifold_tying in config.json to be"),
+    "scale is 0": (marked(scale=0), "expected manifold_tying in config.json to be"),
+    "scale is NaN": (marked(scale=float("nan")), "expected manifold_tying in config.json to be"),
+    "rotated is None": (marked(rotated=None), "expected manifold_tying in config.json to be"),
     "tie flag": (config(tie_word_embeddings=False), "tie_word_embeddings"),
-    "bridge is NaN": (tensors(**{BRIDGE: spoiled}), "bridge"),
-    "memory is NaN": (tensors(**{MEMORY: spoiled}), "memory"),
-    "memory is no point": (tensors(**{MEMORY: lambda old: 2 * old}), "ZᵀZ"),
-    "memory has another shape": (tensors(**{MEMORY: lambda old: old[:-1]}), "disagree"),
-    "factor is missing": (tensors(**{FACTOR: ...}), "disagree"),
-    "a table beside it": (tensors(**{"lm_head.weight": lambda _: torch.ones(96, 16)}), "disagree"),
-}  # fmt: skip
+    "table is NaN": (tensors(**{EMBEDDING: spoiled}), "NaN"),
+    "table lost its rank": (tensors(**{EMBEDDING: torch.zeros_like}), "full column rank"),
+    "table has another shape": (tensors(**{EMBEDDING: lambda old: old[:-1]}), "disagree"),
+    "table is missing": (tensors(**{EMBEDDING: ...}), EMBEDDING),
+    "a table beside it": (tensors(**{"lm_head.weight": lambda _: torch.ones(96, 16)}), "another weight"),
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("intact")
     build().save_pretrained(root / "stock")
-    mt.save(mt.convert(build(), bridge=True, memory="frozen"), root / "converted")
+    mt.save(mt.convert(build()), root / "converted")
     return root
 
 
@@ -175,17 +164,15 @@ def test_damaged_folders_are_refused(
     status, error = run([command, str(source), str(tmp_path / "out")], capsys)
     assert status == 2 and "error: " in error and phrase in error and "Traceback" not in error
     assert "ignore_mismatched_sizes" not in error  # the advice that leads to random tables
-    off = pytest.warns(UserWarning, match="off the manifold") if damage == "memory is no point" else nullcontext()
-    with off:  # an error or, where the tables are intact, a table; no exception
-        status, error = run(["inspect", str(source)], capsys)
+    status, error = run(["inspect", str(source)], capsys)  # an error or, where the tables are intact, a table
     assert damage not in OF_TABLES or (status == 2 and error.startswith("error: ") and str(source) in error)
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
 
 
-def test_a_bridge_with_nan_is_not_saved(folders: Path, tmp_path: Path) -> None:
+def test_a_table_with_nan_is_not_saved(folders: Path, tmp_path: Path) -> None:
     model: Any = mt.load(folders / "converted")
     with torch.no_grad():
-        model.get_input_embeddings().interface.bridge[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="NaN or Inf in bridge"):
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf in it"):
         mt.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ def duplicate_column(model: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "damage", "options", "reason"),
     [
-        ({}, None, {"memory": "typo"}, "memory"),
+        ({}, None, {"source": "typo"}, "source"),
         ({}, duplicate_column, {}, "full column rank"),
         ({"tie_word_embeddings": False}, None, {}, "source="),
     ],
@@ -84,7 +84,7 @@ def test_constrained_and_adapted_layers_are_refused(name: str, change: Any) -> N
 
 
 def test_rotation_scales_go_with_adapters_on_the_body() -> None:
-    model = mt.convert(build(), transform="rotation", memory="trainable")
+    model = mt.convert(build(), transform="rotation")
     plain = mt.huggingface.rotation_scales(model)
     with_lora(model)
     for name in plain:

@@ -1,4 +1,4 @@
-"""What a converted model remembers: what is frozen, the exact scale of its embedding, how orthonormal its memory is."""
+"""What a converted model remembers: the exact scale of its embedding, where its parts lie, that it is frozen."""
 
 from pathlib import Path
 from typing import Any
@@ -6,41 +6,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import infer_auto_device_map
 from accelerate.hooks import ModelHook, add_hook_to_module
-from huggingface_models import _BODY, V, build, difference, ids, logits
+from huggingface_models import _BODY, D, V, build, difference, ids, interface, logits, make, round_trip
+from huggingface_models import turned
 from torch import nn
 
 import manifold_tying as mt
-from manifold_tying.huggingface import halves
 from manifold_tying.huggingface.tables import read_tables
-from manifold_tying.linalg import defect
-from manifold_tying.parametrizations import parametrized
-
-
-def stored(model: Any, name: str) -> Any:
-    return parametrized(halves(model)[0].interface)[name].original
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_a_memory_frozen_or_released_by_hand_is_so_when_loaded(trainable: bool, tmp_path: Path) -> None:
-    model = mt.convert(build(), memory="frozen" if trainable else "trainable")
-    stored(model, "memory").requires_grad_(trainable)
-    mt.save(model, tmp_path)
-    loaded = mt.load(tmp_path)
-    assert stored(loaded, "memory").requires_grad is trainable
-    assert torch.equal(logits(loaded), logits(model))
-
-
-@pytest.mark.filterwarnings("ignore:vocabulary:UserWarning")
-def test_resizing_keeps_what_is_frozen_frozen() -> None:
-    for trains in (True, False):
-        model: Any = mt.convert(build(), bridge=True, memory="frozen")
-        for tensor in (stored(model, "cholesky_factor"), model.get_input_embeddings().interface.bridge):
-            tensor.requires_grad_(trains)
-        model.resize_token_embeddings(V + 4)
-        assert stored(model, "cholesky_factor").requires_grad is trains
-        assert model.get_input_embeddings().interface.bridge.requires_grad is trains
-        assert not stored(model, "memory").requires_grad
 
 
 def gemma(dtype: torch.dtype) -> Any:
@@ -51,51 +24,62 @@ def gemma(dtype: torch.dtype) -> Any:
 
 
 def test_a_scale_that_low_precision_rounds_is_kept_exactly(tmp_path: Path) -> None:
-    low = gemma(torch.bfloat16)
-    embedded = low.get_input_embeddings()(ids())
-    mt.convert(low, transform="embedding", memory="frozen")
-    embedding = halves(low)[0]
-    assert embedding.scale == pytest.approx(20**0.5, rel=1e-12)
-    assert difference(embedding(ids()), embedded) < 2**-8  # rounded to bfloat16 when used, as the stock module does
+    low = mt.convert(gemma(torch.bfloat16))
+    assert low.get_input_embeddings().scale == pytest.approx(20**0.5, rel=1e-12)
     scaled = mt.convert(gemma(torch.float32))
-    looked_up = halves(scaled)[0].interface(ids())
-    assert difference(halves(scaled)[0](ids()), looked_up * 20**0.5) <= 1e-6
+    looked_up = interface(scaled).embed(ids())
+    assert difference(scaled.get_input_embeddings()(ids()), looked_up * 20**0.5) <= 1e-6
     mt.save(low, tmp_path)
-    assert halves(mt.load(tmp_path, dtype=torch.float32))[0].scale == embedding.scale
+    wide: Any = mt.load(tmp_path, dtype=torch.float32)
+    assert wide.get_input_embeddings().scale == low.get_input_embeddings().scale
 
 
 def test_probing_an_embedding_takes_a_few_rows_wherever_its_padding_is() -> None:
     model = build()
     model.get_input_embeddings().padding_idx = 10**12  # a table up to there would be 128 TB
-    add_hook_to_module(model.get_input_embeddings(), ModelHook())  # as a model that was loaded with a device_map has
-    assert read_tables(model).scale == 1.0 and read_tables(model).padding_idx == 10**12
+    assert read_tables(model).scale == 1.0 and model.get_input_embeddings().padding_idx == 10**12
 
 
-def test_a_memory_read_into_float64_is_orthonormal_to_float64(tmp_path: Path) -> None:
-    model = mt.convert(build(), memory="trainable")
-    mt.save(model, tmp_path / "single")
-    loaded = mt.load(tmp_path / "single", dtype=torch.float64)
-    Z = halves(loaded)[0].interface.memory
-    assert Z.dtype == torch.float64 and defect(Z) <= 1e-13
-    assert difference(Z, halves(model)[0].interface.memory.double()) <= 1e-6
-    assert stored(loaded, "memory").requires_grad and hasattr(stored(loaded, "memory"), "manifold")
-    mt.save(loaded, tmp_path / "double")
-    again = mt.load(tmp_path / "double", dtype=torch.float64)
-    assert torch.equal(halves(again)[0].interface.memory, Z)  # bit for bit: not projected once more
+def test_hooks_of_a_device_map_stay_and_run() -> None:
+    """accelerate puts the forward of the class that it finds into the module."""
+    calls = []
+
+    class Counts(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(module)
+            return args, kwargs
+
+    model, plain = build(), mt.convert(build())
+    add_hook_to_module(model.get_input_embeddings(), Counts())
+    mt.convert(model)
+    calls.clear()
+    assert torch.equal(logits(model), logits(plain)) and calls == [model.get_input_embeddings()]
 
 
-def test_a_materialized_interface_is_exported_and_not_saved(tmp_path: Path) -> None:
-    model = mt.convert(build(), memory="frozen")
-    before = logits(model)
-    mt.materialize(model)
-    keys = dict(model.all_tied_weights_keys)
+def test_a_model_loaded_with_a_tight_device_map_computes_the_same(tmp_path: Path) -> None:
+    model = turned(mt.convert(build()))
+    mt.save(model, tmp_path / "saved")
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    for share in (3, 9):
+        room = {"cpu": size * share // 10, "disk": 10 * size}
+        infer_auto_device_map(model, room, no_split_module_classes=list(model._no_split_modules))
+        placed: dict[str, Any] = {"device_map": "auto", "max_memory": room, "offload_folder": tmp_path}
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **placed)
+        assert torch.equal(logits(loaded), logits(model))
+
+
+def test_other_bodies_are_saved_loaded_and_exported(tmp_path: Path) -> None:
+    settings = {
+        "vocab_size": V, "d_model": D, "n_head": 2, "d_head": 8, "d_inner": D, "block_sizes": [1, 1], "num_decoder_layers": 1
+    }  # fmt: skip
+    round_trip(mt.convert(make("FunnelForMaskedLM", "FunnelConfig", settings)), tmp_path)
+
+
+def test_a_stiefel_head_is_refused(tmp_path: Path) -> None:
+    model = mt.convert(build())
+    mt.materialize(model)  # nothing of it is constrained
+    assert interface(model)
+    mt.stiefel(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ValueError, match="materialize"):
         mt.save(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match="materialize"):
-        model.resize_token_embeddings(V + 4)
-    assert model.all_tied_weights_keys == keys and not (tmp_path / "saved").exists()
-    mt.export(model, tmp_path / "exported")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert difference(logits(exported), before) <= 1e-5
-    layers = nn.ModuleList(module for module in model.modules() if isinstance(module, nn.Linear))
-    assert mt.materialize(layers) is layers  # what the message asks for
+    assert not (tmp_path / "saved").exists()

@@ -30,8 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
 
 
-@pytest.mark.parametrize("memory", ["free", "trainable"])
-def test_sft_trainer_trains_as_trainer_does(memory: Any, tmp_path: Path) -> None:
+def test_sft_trainer_trains_as_trainer_does(tmp_path: Path) -> None:
     rows = ids(4, 12).tolist()
     dataset = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
     settings = SFTConfig(
@@ -39,7 +38,7 @@ def test_sft_trainer_trains_as_trainer_does(memory: Any, tmp_path: Path) -> None
         use_cpu=True, bf16=False, disable_tqdm=True, activation_checkpointing=False, dataloader_pin_memory=False, seed=0,
         dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
-    model, plain = (mt.convert(build(), memory=memory).train() for _ in range(2))
+    model, plain = (mt.convert(build()).train() for _ in range(2))
     sft = SFTTrainer(
         model, settings, train_dataset=dataset, processing_class=tokenizer(), optimizers=(optimizer_for(model), None)
     )

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.huggingface.checkpoint import write
+from manifold_tying.poet import keep_plain_weights
 
 # transformers 5.23 renames what PEFT 0.21 calls
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -62,7 +63,7 @@ def test_files_that_are_not_the_checkpoint_stay(tmp_path: Path) -> None:
     for name, content in own.items():
         (tmp_path / name).write_bytes(content)
     mt.save(model, tmp_path)
-    expected = {"README.md", "config.json", "generation_config.json", "model.safetensors", *own}
+    expected = {"config.json", "generation_config.json", "model.safetensors", *own}
     assert {file.name for file in tmp_path.iterdir()} == expected
     assert {name: (tmp_path / name).read_bytes() for name in own} == own
 
@@ -103,15 +104,15 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     before = tree(tmp_path / "old")
     save_pretrained = PreTrainedModel.save_pretrained
 
-    def renames(self: Any, folder: Path) -> None:
-        state = {name.replace("interface", "table"): tensor for name, tensor in self.state_dict().items()}
-        save_pretrained(self, folder, state_dict={name: t for name, t in state.items() if "lm_head" not in name})
+    def nothing(self: Any, folder: Path) -> None:
+        save_pretrained(self, folder)
+        (folder / "model.safetensors").unlink()
 
     def full(self: Any, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for broken, error in ((renames, "parts of this checkpoint disagree"), (full, "No space")):
+    for broken, error in ((nothing, "to write model.safetensors"), (full, "No space")):
         monkeypatch.setattr(PreTrainedModel, "save_pretrained", broken)
         for folder in ("old", "new"):
             with pytest.raises((ValueError, OSError), match=error):
@@ -125,7 +126,7 @@ def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: 
     mt.orthogonal(model.model.layers[0].self_attn.q_proj)
     mt.spd(model.model.layers[0].self_attn.o_proj, "weight")
     mt.equivalence(model.model.layers[0].mlp.down_proj)
-    mt.parametrizations.keep_plain_weights(model)
+    keep_plain_weights(model)
     model.save_pretrained(tmp_path)
     assert difference(logits(type(model).from_pretrained(tmp_path)), logits(model)) <= 1e-6
     model.load_state_dict(model.state_dict())
