@@ -125,7 +125,7 @@ def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: 
     mt.orthogonal(model.model.layers[0].self_attn.q_proj)
     mt.spd(model.model.layers[0].self_attn.o_proj, "weight")
     mt.equivalence(model.model.layers[0].mlp.down_proj)
-    mt.parametrizations.keep_plain_weights(model)
+    mt.poet.keep_plain_weights(model)
     model.save_pretrained(tmp_path)
     assert difference(logits(type(model).from_pretrained(tmp_path)), logits(model)) <= 1e-6
     model.load_state_dict(model.state_dict())
