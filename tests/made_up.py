@@ -46,6 +46,7 @@ def write_experiment(
             folder.mkdir(parents=True)
             write_lines(folder / "metrics.jsonl", metrics)
             write_lines(folder / "timing.jsonl", [{"step": m["step"], "seconds": pace * m["step"]} for m in metrics])
+            write_lines(folder / "probes.jsonl", [])
             row = {name: last[name] for name in ("val_loss", "tokens", "defect", "delta_ti", "cond_transform")}
             row |= {"arm": arm, "seed": seed, "train_loss": last["loss"], "seconds": pace * 80}
             row |= {"tokens_per_second": 512 / pace + seed, "peak_memory_bytes": 2**30 + 2**27 * seed}

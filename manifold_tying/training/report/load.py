@@ -192,12 +192,12 @@ def _row(value: object, where: str) -> Row:
 
 
 def _run(folder: Path, row: Row) -> Run:
-    """Read a run's metrics.jsonl, timing.jsonl and, if it exists, probes.jsonl."""
+    """Read a run's metrics.jsonl, timing.jsonl and probes.jsonl."""
     metrics = _frame(read_lines(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
     timing = _frame(read_lines(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
     metrics = metrics.merge(timing, on="step", how="left")
     path, probed = folder / "probes.jsonl", []
-    for count, line in enumerate(read_lines(path, ("step", "tokens")) if path.exists() else (), start=1):
+    for count, line in enumerate(read_lines(path, ("step", "tokens")), start=1):
         weights = as_object(line.get("weights"), f"{path}, line {count}, 'weights'")
         for name, numbers in weights.items():
             flat = _flat(numbers, f"{path}, line {count}, {name}")
