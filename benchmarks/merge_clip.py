@@ -57,7 +57,7 @@ def _constant(schedule: MergeSchedule, norm: float) -> float:
 
 
 def _tenfold(schedule: MergeSchedule, norm: float) -> float:
-    """The first version of MergeSchedule."""
+    """Another reading of the paper."""
     return 10 * norm if schedule.steps >= schedule.every and schedule.steps % schedule.every < 10 else norm
 
 

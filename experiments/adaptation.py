@@ -11,7 +11,7 @@ from experiments.comparison import Arm, Table, share, train_arms
 from experiments.pit import TRANSPOSE
 from experiments.problems import exact_match, problems, write_problems
 from manifold_tying._json import read_object
-from manifold_tying._transformers import import_transformers
+from manifold_tying.huggingface import import_transformers
 from manifold_tying.training.ablation import check_folder
 from manifold_tying.training.config import Settings, TrainConfig, read_shape
 from manifold_tying.training.files import write_atomic

@@ -15,7 +15,7 @@ from rich.console import Console
 from experiments import adaptation, pit, poet
 from experiments.budgets import budgets, candidates, plan
 from experiments.comparison import Table
-from manifold_tying._transformers import import_transformers
+from manifold_tying.huggingface import import_transformers
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.training.ablation import MOST_SEEDS, budgets_of, check_folder
 from manifold_tying.training.config import Settings, TrainConfig

@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from manifold_tying import linalg as linalg
     from manifold_tying import models as models
     from manifold_tying import optim as optim
+    from manifold_tying import poet as poet
     from manifold_tying.huggingface import conversion_losses as conversion_losses
     from manifold_tying.huggingface import convert as convert
     from manifold_tying.huggingface import export as export
@@ -44,7 +45,17 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Import public names on first use: geoopt takes half as long to import as torch.
-_PACKAGES = ("diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "tying")
+_PACKAGES = (
+    "diagnostics",
+    "huggingface",
+    "linalg",
+    "manifolds",
+    "models",
+    "optim",
+    "parametrizations",
+    "poet",
+    "tying",
+)
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
     **dict.fromkeys(("materialize", "orthogonal", "project", "spd", "stiefel"), "parametrizations"),

@@ -10,9 +10,8 @@ from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
 import manifold_tying as mt
-from manifold_tying.tying import FreePIT, PITEmbedding
-
 from manifold_tying.optim import RiemannianAdam, param_groups
+from manifold_tying.tying import FreePIT, PITEmbedding
 
 V, D = 96, 16
 

@@ -10,12 +10,19 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from manifold_tying.training.arms import run_folder
+
 ARMS = ("untied", "transpose", "pit-frozen", "pit-trainable")
 FINAL = {"untied": 4.22, "transpose": 4.16, "pit-frozen": 4.19, "pit-trainable": 4.10}
+TEXT = {"evaluated_tokens": 128, "held_out_sha256": "4f10f6b4"}
+OTHER_TEXT = {"evaluated_tokens": 128, "held_out_sha256": "9c2e71d0"}
+NO_ROTATIONS = {"orthogonality_error": None}
 VOID = {"meta", "img", "br", "input"}
 
 
-def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int] = (0, 1)) -> list[dict]:
+def write_experiment(
+    out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int] = (0, 1), text: dict[str, Any] = TEXT
+) -> list[dict]:
     """A made-up experiment in the format of `ablate`. Returns its rows."""
     rows = []
     for arm in arms:
@@ -35,14 +42,15 @@ def write_experiment(out: Path, arms: Iterable[str] = ARMS, seeds: Iterable[int]
                     line["cond_transform"] = 1 + step / 80 * (1 + noise.random()) if pit else None
                 metrics.append(line)
             last = metrics[-1]
-            folder = out / f"{arm}-{seed}"
+            folder = run_folder(out, arm, seed)
             folder.mkdir(parents=True)
             write_lines(folder / "metrics.jsonl", metrics)
             write_lines(folder / "timing.jsonl", [{"step": m["step"], "seconds": pace * m["step"]} for m in metrics])
+            write_lines(folder / "probes.jsonl", [])
             row = {name: last[name] for name in ("val_loss", "tokens", "defect", "delta_ti", "cond_transform")}
             row |= {"arm": arm, "seed": seed, "train_loss": last["loss"], "seconds": pace * 80}
             row |= {"tokens_per_second": 512 / pace + seed, "peak_memory_bytes": 2**30 + 2**27 * seed}
-            rows.append(row | {"trainable_parameters": 3_300_000 + 2_100_000 * (arm == "untied")})
+            rows.append(row | NO_ROTATIONS | text | {"trainable_parameters": 3_300_000 + 2_100_000 * (arm == "untied")})
     own = {"embedding_norm": True, "lr": 0.003, "tokenizer": None}
     described = {
         "command": "manifold-tying ablate --preset nano --out runs/x",
@@ -113,9 +121,9 @@ class Page(HTMLParser):
 def with_losses(losses: dict[str, list[float]]) -> list[dict]:
     """Rows with given validation losses, one seed after the other; speed is 100 tokens per second and arm."""
     names = "train_loss", "tokens", "seconds", "peak_memory_bytes", "delta_ti", "cond_transform", "trainable_parameters"
-    rest = dict.fromkeys(names, 1.0)
+    rest: dict[str, Any] = dict.fromkeys(names, 1.0) | {"defect": None} | NO_ROTATIONS | TEXT
     return [
-        {"arm": arm, "seed": seed, "val_loss": loss, "defect": None, "tokens_per_second": 100.0 * position} | rest
+        {"arm": arm, "seed": seed, "val_loss": loss, "tokens_per_second": 100.0 * position} | rest
         for position, (arm, values) in enumerate(losses.items(), start=1)
         for seed, loss in enumerate(values)
     ]

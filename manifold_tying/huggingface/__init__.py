@@ -1,5 +1,6 @@
 """Convert tied transformers models to PIT, and export stock checkpoints. Imports transformers on first use."""
 
+from manifold_tying.huggingface._import import import_transformers as import_transformers
 from manifold_tying.huggingface.checkpoint import export as export
 from manifold_tying.huggingface.checkpoint import load as load
 from manifold_tying.huggingface.checkpoint import save as save

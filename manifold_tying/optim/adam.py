@@ -11,7 +11,7 @@ from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import RENAMED, Group, check_kernels, check_range, renamed
+from manifold_tying.optim.checks import Group, check_kernels, check_range
 from manifold_tying.optim.nonfinite import NonFinite
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -78,7 +78,6 @@ class RiemannianAdam(RiemannianOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
-        **old: Any,
     ) -> None:
         check_kernels(lr, foreach, fused)
         if foreach and isinstance(lr, Tensor):
@@ -87,7 +86,7 @@ class RiemannianAdam(RiemannianOptimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
         }  # fmt: skip
-        super().__init__(params, defaults | renamed(old, RENAMED), nonfinite)
+        super().__init__(params, defaults, nonfinite)
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, eps=0, weight_decay=0)

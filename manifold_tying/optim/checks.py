@@ -1,7 +1,5 @@
 """Checks that the Riemannian optimizers run when a parameter group is added."""
 
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,16 +11,6 @@ from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim.rules import is_polar
 
 Group = dict[str, Any]
-RENAMED = {"retract_every": "project_every"}  # options of groups, by their old names
-
-
-def renamed(options: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The options under their new names, with a DeprecationWarning; TypeError for one that ``names`` lacks."""
-    for old in options:
-        if old not in names:
-            raise TypeError(f"unexpected option {old!r}")
-        warnings.warn(f"{old} is now called {names[old]}", DeprecationWarning, stacklevel=4)
-    return {names[old]: value for old, value in options.items()}
 
 
 def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:

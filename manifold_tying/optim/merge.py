@@ -1,18 +1,15 @@
 """POET's merge schedule: merging, resetting moments, clipping after a merge."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from manifold_tying import distributed, precision
 from manifold_tying.optim.adam import RiemannianAdam
-from manifold_tying.optim.checks import renamed
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
 _ZERO_INITIAL_STATE = (RiemannianAdam, torch.optim.Adam)  # AdamW is an Adam
-RENAMED = {"relax_steps": "clip_ramp_steps", "relaxed": "clip_factor", "relax_until": "clip_until_step"}  # options
 DRIFT_CHECKS = 4  # checks of R and P between merges; each forms them once
 
 
@@ -52,18 +49,16 @@ class MergeSchedule:
         clip_ramp_steps: int = 10,
         clip_factor: float = 0.1,
         clip_until_step: int = 2000,
-        **old: Any,
     ) -> None:
-        options = {"clip_ramp_steps": clip_ramp_steps, "clip_factor": clip_factor, "clip_until_step": clip_until_step}
-        self.clip_ramp_steps, self.clip_factor, self.clip_until_step = (options | renamed(old, RENAMED)).values()
         precision.check_int("every", every, 1)
-        precision.check_int("clip_ramp_steps", self.clip_ramp_steps, 0)
-        precision.check_int("clip_until_step", self.clip_until_step, 0)
-        if not 0 < self.clip_factor < math.inf:
-            raise ValueError(f"expected clip_factor to be positive and finite, got {self.clip_factor!r}")
+        precision.check_int("clip_ramp_steps", clip_ramp_steps, 0)
+        precision.check_int("clip_until_step", clip_until_step, 0)
+        if not 0 < clip_factor < math.inf:
+            raise ValueError(f"expected clip_factor to be positive and finite, got {clip_factor!r}")
         self.model = model
         self.optimizer = optimizer
         self.every = every
+        self.clip_ramp_steps, self.clip_factor, self.clip_until_step = clip_ramp_steps, clip_factor, clip_until_step
         self.steps = 0
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         found = equivalences(model)
@@ -108,10 +103,10 @@ class MergeSchedule:
         else:
             self.optimizer.state.pop(stored, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """The step count."""
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore the step count."""
-        self.steps = int(state["steps"])
+        self.steps = state["steps"]

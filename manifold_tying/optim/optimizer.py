@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim.checks import RENAMED, Group, check_point, checked_scale, renamed
+from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
 from manifold_tying.parametrizations import manifold_of, stamp_of
@@ -68,7 +68,6 @@ class RiemannianOptimizer(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """As in torch.optim, with three more keys: "manifold" and "scale" for all its parameters, "names" for messages."""
         group = dict(param_group)
-        group |= renamed({name: group.pop(name) for name in RENAMED if name in group}, RENAMED)
         manifold = group.pop("manifold", None)
         names = group.pop("names", None)
         scale = group.pop("scale", None)
@@ -218,9 +217,6 @@ class RiemannianOptimizer(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # set by torch; not an option of ours
         for group in self.param_groups:
-            for old, new in RENAMED.items():  # in states that earlier versions saved
-                if old in group:
-                    group[new] = group.pop(old)
             for option, default in self.defaults.items():
                 group.setdefault(option, default)
             for p in group["params"]:

@@ -1,9 +1,5 @@
 """Constraints on the weights of any layer, registered through torch.nn.utils.parametrize."""
 
-import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
-
 from manifold_tying.parametrizations._cholesky import Bounds as Bounds
 from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
 from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
@@ -32,34 +28,3 @@ from manifold_tying.parametrizations._register import parametrized as parametriz
 from manifold_tying.parametrizations._register import register as register
 from manifold_tying.parametrizations._register import spd as spd
 from manifold_tying.parametrizations._register import stiefel as stiefel
-
-if _TYPE_CHECKING:
-    from manifold_tying.poet import Equivalence as Equivalence
-    from manifold_tying.poet import Init as Init
-    from manifold_tying.poet import Scheme as Scheme
-    from manifold_tying.poet import equivalence as equivalence
-    from manifold_tying.poet import equivalence_ as equivalence_
-    from manifold_tying.poet import equivalences as equivalences
-    from manifold_tying.poet import keep_plain_weights as keep_plain_weights
-    from manifold_tying.poet import load_adapter as load_adapter
-    from manifold_tying.poet import merge as merge
-    from manifold_tying.poet import save_adapter as save_adapter
-
-_OF_POET = (
-    *("Equivalence", "Init", "Scheme", "equivalence", "equivalence_", "equivalences"),
-    *("keep_plain_weights", "load_adapter", "merge", "save_adapter"),
-)
-__all__ = [*(name for name in globals() if not name.startswith("_")), *_OF_POET]
-
-
-def __getattr__(name: str) -> _Any:
-    if name not in _OF_POET:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Lazy import: poet itself imports this package.
-    found = getattr(_importlib.import_module("manifold_tying.poet"), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -144,7 +144,7 @@ class AdapterEntry:
             layout, base = None, present[0].base
             if (present[0].spec, int(present[0].merges)) != (spec, 0):
                 raise ValueError(f"{path} has an equivalence of other sizes, terms or merges; materialize it first")
-        known = {described["base"], described.get("base_float16", described["base"])}
+        known = {described[name] for name in _DIGESTS}
         if list(base.shape) != described["shape"] or known.isdisjoint(_digests(base)):
             raise ValueError(
                 f"{path} is not the weight that the adapter was learned for; load it on the model that finetuning started "

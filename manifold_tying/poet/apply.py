@@ -170,7 +170,9 @@ def equivalence_(
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     if not (selected := _selected(linears, include, exclude) if linears else []):
-        raise ValueError(f"no nn.Linear is selected (there are: {', '.join(linears) or 'none'}); {_other_matrices(model)}")
+        raise ValueError(
+            f"no nn.Linear is selected (there are: {', '.join(linears) or 'none'}); {_other_matrices(model)}"
+        )
     shared = shared_parameters([module._parameters.get("weight") for module in linears.values()])
     plans = {
         name: _plan(name, linears[name], options)

@@ -23,13 +23,10 @@ SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,119}")  # valid as a folder na
 def run_folder(out: Path, arm: str, seed: int) -> Path:
     """The folder of an arm's run, always directly below ``out``.
 
-    An arm may contain a path (``untied+data=text:../x.txt``); its folder name then has a hash of the arm. If an earlier
-    version made a folder below ``out`` with the arm's full name, that one is used.
+    An arm may contain a path (``untied+data=text:../x.txt``); its folder name then has a hash of the arm.
     """
-    plain = out / f"{arm}-{seed}"
-    is_below = ".." not in plain.parts[len(out.parts) :] and plain.is_relative_to(out)
-    if SAFE.fullmatch(arm) or (is_below and plain.is_dir()):
-        return plain
+    if SAFE.fullmatch(arm):
+        return out / f"{arm}-{seed}"
     slug = re.sub(r"[^A-Za-z0-9._+=-]+", "-", arm)[:60].strip("-.")
     return out / f"{slug}-{hashlib.sha256(arm.encode()).hexdigest()[:8]}-{seed}"
 

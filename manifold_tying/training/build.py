@@ -13,7 +13,7 @@ from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training.config import CORPUS, MEMORY_INTERFACES, Settings, TrainConfig, current_names
+from manifold_tying.training.config import CORPUS, MEMORY_INTERFACES, Settings, TrainConfig
 from manifold_tying.training.hf_model import MEMORIES, HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTying, Untied
@@ -155,7 +155,7 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
             raise ValueError(f"expected the folder of a run with checkpoints, or of a checkpoint, got {folder}")
         folder = saved[-1]
     config = read_state(folder)["config"]
-    values: dict[str, Any] = {k: v for k, v in current_names(config).items() if k not in ("interface", "seed", CORPUS)}
+    values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
     values |= {name: Path(values[name]) for name in PATHS if values.get(name)}
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))

@@ -16,7 +16,6 @@ from manifold_tying.training.sections import Interface, check_value
 
 ARM = "arm"  # key in config.json only: the same run may have another name
 CORPUS = "corpus"  # key of the text's fingerprint in config.json and checkpoints
-RENAMED = {"retract_every": "project_every"}
 NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")  # a resumed run may change these
 MEMORY_INTERFACES: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # Z and T are separate
 
@@ -190,26 +189,19 @@ def read_shape(folder: Path) -> Shape:
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), mark)
 
 
-def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration under the current names of its settings."""
-    return {RENAMED.get(name, name): value for name, value in config.items()}
-
-
 def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The names of the settings that differ. A setting that an earlier version lacked had its default value.
+    """The names of the settings that differ.
 
-    CORPUS is listed only if nothing else differs, since another ``data`` implies another text. The first versions did not
-    record the text; it then counts as equal.
+    CORPUS is listed only if nothing else differs, since another ``data`` implies another text, and if ``current`` knows it.
     """
-    saved = {k: v for k, v in DEFAULTS.items() if k in current} | current_names(saved)
     names = sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k))
-    texts = saved.get(CORPUS), current.get(CORPUS)
-    return names or ([CORPUS] if None not in texts and texts[0] != texts[1] else [])
+    text = current.get(CORPUS)
+    return names or ([CORPUS] if text is not None and text != saved.get(CORPUS) else [])
 
 
 def other_text(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """The error message for a run whose text has changed."""
-    before, now = saved[CORPUS], current[CORPUS]
+    before, now = saved.get(CORPUS) or {}, current[CORPUS]
     names = ", ".join(k for k in now if before.get(k) != now[k])
     return (
         f"{where} was trained on another text than {current['data']} is now: {names} differ, so losses are not comparable. "

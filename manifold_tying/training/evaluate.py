@@ -79,7 +79,7 @@ def health_warnings(metrics: Mapping[str, Any]) -> dict[str, str]:
     if condition is None:
         return {}
     found, advice = {}, "Train with a lower --transform-lr (with a free table, --table-lr)"
-    if abs(condition) > LARGEST_CONDITION:  # earlier versions could write a negative one
+    if condition > LARGEST_CONDITION:
         what = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits"
         found["cond_transform"] = f"{what}. {advice}"
     if delta_ti is not None and delta_ti > LARGEST_DELTA_TI:

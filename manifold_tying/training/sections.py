@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-import tyro
-
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
@@ -137,7 +135,7 @@ class Memory:
     """After this number n of steps, multiply its rate by √(n / step); 0 means never."""
     retraction: Retraction | None = None
     """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
-    project_every: Annotated[Count, tyro.conf.arg(aliases=("--retract-every",))] = 1
+    project_every: Count = 1
     """Project Z's gradient every n steps. Z is retracted at every step."""
     second_moment: SecondMoment = "element"
     """Granularity of Adam's second moment for Z."""

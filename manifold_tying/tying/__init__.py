@@ -1,8 +1,5 @@
 """Token interfaces: embedding and head in one module."""
 
-import importlib as _importlib
-from typing import Any as _Any
-
 from manifold_tying.tying._embedding import PITEmbedding as PITEmbedding
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
@@ -16,12 +13,3 @@ from manifold_tying.tying.interface import TokenInterface as TokenInterface
 from manifold_tying.tying.interface import TransposeTying as TransposeTying
 from manifold_tying.tying.interface import Untied as Untied
 from manifold_tying.tying.interface import tied_std as tied_std
-
-
-def __getattr__(name: str) -> _Any:
-    """The names of `manifold_tying.huggingface` that this package had before."""
-    if name in ("conversion_losses", "convert", "export", "load", "save"):
-        return getattr(_importlib.import_module("manifold_tying.huggingface"), name)
-    if name == "huggingface":
-        return _importlib.import_module("manifold_tying.tying.huggingface")
-    raise AttributeError(f"module 'manifold_tying.tying' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_models import FAMILIES, D, V, build, difference, ids, interface, logits, turned
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -33,7 +33,9 @@ def test_padding_rows_and_padded_vocabulary() -> None:
     assert not interface(model).memory[0].any() and not interface(model).memory[V:].any()
     found = []
     for tokens in ([0, 5], [5]):
-        (gradient,) = torch.autograd.grad(model.get_input_embeddings()(torch.tensor(tokens)).sum(), model.lm_head.weight)
+        (gradient,) = torch.autograd.grad(
+            model.get_input_embeddings()(torch.tensor(tokens)).sum(), model.lm_head.weight
+        )
         found.append(gradient)
     torch.testing.assert_close(*found)  # the padding row's own lookup adds nothing
 
@@ -194,7 +196,10 @@ def test_readers_that_do_not_know_us_fail(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", "True", "loads"] * 3
     described = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert "manifold_tying" in described["quantization_config"]["note"]  # what a reader finds there
-    assert not {"manifold_tying", "quantization_config"} & json.loads((tmp_path / "exported/config.json").read_text()).keys()
+    assert (
+        not {"manifold_tying", "quantization_config"}
+        & json.loads((tmp_path / "exported/config.json").read_text()).keys()
+    )
 
 
 def test_importing_us_imports_nothing_slow_and_still_registers(tmp_path: Path) -> None:
@@ -221,7 +226,8 @@ def test_transformers_refuses_checkpoints_whose_parts_disagree(tmp_path: Path) -
     config = tmp_path / "config.json"
     described = json.loads(config.read_text())
     mark = described["manifold_tying"]
-    for change in ({"tie_word_embeddings": False}, {"manifold_tying": mark | {"scale": 0}}, {"manifold_tying": {}}):
+    changes: list[dict[str, Any]] = [{"tie_word_embeddings": False}, {"manifold_tying": mark | {"scale": 0}}, {"manifold_tying": {}}]
+    for change in changes:
         config.write_text(json.dumps(described | change))
         with pytest.raises(ValueError, match="manifold_tying"):
             AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -244,7 +250,7 @@ def test_writes_to_the_weight_and_its_flag_count() -> None:
 def test_constrained_bodies_are_exported_as_plain_weights_and_not_saved(tmp_path: Path) -> None:
     model = mt.convert(build())
     mt.orthogonal(model.get_submodule("model.layers.0.self_attn.q_proj"))
-    taken, left = mt.equivalence_(model, include="*.mlp.*", block_size=8, verbose=False)
+    taken, _ = mt.equivalence_(model, include="*.mlp.*", block_size=8, verbose=False)
     assert len(taken) == 6
     with pytest.raises(ValueError, match="q_proj"):
         mt.save(model, tmp_path / "saved")

@@ -55,7 +55,9 @@ def test_the_table_trains_with_the_adapters_is_saved_with_them_and_stays_tied(tm
     assert any(torch.equal(tensor, W) for tensor in tensors.values())
     again = peft.PeftModel.from_pretrained(mt.convert(build()), tmp_path / "run" / "checkpoint-10").eval()
     assert difference(logits(again), logits(lora)) <= 1e-6
-    resumed = trained(adapted(target_modules=["q_proj"], **BOTH), tmp_path / "run", str(tmp_path / "run" / "checkpoint-5"))
+    resumed = trained(
+        adapted(target_modules=["q_proj"], **BOTH), tmp_path / "run", str(tmp_path / "run" / "checkpoint-5")
+    )
     assert difference(logits(resumed), logits(lora)) <= 1e-5
     after, merged = logits(lora), lora.merge_and_unload()
     E, W_out = interface(merged).materialize()
@@ -105,7 +107,7 @@ def test_an_adapter_names_the_converted_checkpoint_as_its_base(tmp_path: Path) -
     config: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
     with pytest.warns(UserWarning, match="and not saved"):  # PEFT's, which names the base
         peft.get_peft_model(model, peft.LoraConfig(**config)).save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(OSError, match="not saved: call manifold_tying.save"):  # not the stock model in silence
+    with pytest.raises(OSError, match=r"not saved: call manifold_tying\.save"):  # not the stock model in silence
         peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
     mt.save(model, tmp_path / "converted")

@@ -7,7 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from huggingface_models import _BERT, _BODY, ENCODER_DECODERS, V, build, difference, ids, interface, logits, make, round_trip
+from huggingface_models import (
+    _BERT,
+    _BODY,
+    ENCODER_DECODERS,
+    V,
+    build,
+    difference,
+    ids,
+    interface,
+    logits,
+    make,
+    round_trip,
+)
 from torch import nn
 
 import manifold_tying as mt
@@ -71,8 +83,12 @@ def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
     parameters = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=reason):
         mt.convert(model, **options)
-    assert [(m, type(m)) for m in model.modules()] == modules and [module.training for module in model.modules()] == modes
-    assert model.config is config and not hasattr(config, "quantization_config") and not hasattr(config, "manifold_tying")
+    assert [(m, type(m)) for m in model.modules()] == modules and [
+        module.training for module in model.modules()
+    ] == modes
+    assert (
+        model.config is config and not hasattr(config, "quantization_config") and not hasattr(config, "manifold_tying")
+    )
     assert model.all_tied_weights_keys == names and torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p is parameters[name][0] and p.data_ptr() == parameters[name][1] for name, p in model.named_parameters())

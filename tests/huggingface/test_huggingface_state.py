@@ -8,8 +8,7 @@ import torch
 import transformers
 from accelerate import infer_auto_device_map
 from accelerate.hooks import ModelHook, add_hook_to_module
-from huggingface_models import _BODY, D, V, build, difference, ids, interface, logits, make, round_trip
-from huggingface_models import turned
+from huggingface_models import _BODY, D, V, build, difference, ids, interface, logits, make, round_trip, turned
 from torch import nn
 
 import manifold_tying as mt

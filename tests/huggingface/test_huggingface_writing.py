@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import manifold_tying as mt
 from manifold_tying.cli import main
 from manifold_tying.huggingface.checkpoint import write
-from manifold_tying.poet import keep_plain_weights
 
 # transformers 5.23 renames what PEFT 0.21 calls
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -126,7 +125,7 @@ def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: 
     mt.orthogonal(model.model.layers[0].self_attn.q_proj)
     mt.spd(model.model.layers[0].self_attn.o_proj, "weight")
     mt.equivalence(model.model.layers[0].mlp.down_proj)
-    keep_plain_weights(model)
+    mt.poet.keep_plain_weights(model)
     model.save_pretrained(tmp_path)
     assert difference(logits(type(model).from_pretrained(tmp_path)), logits(model)) <= 1e-6
     model.load_state_dict(model.state_dict())

@@ -61,14 +61,9 @@ def merged(experiments: Mapping[str, Experiment]) -> Experiment:
 
 def comparable(experiment: Experiment) -> list[list[str]]:
     """The finished arms, grouped so that losses within a group are measured alike, after as many tokens."""
-    groups, measured = [], _measured_on(experiment).loc[arm_names(experiment.rows)]
+    measured = _measured_on(experiment).loc[arm_names(experiment.rows)]
     measured["tokens"] = measured.index.map({row["arm"]: row["tokens"] for row in experiment.rows})
-    for _, alike in measured.groupby([*MEASURED_ON, "tokens"], sort=False):
-        if alike.text.nunique() > 1:
-            groups += [list(of.index) for _, of in alike.groupby("text", sort=False, dropna=False)]
-        else:  # the first versions did not record the text
-            groups.append(list(alike.index))
-    return groups
+    return [list(of.index) for _, of in measured.groupby([*MEASURED_ON, "text", "tokens"], sort=False)]
 
 
 def differences(experiment: Experiment) -> list[str]:
@@ -102,7 +97,7 @@ def _measured_on(experiment: Experiment) -> pd.DataFrame:
         texts = [
             f"{row['evaluated_tokens']:,} tokens with hash {row['held_out_sha256'][:8]}"
             for row in experiment.rows
-            if row["arm"] == arm and "held_out_sha256" in row
+            if row["arm"] == arm
         ]
         table[arm] = [str(named.get(key) or settings.get(key, "unknown")) for key in MEASURED_ON]
         table[arm].append(text := " and ".join(dict.fromkeys(texts)) or None)

@@ -44,7 +44,7 @@ def health(experiment: Experiment) -> list[str]:
     """A sentence for each metric of a run's PIT interface that left its limits at an evaluation."""
     sentences = []
     for run in experiment.runs:
-        worst = {name: run.metrics[name].abs().max() for name in ("cond_transform", "delta_ti")}
+        worst = {name: run.metrics[name].max() for name in ("cond_transform", "delta_ti")}
         measured = {name: value for name, value in worst.items() if not math.isnan(value)}
         found = health_warnings(measured).values()
         sentences += [f"{run.arm}, seed {run.seed}, at its worst evaluation: {text}." for text in found]

@@ -21,7 +21,7 @@ TRAINED = (*get_args(Interface), *get_args(Body))
 # null if the model has no memory, transform or rotations to measure
 NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
 LOSSES = ("val_loss", "train_loss")  # null if not finite
-QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters")
+QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters", "evaluated_tokens")
 COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
 
@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A loaded folder; ``command`` is "" if it was not recorded, ``kind`` "ablation" or "run"."""
+    """A loaded folder; ``kind`` is "ablation" or "run"."""
 
     name: str
     command: str
@@ -128,11 +128,9 @@ def _single_run(out: Path) -> Experiment:
     (row,) = checked_rows([read_json(out / "result.json")], where=str(out / "result.json"))
     config = as_object(read_json(out / "config.json"), str(out / "config.json"))
     unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
-    command, machine, where = "", {}, out / "run.json"
-    if where.exists():  # the first versions wrote none
-        described = as_object(read_json(where), str(where))
-        command = as_text(described, "command", str(where))
-        machine = dict(as_object(described.get("machine"), f"{where}, 'machine'"))
+    where = str(out / "run.json")
+    described = as_object(read_json(out / "run.json"), where)
+    command, machine = as_text(described, "command", where), as_object(described.get("machine"), f"{where}, 'machine'")
     return Experiment(
         rows=[row],
         runs=[_run(out, row)],
@@ -144,9 +142,7 @@ def _single_run(out: Path) -> Experiment:
 
 def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
     """Replace ``val_tokens`` by the number of evaluated tokens, which is smaller for a small corpus."""
-    evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows if "evaluated_tokens" in row}
-    if not evaluated:  # the first versions did not record it
-        return experiment
+    evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows}
     default = next(iter(evaluated.values()))  # for unfinished arms
     of_arms = {arm: evaluated.get(arm, own.get("val_tokens", default)) for arm, own in experiment.arms.items()}
     settings, arms = dict(experiment.settings), {arm: dict(own) for arm, own in experiment.arms.items()}
@@ -183,27 +179,25 @@ def _failed(row: object) -> bool:
 
 
 def _row(value: object, where: str) -> Row:
-    row = {"orthogonality_error": None, **as_object(value, where)}  # the first versions had no rotations
-    if missing := [key for key in ("arm", "seed", *QUANTITIES) if key not in row]:
+    row = as_object(value, where)
+    if missing := [key for key in ("arm", "seed", *QUANTITIES, "held_out_sha256") if key not in row]:
         raise ValueError(f"{where}: missing {', '.join(missing)}; {AGAIN}")
     if not isinstance(row["arm"], str) or not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
         raise ValueError(f"{where}: expected a string 'arm' and an integer 'seed', got {row['arm']!r}, {row['seed']!r}")
     for key in QUANTITIES:
         if row[key] is not None or key not in NULLABLE + LOSSES:
             as_number(row[key], key, where)
-    if "held_out_sha256" in row:  # the first versions wrote neither of the two
-        as_text(row, "held_out_sha256", where)
-        as_number(row.get("evaluated_tokens"), "evaluated_tokens", where)
-    return row | {key: math.nan for key in LOSSES if row[key] is None}
+    as_text(row, "held_out_sha256", where)
+    return {**row, **{key: math.nan for key in LOSSES if row[key] is None}}
 
 
 def _run(folder: Path, row: Row) -> Run:
-    """Read a run's metrics.jsonl, timing.jsonl and, if it exists, probes.jsonl."""
+    """Read a run's metrics.jsonl, timing.jsonl and probes.jsonl."""
     metrics = _frame(read_lines(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
     timing = _frame(read_lines(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
     metrics = metrics.merge(timing, on="step", how="left")
     path, probed = folder / "probes.jsonl", []
-    for count, line in enumerate(read_lines(path, ("step", "tokens")) if path.exists() else (), start=1):
+    for count, line in enumerate(read_lines(path, ("step", "tokens")), start=1):
         weights = as_object(line.get("weights"), f"{path}, line {count}, 'weights'")
         for name, numbers in weights.items():
             flat = _flat(numbers, f"{path}, line {count}, {name}")

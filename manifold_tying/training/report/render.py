@@ -21,11 +21,7 @@ from manifold_tying.training.report.findings import all_findings
 from manifold_tying.training.report.load import Experiment, arm_names
 from manifold_tying.training.report.tables import Cell, Table, results
 
-# Bytes that identify our reports: of this version, and of versions before plotly.
-MARKS = (
-    b'<meta name="generator" content="manifold-tying report">',
-    b"<!-- The page is all there is: nothing is fetched",
-)
+MARK = b'<meta name="generator" content="manifold-tying report">'  # identifies our reports
 # The hues of plots.COLOURS, each with a contrast of at least 6 to a dark page
 ON_DARK = ("#4A9FE3", "#F27B35", "#2DBF93", "#E295C1", "#F0B840", "#9AD6F7", "#B4BBC5")
 COLOUR_NAMES = ("arms", "paper", "raised", "ink", "quiet", "rule")
@@ -37,7 +33,7 @@ THEMES = {name: dict(zip(COLOUR_NAMES, of, strict=True)) for name, of in (("ligh
 def write_report(experiment: Experiment, out: str | Path) -> Path:
     """Write ``OUT/report.html``; raises ValueError rather than overwrite a file that is not a report."""
     written, path = page(experiment).encode(), Path(out) / "report.html"
-    if path.exists() and not (path.is_file() and any(mark in path.read_bytes()[:4096] for mark in MARKS)):
+    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:4096]):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_atomic(path, written)
@@ -69,7 +65,7 @@ def page(experiment: Experiment) -> str:
         findings=all_findings(experiment, groups), results=results(experiment.rows, groups), settings=experiment.settings,
         by_arm=_settings(experiment), waiting=[arm for arm in experiment.arms if arm not in arms], sources=experiment.sources,
         arms=arms, figures=figures, missing=missing, css=_shipped("page.css"), themes=THEMES, script=script, plotly=packed,
-        hashes=[_sha256(script), _sha256(plotly)], mark=MARKS[0].decode(),
+        hashes=[_sha256(script), _sha256(plotly)], mark=MARK.decode(),
     )  # fmt: skip
 
 

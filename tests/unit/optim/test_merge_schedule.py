@@ -86,8 +86,6 @@ def test_clipping_norm_starts_at_a_tenth_after_a_merge_and_rises_linearly() -> N
 
 def test_clipping_norm_may_rise_after_a_merge_and_stops_changing_in_time() -> None:
     assert clips(8, every=5, clip_factor=5.0) == [1000] * 5 + [5000, 3000, 1000]
-    with pytest.warns(DeprecationWarning, match="relaxed is now called clip_factor"):
-        assert clips(8, every=5, relaxed=5.0) == clips(8, every=5, clip_factor=5.0)
     assert clips(8, every=5, clip_ramp_steps=0) == [1000] * 8
     assert clips(17, every=5, clip_until_step=10) == [1000] * 5 + [100, 550, 1000, 1000, 1000] + [100] + [1000] * 6
     *_, schedule = build(every=1000, clip_ramp_steps=10)

@@ -473,23 +473,6 @@ def test_a_refused_group_leaves_no_trace(kind: Any) -> None:
         optimizer.add_param_group({"params": [X, plain], "names": ["X"]})
 
 
-def test_old_names_of_options_warn() -> None:
-    X = point(8, 3)
-    for make in (
-        lambda: RiemannianAdam([X], retract_every=2),
-        lambda: RiemannianAdam([{"params": [X], "retract_every": 2}]),
-    ):
-        with pytest.warns(DeprecationWarning, match="retract_every is now called project_every"):
-            optimizer = make()
-        assert optimizer.param_groups[0]["project_every"] == 2
-    state = optimizer.state_dict()
-    state["param_groups"][0]["retract_every"] = state["param_groups"][0].pop("project_every") + 1
-    optimizer.load_state_dict(state)
-    assert optimizer.param_groups[0]["project_every"] == 3
-    with pytest.raises(TypeError, match="unexpected option 'learning_rate'"):
-        RiemannianSGD([X], learning_rate=0.1)
-
-
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 def test_steps_are_counted_in_float32_whatever_the_default_dtype(kind: Any) -> None:
     point, plain = geoopt.ManifoldParameter(torch.eye(4, 2), manifold=mt.Stiefel()), nn.Parameter(torch.ones(3))

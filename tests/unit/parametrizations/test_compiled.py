@@ -13,8 +13,7 @@ from compiling import as_if_compiled
 from machine import lacking
 from torch import Tensor, nn
 
-from manifold_tying import PIT, TransposeTying, linalg
-from manifold_tying.parametrizations import equivalence, orthogonal, spd
+from manifold_tying import PIT, TransposeTying, equivalence, linalg, orthogonal, spd
 
 V, D = 64, 8
 

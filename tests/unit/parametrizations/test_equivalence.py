@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.parametrizations import Equivalence
-from manifold_tying.poet import linear
+from manifold_tying.poet import Equivalence, linear
 from manifold_tying.poet.linear import poet_linear, prefers_input_centric
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 

@@ -32,7 +32,7 @@ from manifold_tying.training.report import (
     write_report,
 )
 from manifold_tying.training.report.figures import FIGURES, MOST, curve, drawn
-from manifold_tying.training.report.render import MARKS
+from manifold_tying.training.report.render import MARK
 
 
 def reported_page(out: Path) -> Page:
@@ -278,7 +278,7 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("without_drawing")
 def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
-    (tmp_path / "report.html").write_bytes(MARKS[0] + b"old")
+    (tmp_path / "report.html").write_bytes(MARK + b"old")
     before = tree(tmp_path)
 
     def interrupted(source: Path, target: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: 
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("mark", [b"", *MARKS])
+@pytest.mark.parametrize("mark", [b"", MARK])
 @pytest.mark.usefixtures("without_drawing")
 def test_no_file_that_is_not_ours_is_replaced_or_removed(tmp_path: Path, mark: bytes) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
@@ -481,7 +481,7 @@ def changed_row(**changes: Any) -> Callable[[Path], None]:
         (replaced("summary.json", "[]"), r"no run has finished"),
         (replaced("summary.json", '[{"arm": "untied"}]'), r"entry 0: missing seed, val_loss"),
         (changed_row(tokens=None), r"expected a number under 'tokens', got None"),
-        (changed_row(held_out_sha256="ab"), r"expected a number under 'evaluated_tokens', got None"),
+        (changed_row(held_out_sha256=None), r"expected a string under 'held_out_sha256', got None"),
         (changed_row(arm="other"), r"an arm 'other' that experiment\.json lacks"),
         (
             replaced("untied-0/metrics.jsonl", '{"step": 1, "tokens": 8}\n{"step": 2, "to'),

@@ -3,13 +3,12 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from training_runs import TINY, config
 
 from manifold_tying.cli import main
-from manifold_tying.training import AblateConfig, Settings, ablate, train
+from manifold_tying.training import AblateConfig, Settings, train
 from manifold_tying.training.report import load_experiment, load_experiments
 
 
@@ -45,7 +44,7 @@ def test_folders_of_plain_arms_are_called_after_them(tmp_path: Path, corpus: Pat
     assert [run.out.name for _, run in experiment.runs()] == [f"{arm}-0" for arm in arms]
 
 
-def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path) -> None:
+def test_the_folder_of_an_arm_with_a_path_is_named_by_a_hash(tmp_path: Path, corpus: Path) -> None:
     settings = config(tmp_path, corpus, steps=1).settings
     other = corpus.with_name("other.txt")
     other.write_text(corpus.read_text())
@@ -55,18 +54,6 @@ def test_commands_and_earlier_folders_are_followed(tmp_path: Path, corpus: Path)
     assert run.out.parent == tmp_path / "out"
     assert re.fullmatch(r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name)
     assert f"--out {run.out} " in experiment.runs()[0][1].command()
-    (row,) = ablate(experiment)
-    # An earlier version made folders in folders of the name, where it holds slashes.
-    earlier = tmp_path / "out" / f"{arm}-0"
-    earlier.parent.mkdir(parents=True)
-    run.out.rename(earlier)
-    trained: list[str] = []
-
-    def started(name: str, index: int, count: int) -> Any:
-        trained.append(name)
-
-    assert ablate(experiment, started=started) == [row] and not trained and not run.out.exists()
-    assert len(load_experiment(tmp_path / "out").runs[0].metrics) == 1
 
 
 def test_names_are_not_markup(

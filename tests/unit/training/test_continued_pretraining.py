@@ -17,14 +17,16 @@ from training_runs import lines, stop_at
 from transformers import AutoModelForCausalLM
 
 import manifold_tying as mt
-from manifold_tying.huggingface import PITEmbedding
+from manifold_tying.linalg import polar
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.training import Settings, TrainConfig, load_model, resolve, train
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.commands import ExportConfig, run_export
 from manifold_tying.training.data import Batches, open_tokens, prepare
+from manifold_tying.training.hf_memory import SplitTable
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.sections import Interface
+from manifold_tying.tying import FreePIT, PITEmbedding
 
 V, D, N = 300, 16, 16
 TINY: dict[str, Any] = {"vocab_size": V, "pad_token_id": None}
@@ -72,11 +74,11 @@ def test_each_arm_starts_where_transformers_says(tmp_path: Path, source: Path, c
 
     assert start("transpose", "transpose") == pytest.approx(expected["source"], rel=1e-6)
     assert start("untied", "untied") == pytest.approx(expected["source"], rel=1e-6)
-    assert start("bridge", "pit-frozen", bridge=True) == pytest.approx(expected["source"], rel=1e-5)
     found = [expected["source"]]
     for transform in ("identity", "head", "embedding"):
         found.append(start(transform, "pit-trainable", init_transform=transform))
         assert found[-1] == pytest.approx(expected[transform], rel=1e-5)
+    assert start("free", "pit-free") == pytest.approx(expected["head"], rel=1e-5)
     assert len({round(loss, 4) for loss in found}) == 4
 
 
@@ -139,7 +141,7 @@ def test_resumed_run_equals_uninterrupted_run(
         assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
 
 
-@pytest.mark.parametrize("interface", ["transpose", "pit-trainable"])
+@pytest.mark.parametrize("interface", ["transpose", "pit-trainable", "pit-free"])
 def test_what_is_written_is_what_was_trained(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +153,7 @@ def test_what_is_written_is_what_was_trained(
     assert (written / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert isinstance(model.get_input_embeddings(), PITEmbedding) == interface.startswith("pit")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert tied == (interface == "transpose")
+    assert tied
     tokens = load_data(resolve(config)).val
     whole = torch.as_tensor(tokens[: 128 + 1].astype("int64"))
     ids, targets = whole[:-1].view(-1, N), whole[1:].view(-1, N)
@@ -173,7 +175,7 @@ def test_what_is_written_is_what_was_trained(
     assert not (tmp_path / "file").exists()
 
 
-@pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
+@pytest.mark.parametrize("interface", ["untied", "pit-trainable", "pit-free"])
 def test_low_rank_updates_are_merged_and_touch_nothing_else(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path
 ) -> None:
@@ -183,16 +185,16 @@ def test_low_rank_updates_are_merged_and_touch_nothing_else(
     assert difference(logits(load_model(tmp_path / "run"), ids), logits(merged, ids)) < 1e-5
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "run/model"))
     matrices = {name for name in before if name.endswith("_proj.weight")}
-    own = {name for name in after if ".interface." in name}
-    assert set(after) - own - {"lm_head.weight"} == set(before)
-    for name in before:
-        if name != "model.embed_tokens.weight" or not own:
-            assert torch.equal(before[name], after[name]) == (name not in matrices), name
+    pit, table = interface.startswith("pit"), "model.embed_tokens.weight"
+    assert set(after) - {"lm_head.weight"} == set(before)
+    moved = matrices | ({table} if pit else set())
+    assert {name for name in before if not torch.equal(before[name], after[name])} == moved
     shapes = [before[name].shape for name in matrices]
     trained = sum(2 * (rows + columns) for rows, columns in shapes)
-    trained += D * D + V * D if own else 0
+    trained += V * D if pit else 0
+    trained += D * D if interface == "pit-trainable" else 0
     assert row["trainable_parameters"] == trained
-    if own:
+    if pit:
         assert row["defect"] <= 1e-6
         mt.load(tmp_path / "run/model")
 
@@ -217,14 +219,15 @@ def test_memory_and_transform_have_their_own_rates_and_no_decay(tmp_path: Path, 
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
-    """The source as `manifold-tying convert` leaves it, but for settings that are not the defaults of a run."""
+    """The source as `manifold-tying convert` leaves it."""
     folder = tmp_path_factory.mktemp("converted")
-    model = AutoModelForCausalLM.from_pretrained(source)
-    mt.save(mt.convert(model, transform="rotation", memory="frozen", retraction="cayley", diagonal="softplus"), folder)
+    mt.save(mt.convert(AutoModelForCausalLM.from_pretrained(source), transform="rotation"), folder)
     return with_tokenizer(folder, source)
 
 
-@pytest.mark.parametrize(("interface", "changes"), [("pit-trainable", {}), ("pit-frozen", {"lora_rank": 2})])
+@pytest.mark.parametrize(
+    ("interface", "changes"), [("pit-trainable", {}), ("pit-frozen", {"lora_rank": 2}), ("pit-free", {})]
+)
 def test_converted_checkpoint_is_gone_on_with(
     interface: Interface, changes: dict[str, Any], tmp_path: Path, converted: Path, corpus: Path
 ) -> None:
@@ -232,39 +235,19 @@ def test_converted_checkpoint_is_gone_on_with(
     ids, targets = first_batch(config)
     expected = F.cross_entropy(logits(mt.load(converted), ids).flatten(0, 1), targets.flatten()).item()
     row = train(config)
-    assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(expected, rel=1e-5)
     before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "run/model"))
     assert set(after) == set(before)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    stored = {name.rsplit(".", 2)[1]: name for name in before if ".interface." in name}
-    assert stored["cholesky_factor"] in moved
-    assert (stored["memory"] in moved) == (interface == "pit-trainable")
-    assert {name for name in moved if ".interface." not in name} == {
-        name for name in before if name.endswith("_proj.weight") or (not changes and name.endswith("norm.weight"))
-    }
+    gains = set() if changes else {name for name in before if name.endswith("norm.weight")}
+    assert moved == gains | {name for name in before if name.endswith(("_proj.weight", "embed_tokens.weight"))}
+    memories = [polar(tensors["model.embed_tokens.weight"].double())[0] for tensors in (before, after)]
+    assert (difference(*memories) > 1e-4) == (interface != "pit-frozen")  # its Z stays
     assert row["defect"] <= 1e-6 and row["delta_ti"] < 1e-3
-    recorded = json.loads((tmp_path / "run/model/config.json").read_text())["quantization_config"]
-    assert recorded["memory"] == interface.removeprefix("pit-")  # the source was converted with a frozen one
-    assert (recorded["retraction"], recorded["diagonal"]) == ("cayley", "softplus")
+    described = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert described["manifold_tying"] == {"scale": 1.0, "rotated": True}
     again = run(tmp_path / "again", tmp_path / "run/model", corpus, "pit-frozen", steps=1)
     assert train(again)["val_loss"] == pytest.approx(row["val_loss"], rel=0.1)
-
-
-def test_a_converted_checkpoints_own_settings_count(tmp_path: Path, converted: Path, corpus: Path) -> None:
-    def point(**changes: Any) -> tuple[TrainConfig, Any, Any]:
-        config = resolve(run(tmp_path, converted, corpus, **changes))
-        model = build_model(config)
-        memory = next(p for name, p in model.named_parameters() if "memory" in name)
-        return config, memory, build_optimizer(model, config.settings)._manifolds[memory]
-
-    config, memory, manifold = point()
-    assert (config.settings.retraction, config.settings.diagonal) == ("cayley", "softplus")
-    assert config == resolve(config) and config.as_json()["diagonal"] == "softplus"
-    assert manifold.retraction == memory.manifold.retraction == "cayley"
-    _, memory, manifold = point(retraction="qr")  # how Z moves from here on can be chosen
-    assert manifold.retraction == memory.manifold.retraction == "qr"
-    frozen = build_model(resolve(run(tmp_path, converted, corpus, "pit-frozen")))
-    assert all(not p.requires_grad for name, p in frozen.named_parameters() if "memory" in name)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +255,6 @@ def test_a_converted_checkpoints_own_settings_count(tmp_path: Path, converted: P
     [
         ({"preset": "mini"}, "preset cannot be set with init_from"),
         ({"init_transform": "hat"}, "unknown init_transform 'hat'; choose one of identity, head"),
-        ({"bridge": True, "init_transform": "identity"}, "init_transform or bridge, got both"),
         ({"init_from": None, "lora_rank": 4}, "lora_rank needs init_from"),
         ({"sequence_length": 65}, "expected sequence_length <= 64"),
     ],
@@ -306,17 +288,16 @@ def test_bad_checkpoints(tmp_path: Path, source: Path, corpus: Path) -> None:
     build(**TINY, tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
     refused("different tables", with_tokenizer(tmp_path / "untied", source))
     converted = tmp_path / "converted"
-    mt.save(mt.convert(build(**TINY), memory="frozen"), converted)
+    mt.save(mt.convert(build(**TINY)), converted)
     with_tokenizer(converted, source)
-    refused("is already converted: .* transpose starts from a table. Choose a PIT interface", converted)
-    refused("holds separate Z and T, which pit-free does not train", converted, "pit-free")
+    refused("is already converted: .* transpose starts from a table .*Choose a PIT interface", converted)
     refused("^init_transform cannot be set", converted, "pit-frozen", init_transform="rotation")
-    refused("expected diagonal=softplus.* got exp; leave it out", converted, "pit-frozen", diagonal="exp")
     (converted / "config.json").write_text((converted / "config.json").read_text().replace(" true", " false"))
-    refused("has both an entry of manifold-tying", converted, "pit-frozen")
+    refused("has both manifold_tying and tie_word_embeddings=false", converted, "pit-frozen")
 
 
-def test_rotation_scales_move_a_table_evenly() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_rotation_scales_move_a_table_evenly(apart: bool) -> None:
     """As Adam does a tied table: every column by the same length, where one rate for all is off by the condition number."""
 
     def moved(scaled: bool) -> tuple[torch.Tensor, float]:
@@ -325,17 +306,20 @@ def test_rotation_scales_move_a_table_evenly() -> None:
             table = model.get_input_embeddings().weight
             table.copy_(table @ torch.diag(torch.logspace(-1, 1, D)))  # singular values over a factor of a hundred
             model.model.norm.weight.fill_(1.3)
-        mt.convert(model, transform="rotation", memory="trainable", diagonal="exp")
-        overrides = mt.huggingface.rotation_scales(model) if scaled else {}
-        optimizer = RiemannianAdam(param_groups(model, manifold_lr=1e-4, overrides=overrides), lr=1e-4)
-        interface, gain = model.get_input_embeddings().interface, model.model.norm.weight.detach().clone()
-        before = interface.materialize()[0].detach()
-        T = interface.transform.detach()
+        mt.convert(model, transform="rotation")
+        overrides: Any = mt.huggingface.rotation_scales(model)
+        if apart:
+            split = SplitTable(model, memory="trainable", diagonal="exp")
+            interface, overrides = split.interface, split.rotation_scales(model)
+            interface.parametrizations.cholesky_factor.original.requires_grad_(False)  # the memory alone
+        else:
+            interface = FreePIT.share(model.lm_head.weight)
+        groups = param_groups(model, manifold_lr=1e-4, overrides=overrides if scaled else {})
+        optimizer = RiemannianAdam(groups, lr=1e-4)
+        gain, before = model.model.norm.weight.detach().clone(), interface.materialize()[0].detach()
         ids = torch.randint(V, (8, 12), generator=torch.Generator().manual_seed(1))
         model(input_ids=ids, labels=ids).loss.backward()
-        interface.parametrizations.cholesky_factor.original.grad = None  # the memory alone
         optimizer.step()
-        assert torch.equal(interface.transform, T)
         lengths = (interface.materialize()[0] - before).norm(dim=0)
         return lengths, ((model.model.norm.weight - gain) / gain).abs().max().item()
 
@@ -346,14 +330,11 @@ def test_rotation_scales_move_a_table_evenly() -> None:
 
 
 def test_rotation_scales_are_for_rotated_models(tmp_path: Path) -> None:
-    model = mt.convert(build(**TINY), transform="rotation", memory="frozen")
+    model = mt.convert(build(**TINY), transform="rotation")
     mt.save(model, tmp_path / "saved")
     loaded = mt.load(tmp_path / "saved")
     expected, found = mt.huggingface.rotation_scales(model), mt.huggingface.rotation_scales(loaded)
-    assert list(found) == list(expected) and len(found) == 3
+    assert list(found) == list(expected) and len(found) == 2
     assert all(torch.equal(found[name]["scale"], expected[name]["scale"]) for name in found)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="vocabulary 300 -> 310"):
-        loaded.resize_token_embeddings(310)
-    assert len(mt.huggingface.rotation_scales(loaded)) == 3
     with pytest.raises(ValueError, match="transform='rotation'; other models need no scales"):
         mt.huggingface.rotation_scales(mt.convert(build(**TINY)))

@@ -59,7 +59,7 @@ def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
         (["trian"], "expected a command (train, ablate, "),
         (["trian"], "got 'trian'; did you mean train?"),
         (["train", "--out", "x", "--steps", "0"], "error: expected steps >= 1, got 0"),
-        (["train", "--out", "x", "--retract-every", "0"], "expected project_every >= 1"),  # by its old name
+        (["train", "--out", "x", "--project-every", "0"], "expected project_every >= 1"),
         (["train", "--out", "x", "--steps", "many"], "--steps"),  # in the parser's words
         (["train", "--out", "x", "--seed", str(2**64)], "expected seed < 2^64"),
         (["train", "--out", "x\0y"], "expected out to be a path"),
