@@ -226,8 +226,8 @@ def test_transformers_refuses_checkpoints_whose_parts_disagree(tmp_path: Path) -
     config = tmp_path / "config.json"
     described = json.loads(config.read_text())
     mark = described["manifold_tying"]
-    changes: list[dict[str, Any]] = [{"tie_word_embeddings": False}, {"manifold_tying": mark | {"scale": 0}}, {"manifold_tying": {}}]
-    for change in changes:
+    wrong: list[dict[str, Any]] = [{"manifold_tying": mark | {"scale": 0}}, {"manifold_tying": {}}]
+    for change in ({"tie_word_embeddings": False}, *wrong):
         config.write_text(json.dumps(described | change))
         with pytest.raises(ValueError, match="manifold_tying"):
             AutoModelForCausalLM.from_pretrained(tmp_path)
