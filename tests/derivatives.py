@@ -138,7 +138,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "PIT, free": lambda: LanguageModel(mt.PIT(V, D, std=0.3), False),
     "PIT, trainable": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), False),
     "PIT, logits": lambda: LanguageModel(mt.PIT(V, D, memory="trainable"), True),
-    "PIT, bridge": lambda: LanguageModel(mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="frozen"), False),
 }
 
 

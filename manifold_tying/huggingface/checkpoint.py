@@ -23,7 +23,7 @@ from manifold_tying.huggingface.folder import (
 from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
-from manifold_tying.tying import FreePIT, PITEmbedding
+from manifold_tying.tying import PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -208,7 +208,7 @@ def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> d
         state[name] = getattr(owner, attribute).detach()
     embedding = pit_embedding(model)
     names = {module: name for name, module in model.named_modules()}
-    state[f"{names[embedding]}.weight"] = FreePIT.share(embedding.weight).materialize()[0]
+    state[f"{names[embedding]}.weight"] = embedding.materialize()
     # safetensors rejects tensors that share memory, such as BERT's bias; an untied model stores each separately.
     once: set[int] = set()
     for name, tensor in state.items():

@@ -185,9 +185,9 @@ def rotation_scales(model: "PreTrainedModel") -> dict[str, dict[str, Tensor | fl
     """Overrides for ``param_groups`` that give a model converted with transform="rotation" the steps of a plain table.
 
     Adam moves every entry of a tied table by about its learning rate. With T = diag(t) it moves column j of E = W T⁻² by t_j⁻²
-    times that. t spans the condition number of the table, so no single rate suits all columns. Multiplying the updates of W's
-    column j by t_j² moves every entry of E by about the learning rate. Likewise the update of the final norm's gain, g / t²,
-    is multiplied by 1 / t². Training makes T non-diagonal; t is then its diagonal.
+    times that, for a fixed T. t spans the condition number of the table, so no single rate suits all columns. The updates of
+    W's column j are multiplied by t_j². Likewise the update of the final norm's gain, g / t², is multiplied by 1 / t². Training
+    makes T non-diagonal; t is then its diagonal.
 
         groups = param_groups(model, overrides=rotation_scales(model))
         optimizer = RiemannianAdam(groups, lr=1e-3)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import distributed, precision
+from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pseudo_inverse import InverseGram, divide
 from manifold_tying.tying._vocabulary import distinct_rows
 from manifold_tying.tying.interface import check_ids
@@ -87,6 +88,10 @@ class PITEmbedding(nn.Embedding):
         # The factor has the model's dtype, as in Gemma 3.
         e = e if self.scale == 1.0 else e * torch.full((), self.scale, dtype=e.dtype, device=e.device)
         return e if input is ids else _distributed_like(input, e)
+
+    def materialize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """E (V, d) without the scale, computed in float64 and cast once, by default to the dtype of W."""
+        return FreePIT.share(self.weight).materialize(dtype)[0]
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -77,10 +77,7 @@ class FreePIT(PIT):
 
     @property
     def head_weight(self) -> Tensor:
-        if self.bridge is None:
-            return self.table
-        with precision.full_precision(self.table.device):
-            return self.table @ self.bridge.mT
+        return self.table
 
     def _table(self) -> Tensor:
         return self.table
@@ -91,21 +88,17 @@ class FreePIT(PIT):
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden, self.hidden_size)
-        if self.bridge is not None:
-            with precision.full_precision(hidden.device):
-                hidden = (hidden.to(self.bridge.dtype) @ self.bridge).to(hidden.dtype)
         return hidden, self.table
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             W = distributed.full_tensor(self.table)
             wide = W.to(torch.float64, copy=True)
-            return self._with_bridge(wide @ inverse_gram(W), wide.mT, dtype or W.dtype)
+            return (wide @ inverse_gram(W)).to(dtype or W.dtype), wide.mT.to(dtype or W.dtype).contiguous()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        super().reset_parameters()
         distributed.sharded_normal_(self.table).mul_(self.std)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, memory='free'" + (", bridge=True" if self.bridge is not None else "")
+        return f"{super().extra_repr()}, memory='free'"

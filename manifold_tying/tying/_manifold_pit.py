@@ -94,7 +94,7 @@ class ManifoldPIT(PIT):
     def head_weight(self) -> Tensor:
         Z = self.memory
         with precision.full_precision(Z.device):
-            return Z @ (self.transform if self.bridge is None else self.transform @ self.bridge.mT)
+            return Z @ self.transform
 
     def _table(self) -> Tensor:
         return self.memory
@@ -120,8 +120,6 @@ class ManifoldPIT(PIT):
         with precision.full_precision(hidden.device):
             L = self.cholesky_factor
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
-            if self.bridge is not None:
-                h = h @ self.bridge
             few = not torch.compiler.is_exporting() and len(h) < len(L)  # an export serves any number of tokens
             h = (h @ L) @ L.mT if few else h @ (L @ L.mT)  # whichever is cheaper
             return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
@@ -131,11 +129,11 @@ class ManifoldPIT(PIT):
         with torch.no_grad():
             memory = distributed.full_tensor(self.memory)
             Z, L = memory.double(), self.cholesky_factor.double()
-            return self._with_bridge(_divide(Z, L), L @ (L.mT @ Z.mT), dtype or memory.dtype)
+            E, W_out = (M.to(dtype or memory.dtype).contiguous() for M in (_divide(Z, L), L @ (L.mT @ Z.mT)))
+            return E, W_out
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        super().reset_parameters()
         if not parametrize.is_parametrized(self):
             raise RuntimeError("materialize removed the constraints of this interface; create a new one")
         stored = parametrized(self)
@@ -156,7 +154,7 @@ class ManifoldPIT(PIT):
         # materialize(pit) shortens the parameter's name
         stored = next(p for name, p in self.named_parameters() if "memory" in name)
         kind = "trainable" if stored.requires_grad else "frozen"
-        return f"{super().extra_repr()}, memory={kind!r}" + (", bridge=True" if self.bridge is not None else "")
+        return f"{super().extra_repr()}, memory={kind!r}"
 
 
 class _Divide(torch.autograd.Function):

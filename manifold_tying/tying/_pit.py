@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manifold_tying import distributed, linalg, precision
 from manifold_tying.manifolds import Retraction
@@ -53,7 +53,6 @@ class PIT(TokenInterface):
     # NotImplementedError here.
     memory: Tensor
     cholesky_factor: Tensor
-    bridge: nn.Parameter | None
     embedding_dtype: torch.dtype
 
     # copy and pickle call __new__ without arguments, hence the defaults.
@@ -82,7 +81,6 @@ class PIT(TokenInterface):
                 f"d={hidden_size}; use a larger vocabulary or a narrower model"
             )
         self.embedding_dtype = torch.get_default_dtype()
-        self.register_parameter("bridge", None)
         self.register_load_state_dict_post_hook(_follow_loaded_dtype)
 
     @classmethod
@@ -91,7 +89,6 @@ class PIT(TokenInterface):
         weight: Tensor,
         *,
         transform: Transform = "identity",
-        bridge: bool = False,
         memory: Memory = "free",
         **options: Any,
     ) -> "PIT":
@@ -103,9 +100,6 @@ class PIT(TokenInterface):
             weight: E0 (V, d), V >= d, of full column rank.
             transform: the initial T: "identity" (the paper), "head" (T = H, so W_out = E0ᵀ) or "embedding" (T = H⁻¹, so
                 E = E0).
-            bridge: preserve the tied model's function exactly, by a trainable d x d matrix, initially H, that is applied to
-                embeddings and hidden states. T is then I regardless of ``transform``, and W_out E = I holds for Z and T only,
-                not for the model's maps.
             memory: as for :class:`PIT`.
             options: options of :class:`ManifoldPIT`; bounds must contain the diagonal of the L of this T.
 
@@ -118,11 +112,9 @@ class PIT(TokenInterface):
         form = _pit_class(memory, options)
         U, H = _decompose(weight)
         T = precision.eye_like(H)
-        if transform != "identity" and not bridge:
+        if transform != "identity":
             T = H if transform == "head" else precision.sym(torch.linalg.inv(H))
         pit = form._from_factors(U, T, precision.compute_dtype(weight.dtype), memory=memory, **options)
-        if bridge:
-            pit.bridge = nn.Parameter(H.to(pit._table().dtype))
         return pit.to(weight.dtype)
 
     @classmethod
@@ -131,12 +123,10 @@ class PIT(TokenInterface):
         raise NotImplementedError
 
     def to_free(self) -> "PIT":
-        """A copy with the same E, W_out (and bridge) as one free table W = Z T, which any optimizer trains."""
+        """A copy with the same E and W_out as one free table W = Z T, which any optimizer trains."""
         with torch.no_grad():
             Z = distributed.full_tensor(self.memory)
             free = _pit_class("free", {})._from_factors(Z.double(), self.transform.double(), Z.dtype)
-            if self.bridge is not None:
-                free.bridge = nn.Parameter(self.bridge.detach().clone())
             return free.to(self.embedding_dtype)
 
     @property
@@ -148,7 +138,7 @@ class PIT(TokenInterface):
 
     @property
     def head_weight(self) -> Tensor:
-        """W_outᵀ (V, d), differentiable; with a bridge B, W_outᵀ Bᵀ."""
+        """W_outᵀ (V, d), differentiable."""
         raise NotImplementedError
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -159,8 +149,6 @@ class PIT(TokenInterface):
         check_ids(ids, self.vocab_size)
         with precision.full_precision(ids.device):
             e = distinct_rows(ids, self._table(), self._divide)
-            if self.bridge is not None:
-                e = e @ self.bridge
         return e.to(self.embedding_dtype)
 
     def _table(self) -> Tensor:
@@ -183,23 +171,16 @@ class PIT(TokenInterface):
         raise NotImplementedError
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """(E, W_out), computed in float64 and cast once, by default to the parameters' dtype; with a bridge (E B, B W_out)."""
+        """(E, W_out), computed in float64 and cast once, by default to the parameters' dtype."""
         raise NotImplementedError
 
-    def _with_bridge(self, E: Tensor, W_out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.bridge is not None:
-            bridge = distributed.full_tensor(self.bridge).double()
-            E, W_out = E @ bridge, bridge @ W_out
-        return E.to(dtype).contiguous(), W_out.to(dtype).contiguous()
-
     def reset_parameters(self) -> None:
-        """Draw new parameters from torch's default generator, as in the constructor; RuntimeError with a bridge.
+        """Draw new parameters from torch's default generator, as in the constructor.
 
         Also initializes a module from the meta device, after ``to_empty``. Parameters may be DTensors sharded by rows: with
         the same seed, ranks get the values that one process would draw.
         """
-        if self.bridge is not None:
-            raise RuntimeError("a bridge comes from a table; create a new interface by from_embedding")
+        raise NotImplementedError
 
     def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
         """Optional regularizer: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""

@@ -246,8 +246,6 @@ INTERFACES: dict[str, tuple[Callable[[], Any], bool]] = {
     "PIT, exp": (lambda: PIT(11, 4, memory="trainable", diagonal="exp", retraction="cayley"), True),
     "PIT, free": (lambda: PIT(11, 4, std=0.3), True),
     "PIT from a table": (lambda: PIT.from_embedding(torch.randn(11, 4), transform="head"), True),
-    "PIT with a bridge": (lambda: PIT.from_embedding(torch.randn(11, 4), bridge=True, memory="trainable"), False),
-    "PIT, free, with a bridge": (lambda: PIT.from_embedding(torch.randn(11, 4), bridge=True), False),
 }
 
 

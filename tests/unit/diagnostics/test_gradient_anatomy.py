@@ -31,7 +31,6 @@ INTERFACES: dict[str, Any] = {
     "pit-frozen": lambda: mt.PIT(V, D, memory="frozen"),
     "pit-free": lambda: mt.PIT(V, D),
     "pit-trainable": lambda: mt.PIT(V, D, memory="trainable"),
-    "pit-bridge": lambda: mt.PIT.from_embedding(torch.randn(V, D), bridge=True, memory="trainable"),
 }
 
 

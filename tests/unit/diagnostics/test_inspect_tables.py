@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_models import _BERT, D, V, build, make
-from references import reference
 from safetensors.torch import load_file, save_file
 
 import manifold_tying as mt
@@ -59,13 +58,6 @@ def test_a_run_is_read_as_the_model_it_saved(interface: Any, scaled: bool, tmp_p
             inspect_tables(tmp_path)
 
 
-def test_a_bridged_pit_is_read_with_its_bridge(tmp_path: Path) -> None:
-    pit = mt.PIT.from_embedding(torch.randn(V, D), bridge=True)
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    checkpoint = write_checkpoint(tmp_path, stage_checkpoint(1, reference(pit), optimizer, {"diagonal": "softplus"}))
-    assert torch.equal(inspect_tables(checkpoint).W_out, pit.materialize()[1])
-
-
 @pytest.mark.parametrize(("name", "shards"), [("Llama", True), ("GPT-2", False), ("GPTNeoX", True), ("OPT", False)])
 def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: bool, tmp_path: Path) -> None:
     tied = {"tie_word_embeddings": False} if shards else {}
@@ -79,26 +71,13 @@ def test_a_hugging_face_folder_is_read_as_the_model_it_saved(name: str, shards: 
 
 
 def test_a_converted_model(tmp_path: Path) -> None:
-    """Both halves hold the same interface; an empty tensor stands under the name of the stock table."""
-
-    class Half(torch.nn.Module):
-        def __init__(self, interface: mt.PIT) -> None:
-            super().__init__()
-            self.interface = interface
-
-    pit = mt.PIT.from_embedding(torch.randn(V, D), transform="head", memory="frozen", diagonal="exp", bounds=(0.5, 4.0))
-    model = build()
-    model.set_input_embeddings(Half(pit))
-    model.set_output_embeddings(Half(pit))
-    for table, expected in zip(interface_tables(model), pit.materialize(), strict=True):
-        assert torch.equal(table, expected)
-    prefix = "model.embed_tokens."
-    weights = {f"{prefix}interface.{name}": tensor for name, tensor in pit.state_dict().items()}
-    save_file({**weights, f"{prefix}weight": torch.empty(0)}, tmp_path / "model.safetensors")
-    options = {"diagonal": "exp", "bounds": [0.5, 4.0], "memory": "frozen"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": options}))
-    E, W_out, description = inspect_tables(tmp_path)
-    assert torch.equal(E, pit.materialize()[0]) and torch.equal(W_out, pit.materialize()[1]) and "PIT" in description
+    model = mt.convert(build())
+    W = model.lm_head.weight.detach().double()
+    model.save_pretrained(tmp_path)
+    for tables in (interface_tables(model), inspect_tables(tmp_path)):
+        torch.testing.assert_close(tables[0].double(), W @ torch.linalg.inv(W.T @ W), rtol=1e-4, atol=1e-6)
+        assert torch.equal(tables[1].T, model.lm_head.weight)
+    assert inspect_tables(tmp_path).description.endswith("PIT")
 
 
 def test_a_tied_and_an_untied_llama(tmp_path: Path) -> None:

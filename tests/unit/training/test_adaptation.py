@@ -85,7 +85,7 @@ def test_decoding_agrees_with_whole_forward_passes(interface: str, tokenizer: To
     """On a random model that says numbers, and ends where its hidden state says so, after questions of several lengths."""
     model = build(vocab_size=V, pad_token_id=None)
     if interface == "converted":
-        mt.convert(model, bridge=True)
+        mt.convert(model)
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.mul_(8)  # what it says depends on what it was asked
@@ -162,7 +162,7 @@ def test_adaptation_end_to_end(tmp_path: Path, source: Path, monkeypatch: pytest
     monkeypatch.setattr(f"{module}.TRAINING", 400)
     monkeypatch.setattr(f"{module}.EVALUATED", 40)
     converted = tmp_path / "converted"
-    mt.save(mt.convert(AutoModelForCausalLM.from_pretrained(source), transform="rotation", memory="frozen"), converted)
+    mt.save(mt.convert(AutoModelForCausalLM.from_pretrained(source), transform="rotation"), converted)
     (converted / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     options: dict[str, Any] = {"steps": 3, "seed": 1, "lora_rank": 2, "lr": 1e-2}
     options |= {"batch_size": 4, "sequence_length": 32}

@@ -46,7 +46,7 @@ def table(rows: int = V, columns: int = D, seed: int = 0) -> Tensor:
 
 INTERFACES: dict[str, Callable[[], TokenInterface]] = {
     "transpose": lambda: TransposeTying(V, D),
-    "pit-bridge": lambda: PIT.from_embedding(table().float(), bridge=True, memory="frozen"),
+    "pit-frozen": lambda: PIT.from_embedding(table().float(), transform="head", memory="frozen"),
     "pit-free": lambda: PIT.from_embedding(table().float(), transform="head"),
 }
 
@@ -69,7 +69,7 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("name", "tokens"), [("pit-bridge", 4), ("pit-bridge", 2 * V), ("pit-free", 2 * V)])
+@pytest.mark.parametrize(("name", "tokens"), [("pit-frozen", 4), ("pit-frozen", 2 * V), ("pit-free", 2 * V)])
 def test_compiled_is_eager(name: str, tokens: int) -> None:
     interface = INTERFACES[name]()
     ids, targets = torch.randint(V, (tokens,)), torch.randint(V, (2, 2))
@@ -166,7 +166,7 @@ def test_random_start_is_orthonormal_with_identity_transform() -> None:
     assert not torch.equal(pit.memory, PIT(200, 16, memory="frozen").memory)
 
 
-@pytest.mark.parametrize("options", [{"transform": "head"}, {"transform": "embedding"}, {"bridge": True}, {}])
+@pytest.mark.parametrize("options", [{"transform": "head"}, {"transform": "embedding"}, {}])
 def test_bounds_that_would_change_where_it_starts_are_refused(options: dict[str, Any]) -> None:
     H = torch.from_numpy(scipy.linalg.polar(table().numpy())[1])
     starts = {"head": H, "embedding": torch.linalg.inv(H)}
@@ -205,15 +205,6 @@ def test_from_embedding(dtype: torch.dtype) -> None:
     # Negative control: no transform gives both sides.
     assert (start["head"].materialize()[0].double() - E0).norm() > 0.1
     assert (start["embedding"].materialize()[1].double() - E0.T).norm() > 0.1
-
-
-def test_bridge_is_the_tied_model_exactly() -> None:
-    E0 = table().float()
-    pit = PIT.from_embedding(E0, bridge=True, memory="frozen")
-    for ours, of_tied in zip(pit.materialize(), (E0, E0.T), strict=True):  # what it computes is of these tables
-        torch.testing.assert_close(ours, of_tied, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pit.transform, torch.eye(D), rtol=0, atol=1e-6)
-    assert pit.bridge is not None and pit.bridge.requires_grad and "bridge=True" in repr(pit)
 
 
 def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:
