@@ -49,9 +49,9 @@ def adaptation(
 
     Args:
         checkpoint: a transformers checkpoint with tied tables ("transpose", "untied"; the PIT arms convert it), or a converted
-            one ("pit-frozen", "pit-trainable": as it is).
+            one (the PIT arms).
         out: folder to write to.
-        interface: the adapted model's. PIT's T also trains, and Z with "pit-trainable".
+        interface: the adapted model's. PIT's tables also train, but for the Z of "pit-frozen".
         steps: optimizer steps.
         seed: seed of the run.
         lora_rank: rank of the updates.
@@ -121,7 +121,7 @@ PRINTED = {"transpose": "16.9 / 12.4", "pit-frozen+init_transform=identity": "17
 
 
 def adapted(out: Path, settings: Settings, seeds: int, started: Started | None) -> list[Table]:
-    """Continue pretraining of one checkpoint with each tying, then apply LoRA with tables, Z and T frozen."""
+    """Continue pretraining of one checkpoint with each tying, then apply LoRA with fixed tables."""
     arms = [
         Arm(label=TRANSPOSE, spec="transpose"),
         Arm(label="PIT, Z frozen, T = I (the paper's)", spec="pit-frozen+init_transform=identity"),
@@ -130,8 +130,8 @@ def adapted(out: Path, settings: Settings, seeds: int, started: Started | None) 
     trained = train_arms(out / "continued", arms, settings, seeds, started)
     body = []
     for arm in arms:
-        interface: Interface = "transpose" if arm.spec == "transpose" else "pit-frozen"
-        frozen: dict[str, Any] = {} if interface == "transpose" else {"transform_lr": 0.0}
+        interface: Interface = "transpose" if arm.spec == "transpose" else "pit-free"
+        frozen: dict[str, Any] = {} if interface == "transpose" else {"table_lr": 0.0}
         rows = []
         for seed, run in trained.runs(arm).items():
             folder = run / OUT

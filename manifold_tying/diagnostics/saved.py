@@ -1,25 +1,20 @@
 """Read the two tables of a saved model from safetensors; never executes or unpickles anything in a checkpoint."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manifold_tying._json import read_object
-from manifold_tying.huggingface.folder import (
-    DAMAGED,
-    WHOLE,
-    read_config,
-    read_shapes,
-    read_tensors,
-    recorded_mark,
-    table_names,
-    weight_map,
-)
+from manifold_tying._safetensors import DAMAGED, WHOLE, read_shapes, read_tensors, weight_map
+from manifold_tying.huggingface.folder import build_empty, read_config, recorded_mark
 from manifold_tying.tying import PIT, FreePIT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OURS = "interface."
 _MEMORY, _FREE = "parametrizations.memory.original", "table"
@@ -149,7 +144,7 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     config, converted = read_config(folder), recorded_mark(folder) is not None
     where = weight_map(folder)
     family = f"Hugging Face {config.get('model_type', 'model')}"
-    embedding, head, tied = table_names(folder, where)
+    embedding, head, tied = _table_names(folder, where)
     if embedding is None:
         raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
     E = read_tensors(folder, where, [embedding])[embedding]
@@ -180,3 +175,54 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
 
 def _some(names: Any) -> str:
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
+    """(embedding's name, head's name, whether a missing head is the embedding); ``where`` maps each tensor to its file.
+
+    By what the model's class calls them.
+    """
+    model = build_empty(folder)
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding, head = _accessed(model, "input"), _accessed(model, "output")
+    if id(embedding) not in names or id(head) not in names:
+        raise ValueError(
+            f"expected a language model in {folder}, but {type(model).__name__} has no embedding or no head "
+            "(get_input_embeddings, get_output_embeddings)"
+        )
+    inside, outside = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+    pairs: Mapping[str, str] = model.all_tied_weights_keys
+    source = pairs.get(inside, inside)
+    tied = {source, *(target for target, of in pairs.items() if of == source)} - {inside}
+    table, score = _stored(model, (inside, *sorted(tied)), where), _stored(model, (outside,), where)
+    return table, None if score == table else score, outside in tied
+
+
+def _accessed(model: Any, side: str) -> Any:
+    try:
+        return getattr(model, f"get_{side}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:
+    """The stored name of the parameter that the model calls ``names``, or None.
+
+    Some classes rename parameters when they save. Checkpoints of base models lack a prefix; then the only stored name with the
+    longest common suffix matches.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameter = torch.empty(1, 1, device="meta")
+    saved = [name for own in names for name in revert_weight_conversion(model, {own: parameter})]
+    if exact := [name for name in (*saved, *names) if name in where]:
+        return exact[0]
+    ends = {found: max(_common_end(name, found) for name in names) for found in where}
+    longest = max(ends.values(), default=0)
+    best = [found for found, length in ends.items() if length == longest]
+    return best[0] if longest >= 2 and len(best) == 1 else None  # 1 part is only "weight"
+
+
+def _common_end(left: str, right: str) -> int:
+    pairs = zip(reversed(left.split(".")), reversed(right.split(".")), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(left.count("."), right.count(".")) + 1)

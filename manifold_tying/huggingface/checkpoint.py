@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from manifold_tying._safetensors import read_shapes, read_tensors, weight_map
 from manifold_tying.huggingface._import import import_transformers
 from manifold_tying.huggingface.files import write as write
-from manifold_tying.huggingface.folder import (
-    build_empty,
-    model_class,
-    read_config,
-    read_shapes,
-    read_tensors,
-    recorded_mark,
-    weight_map,
-)
+from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
-from manifold_tying.tying import PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,18 +33,17 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         path: output folder, created if missing.
 
     Raises:
-        ValueError: the model is not converted, has adapters or constrained weights, which a transformers checkpoint cannot
-            store, or a table that is not finite or not of full rank.
+        ValueError: the model is not converted or no longer tied, has adapters or constrained weights, which a transformers
+            checkpoint cannot store, or a table that is not finite or not of full rank.
     """
     check_model(model)
     check_adapters(model)
-    embedding = pit_embedding(model)
     if constrained := [name for name, *_ in constraints(model)]:
         raise ValueError(
             f"expected plain weights, but {', '.join(constrained)} are constrained. A transformers checkpoint cannot store "
             "constraints: call manifold_tying.materialize on those layers, or save model.state_dict() instead"
         )
-    check_table(embedding)
+    _check_table(model)
     known = getattr(model.config, MARK)
     mark(model.config, known["scale"], known["rotated"])  # again: PEFT unties the config when it merges
     write(model, Path(path))
@@ -70,30 +61,28 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
         ValueError: not a converted checkpoint, its parts disagree, or its table is not finite or not of full rank.
     """
     import_transformers()
-    folder = Path(path)
-    if recorded_mark(folder) is None:
+    if recorded_mark(Path(path)) is None:
         raise ValueError(
-            f"{folder} is not a converted model: its config.json has no entry {MARK!r}. Load it with transformers, then "
-            "convert it"
+            f"{path} is not a converted model: its config.json has no entry {MARK!r}. Load it with transformers and convert it"
         )
-    model = _read(folder, **options)
-    check_table(pit_embedding(model))
+    model = _read(Path(path), **options)
+    _check_table(model)
     return model
 
 
 @torch.no_grad()
-def check_table(embedding: PITEmbedding) -> None:
-    """ValueError unless the table is finite and has full rank."""
+def _check_table(model: "PreTrainedModel") -> None:
+    """ValueError unless the model is converted and its table is finite and has full rank, or is offloaded."""
+    embedding = pit_embedding(model)
     W = embedding.weight
-    if W.is_meta:
-        return  # offloaded
-    if not torch.isfinite(W).all():
+    if not W.is_meta and not embedding(torch.zeros(1, dtype=torch.int64, device=W.device)).isfinite().all():
         raise ValueError("expected a finite table W, got NaN or Inf in it: the weights are damaged")
-    embedding(torch.zeros(1, dtype=torch.int64, device=W.device))
 
 
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
     """Load a stock checkpoint in the class that its config.json names; no tensor is randomly initialized.
+
+    Skips masks and modules that the class lacks, such as a pooler, with a warning.
 
     Args:
         folder: folder of the checkpoint.
@@ -113,7 +102,6 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    """Load the model. ``spare`` skips masks and modules that its class lacks, such as a pooler, with a warning."""
     build_empty(folder)  # fails early and names config.json; transformers would fail while reading the weights
     where = weight_map(folder)
     read_shapes(folder / file for file in dict.fromkeys(where.values()))
@@ -204,8 +192,7 @@ def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> d
         for name, tensor in model.state_dict().items()
         if ".parametrizations." not in name or name in names_of_stock
     }
-    for name, owner, attribute in constraints(model):
-        state[name] = getattr(owner, attribute).detach()
+    state |= {name: getattr(owner, attribute).detach() for name, owner, attribute in constraints(model)}
     embedding = pit_embedding(model)
     names = {module: name for name, module in model.named_modules()}
     state[f"{names[embedding]}.weight"] = embedding.materialize()

@@ -18,7 +18,7 @@ from manifold_tying.huggingface.rotation import (
     rotate_body,
     rotation,
 )
-from manifold_tying.huggingface.tables import Source, StockTables, read_tables, reads_table, undisturbed
+from manifold_tying.huggingface.tables import Source, StockTables, is_called, read_tables, undisturbed
 from manifold_tying.tying import PIT, FreePIT, PITEmbedding, Transform
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
             raise ValueError("transform='rotation' needs a tied model; choose another transform")
         turned = rotation(model, tables.weight)
     W = _start(tables.weight if turned is None else turned.table, "embedding" if transform == "rotation" else transform)
-    if reads_table(model, tables.embedding):
+    if not is_called(model, tables.embedding):
         raise ValueError(
             f"{type(model).__name__} reads the weight of its embedding directly, so another embedding would not be used. It "
             "cannot be converted and is unchanged"

@@ -37,7 +37,8 @@ def mark(config: "PreTrainedConfig", scale: float, rotated: bool) -> None:
     """Mark a config as a converted model's."""
     owner: Any = config
     owner.manifold_tying = {"scale": scale, "rotated": rotated}
-    owner.quantization_config = dict(GUARD)
+    if not getattr(config, "quantization_config", None):  # a quantized body keeps its own
+        owner.quantization_config = dict(GUARD)
     owner.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
 
 

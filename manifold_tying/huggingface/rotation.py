@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import linalg, precision
+from manifold_tying import linalg
 from manifold_tying.huggingface.native import pit_embedding
 from manifold_tying.huggingface.tables import random_ids
 
@@ -132,20 +132,16 @@ def final_norm(model: "PreTrainedModel") -> Any:
 
 
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
-    """The blocks and the final norm; ValueError if the layout differs from Llama's."""
+    """The blocks and the final norm; ValueError for other names than Llama's. :func:`check_rotated` tests what they compute."""
     body = getattr(model, model.base_model_prefix, None)
     blocks: Any = getattr(body, "layers", None)
     final = getattr(body, "norm", None)
-    known = isinstance(blocks, nn.ModuleList) and final is not None and _is_rms_norm(final)
+    known = isinstance(blocks, nn.ModuleList) and hasattr(final, "weight")
     for block in blocks if known else ():
-        norms = [name for name, module in block.named_children() if "norm" in name]
-        known &= sorted(norms) == sorted(_READS) and all(_is_rms_norm(getattr(block, name)) for name in norms)
-        known &= sorted(name for name, _ in block.named_children() if name not in norms) == ["mlp", "self_attn"]
+        children = {name for name, _ in block.named_children()}
+        known &= {name for name in children if "norm" in name} == _READS.keys() and set(_PROJECTIONS) <= children
         for part, (reads, writes) in _PROJECTIONS.items():
-            found = {
-                name for name, module in getattr(block, part, nn.Module()).named_children() if name.endswith("_proj")
-            }
-            known &= found == {*reads, writes}
+            known &= {*reads, writes} <= {name for name, _ in getattr(block, part, nn.Module()).named_children()}
     if not known:
         raise ValueError(
             f"expected Llama-like blocks: two RMSNorms before self_attn and mlp with q, k, v, o, gate, up and down "
@@ -156,28 +152,17 @@ def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
 
 def check_plain(model: "PreTrainedModel") -> None:
     """ValueError unless the blocks are Llama-like and every projection is a plain ``nn.Linear`` with a weight in memory."""
-    other = []
-    for name, layer in _parts(model)[0].named_modules():
-        if name.endswith("_proj"):
-            weight = layer._parameters.get("weight")
-            if type(layer) is not nn.Linear or weight is None or weight.is_meta:
-                other.append(name)
+    other = [
+        name
+        for name, layer in _parts(model)[0].named_modules()
+        if name.endswith("_proj")
+        and (type(layer) is not nn.Linear or "weight" not in layer._parameters or layer.weight.is_meta)
+    ]
     if other:
         raise ValueError(
             f"expected plain nn.Linear weights to rotate, but layers {', '.join(other)} of {type(model).__name__} have "
             "constraints or adapters, or are offloaded; call manifold_tying.materialize or merge_and_unload first"
         )
-
-
-def _is_rms_norm(norm: nn.Module) -> bool:
-    """Whether the module computes gain x / rms(x) on a sample."""
-    weight = norm._parameters.get("weight")
-    if weight is None or len(norm._parameters) != 1:
-        return False
-    x = torch.linspace(-1, 2, 4 * len(weight)).reshape(4, -1).to(weight)
-    wide = precision.compute_dtype(weight.dtype)  # bfloat16 rounds the formula by more than is allowed
-    expected: Tensor = weight.to(wide) * x.to(wide) / x.to(wide).square().mean(-1, keepdim=True).sqrt()
-    return torch.allclose(norm(x).to(wide), expected, rtol=1e-2, atol=1e-3)
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark, weight_map
+from manifold_tying._safetensors import weight_map
+from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import check_options
 from manifold_tying.training import sections

@@ -49,10 +49,11 @@ assert model(torch.arange(4)[None]).logits.shape == (1, 4, 32)
 
 def test_a_transformers_that_we_cannot_register_with_still_imports(tmp_path: Path) -> None:
     """New enough by its number, without what we need."""
-    quantizers = tmp_path / "transformers" / "quantizers"
-    quantizers.mkdir(parents=True)
-    (quantizers.parent / "__init__.py").write_text("__version__ = '5.99.0'\nfrom transformers.quantizers import auto\n")
-    (quantizers / "__init__.py").touch()
-    (quantizers / "auto.py").write_text("AUTO_QUANTIZER_MAPPING = {}\n")
+    package = tmp_path / "transformers"
+    (package / "quantizers").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '5.99.0'\nfrom transformers import modeling_utils\n")
+    (package / "modeling_utils.py").write_text("from transformers.quantizers import auto\n")
+    (package / "quantizers" / "__init__.py").touch()
+    (package / "quantizers" / "auto.py").touch()
     said = run("import manifold_tying\nimport transformers\nprint('imported')", tmp_path)
-    assert "imported" in said and said.count("Cannot register converted checkpoints") == 1
+    assert "imported" in said and said.count("Cannot register converted models") == 1

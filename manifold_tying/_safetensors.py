@@ -1,0 +1,63 @@
+"""Read safetensors files of a folder that may be damaged; nothing is unpickled."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from manifold_tying._extra import needs_extra
+from manifold_tying._json import check_regular, read_object
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DAMAGED = "it is damaged or incomplete"
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Map each tensor name to its file; ValueError if an index points outside the folder."""
+    if (folder / WHOLE).exists():
+        with _open(folder / WHOLE) as tensors:
+            return dict.fromkeys(tensors.keys(), WHOLE)
+    if not (folder / INDEX).exists():
+        raise ValueError(
+            f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
+            "with transformers, if you trust them, and save the model again with safe_serialization=True"
+        )
+    where: Any = read_object(folder / INDEX, DAMAGED).get("weight_map")
+    files = where.values() if isinstance(where, dict) else ()
+    if not files or not all(isinstance(file, str) and re.fullmatch(r"[^/\\]*\.safetensors", file) for file in files):
+        raise ValueError(f"{folder / INDEX} is damaged: expected a weight_map to safetensors files of this folder")
+    return where
+
+
+def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
+    """Map each tensor name in the safetensors files to its shape."""
+    found: dict[str, list[int]] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise ValueError(f"expected weights in safetensors, got {file}")
+        with _open(file) as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return found
+
+
+def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -> dict[str, Tensor]:
+    """Read only the named tensors."""
+    read = {}
+    for name in names:
+        with _open(folder / where[name]) as tensors:
+            if name not in tensors.keys():
+                raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
+            read[name] = tensors.get_tensor(name)
+    return read
+
+
+def _open(file: str | Path) -> Any:
+    with needs_extra("train", "reading a saved model needs"):
+        from safetensors import SafetensorError, safe_open
+    try:
+        check_regular(file)
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({error}): it is missing, damaged or incomplete") from error
