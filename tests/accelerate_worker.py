@@ -1,10 +1,11 @@
-"""What tests/huggingface/test_huggingface_accelerate.py runs in each process: a few steps of a model below accelerate.
+"""What tests/huggingface/test_huggingface_accelerate.py runs in each of two processes: a few steps below accelerate.
 
-Run as ``python accelerate_worker.py OUT`` in the environment of torchrun; each rank writes its losses to OUT/KIND-RANK.json.
+Run as ``python accelerate_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
 """
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,20 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from huggingface_models import V, build
+from torch.multiprocessing import start_processes
 
 import manifold_tying as mt
 
-STEPS, ROWS = 4, 4
-
-
-def batches() -> torch.Tensor:
-    return torch.randint(3, V, (STEPS, ROWS, 12), generator=torch.Generator().manual_seed(0))
+PROCESSES, STEPS, ROWS = 2, 4, 4
 
 
 def losses(model: Any, accelerator: Any, rank: int, size: int) -> list[float]:
     model = accelerator.prepare(model.train()) if accelerator else model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = accelerator.prepare(optimizer) if accelerator else optimizer
-    found = []
-    for rows in batches():
-        mine = rows[rank * ROWS // size : (rank + 1) * ROWS // size]
+    rows = torch.randint(3, V, (ROWS, 12), generator=torch.Generator().manual_seed(0))
+    mine, found = rows[rank * ROWS // size : (rank + 1) * ROWS // size], []
+    for _ in range(STEPS):
         loss = model(input_ids=mine, labels=mine).loss
         accelerator.backward(loss) if accelerator else loss.backward()
         optimizer.step()
@@ -38,8 +36,10 @@ def losses(model: Any, accelerator: Any, rank: int, size: int) -> list[float]:
     return found
 
 
-def main(out: Path) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def work(rank: int, out: Path, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    found: dict[str, list[float]] = {}
     for kind in ("ddp", "fsdp"):
         AcceleratorState._reset_state(True)
         plugin = None
@@ -50,12 +50,17 @@ def main(out: Path) -> None:
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        found = {name: losses(make(build()), accelerator, rank, size) for name, make in MAKERS.items()}
-        (out / f"{kind}-{rank}.json").write_text(json.dumps(found))
+        found |= {
+            f"{kind} {name}": losses(make(build()), accelerator, rank, PROCESSES) for name, make in MAKERS.items()
+        }
+    (out / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
 MAKERS: dict[str, Any] = {"stock": lambda model: model, "converted": mt.convert}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start_processes(work, (Path(sys.argv[1]), port), PROCESSES, start_method="fork")

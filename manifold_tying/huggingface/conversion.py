@@ -105,7 +105,7 @@ def _start(table: Tensor, transform: Transform) -> Tensor:
 def _install(tables: StockTables, W: Tensor) -> None:
     tables.weight.data = W
     tables.embedding.weight = tables.weight
-    setattr(tables.head, "weight", tables.weight)  # noqa: B010 - mypy: a head is any module
+    tables.head.weight = tables.weight
     with unhooked(tables.embedding):
         PITEmbedding.adopt(tables.embedding, tables.scale)
 
@@ -113,17 +113,17 @@ def _install(tables: StockTables, W: Tensor) -> None:
 @contextmanager
 def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[None]:
     """Undo :func:`_install` if the block raises, or in any case."""
-    kind, embedded, out = type(tables.embedding), tables.embedding.weight, tables.head.weight
-    data, failed = tables.weight.data, True
+    embedding, head, data, failed = tables.embedding, tables.head, tables.weight.data, True
+    kind, attributes, weights = type(embedding), dict(vars(embedding)), (embedding.weight, head.weight)
     try:
         yield
         failed = False
     finally:
         if failed or always:
-            with unhooked(tables.embedding):
-                tables.embedding.__class__ = kind
-            tables.embedding.weight = embedded
-            setattr(tables.head, "weight", out)  # noqa: B010
+            embedding.__class__ = kind
+            vars(embedding).clear()
+            vars(embedding).update(attributes)  # hooks, too
+            embedding.weight, head.weight = weights
             tables.weight.data = data
 
 

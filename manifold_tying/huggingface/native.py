@@ -10,7 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +72,9 @@ def is_guard(entry: Any) -> bool:
 def is_converted(model: nn.Module) -> bool:
     """Whether the model's embedding divides."""
     get: Any = getattr(model, "get_input_embeddings", None)
-    return get is not None and isinstance(get(), PITEmbedding)
+    with suppress(NotImplementedError):  # transformers raises this if there is none
+        return get is not None and isinstance(get(), PITEmbedding)
+    return False
 
 
 def pit_embedding(model: nn.Module) -> PITEmbedding:
@@ -137,12 +139,12 @@ def adopt(model: "PreTrainedModel") -> None:
 
 def register() -> None:
     """Teach transformers to build models from marked configs; called once, after its import. Never raises."""
-    modeling, quantizers = sys.modules["transformers.modeling_utils"], sys.modules["transformers.quantizers.auto"]
     if is_too_old(getattr(sys.modules["transformers"], "__version__", "")):
         return
     try:
         import wrapt
 
+        modeling, quantizers = sys.modules["transformers.modeling_utils"], sys.modules["transformers.quantizers.auto"]
         wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.post_init", _post_init)
         wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.resize_token_embeddings", _resize)
         wrapt.wrap_function_wrapper(quantizers, "AutoHfQuantizer.supports_quant_method", _supports)

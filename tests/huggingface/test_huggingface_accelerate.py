@@ -1,0 +1,27 @@
+"""A converted model below accelerate's DDP and FSDP2 in two processes: the losses of one process, as the stock model has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate_worker import MAKERS, PROCESSES, losses
+from huggingface_models import build
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> list[dict[str, list[float]]]:
+    """What each process wrote."""
+    folder: Path = tmp_path_factory.mktemp("accelerate")
+    run_four_processes("accelerate_worker.py", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_losses_are_those_of_one_process(kind: str, name: str, found: list[dict[str, list[float]]]) -> None:
+    alone = losses(MAKERS[name](build()), None, 0, 1)
+    together = [sum(each) / PROCESSES for each in zip(*(one[f"{kind} {name}"] for one in found), strict=True)]
+    assert together == pytest.approx(alone, abs=2e-5) and alone[-1] < alone[0] - 0.1
