@@ -23,7 +23,9 @@ from manifold_tying.training.files import write_atomic
 from manifold_tying.training.machine import check_device, machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft")
+PEERS = (
+    "geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft", "poet-torch", "emerging-optimizers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
