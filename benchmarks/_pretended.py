@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _SOURCE = r"""
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 using namespace c10;
@@ -45,6 +46,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void setCurrentDevice(DeviceIndex) const override {}
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 namespace at { using CUDAHooks = Hooks; C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks) }
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, Guard) }
@@ -101,9 +103,9 @@ def _answer() -> None:
         "is_available": True, "is_initialized": True, "is_bf16_supported": True, "is_current_stream_capturing": False,
         "device_count": 1, "current_device": 0, "max_memory_allocated": 0, "memory_allocated": 0,
         "get_device_name": "a pretended device", "get_device_capability": (9, 0), "get_rng_state": torch.zeros(16).byte(),
-        "current_stream": "the only one",
+        "current_stream": "the only one", "mem_get_info": (1 << 40, 1 << 40),
     }  # fmt: skip
-    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats")
+    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats", "synchronize")
     for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all"):
         answers[name] = None
     for name, answer in answers.items():
