@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _SOURCE = r"""
@@ -80,19 +81,6 @@ def install() -> None:
     _answer()
 
 
-class NeverDone:
-    """An event of a device that is always behind."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return False
-
-
 def _answer() -> None:
     """What ``torch.cuda`` answers in Python, where a CPU build has no bindings."""
     import torch
@@ -104,10 +92,8 @@ def _answer() -> None:
         "device_count": 1, "current_device": 0, "max_memory_allocated": 0, "memory_allocated": 0,
         "get_device_name": "a pretended device", "get_device_capability": (9, 0), "get_rng_state": torch.zeros(16).byte(),
         "current_stream": "the only one", "mem_get_info": (1 << 40, 1 << 40),
+        "Event": SimpleNamespace(record=lambda *_: None, query=lambda: False),  # the device is always behind
     }  # fmt: skip
-    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats", "synchronize")
-    for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all"):
-        answers[name] = None
-    for name, answer in answers.items():
+    nothing = "_lazy_init init set_device empty_cache reset_peak_memory_stats synchronize set_rng_state manual_seed"
+    for name, answer in (answers | dict.fromkeys([*nothing.split(), "manual_seed_all"])).items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    torch.cuda.Event = NeverDone  # type: ignore[misc, assignment]

@@ -246,19 +246,17 @@ class ModelOptions:
     benchmark: tyro.conf.Positional[str] = ""
     """riemannian_step, maps, equivalence, interface, training_step or poet_step."""
     gpu: Literal["h100", "h200", "a100"] = "h200"
-    check: Path | None = None
-    """Instead: a benchmark's result on this GPU, whose times to compare with the model's."""
+    check: tuple[Path, ...] = ()
+    """Instead: results of benchmarks on this GPU, whose times to compare with the model's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, others = tyro.cli(ModelOptions, description=__doc__, args=arguments, return_unknown_args=True)
-    rates, head = RATES[options.gpu], [*HEAD, "longest"]
+    rates, head = RATES[options.gpu], [*HEAD, *(["measured ms", "ratio"] if options.check else []), "longest"]
     # module.to() swaps tensors, but none that FakeTensorMode has a weak reference to
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())  # type: ignore[assignment]
-    if options.check is None:
-        body = list(model(options.benchmark, others, rates, None))
-    else:
-        result, body, head = json.loads(options.check.read_text()), [], [*HEAD, "measured ms", "ratio", "longest"]
+    body = [] if options.check else list(model(options.benchmark, others, rates, None))
+    for result in (json.loads(path.read_text()) for path in options.check):
         for command in dict.fromkeys(row["command"] for row in result["rows"]):
             known = {row["row"]: row["contenders"] for row in result["rows"] if row["command"] == command}
             body += model(result["benchmark"], shlex.split(command)[3:], rates, known)
