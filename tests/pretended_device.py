@@ -16,12 +16,13 @@ from benchmarks._pretended import WAITS, install
 install()  # before the first import of torch
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
@@ -73,15 +74,7 @@ class Event:
         Host.wait("Event.synchronize")
 
 
-@contextmanager
-def no_waiting() -> Any:
-    before, Host.refuses = Host.refuses, True
-    try:
-        yield
-    finally:
-        Host.refuses = before
-
-
+no_waiting = partial(patch.object, Host, "refuses", True)
 cuda: Any = torch.cuda
 cuda.Event, cuda.synchronize = Event, lambda *_: Host.wait("torch.cuda.synchronize")
 cuda.get_sync_debug_mode = lambda: 2 * Host.refuses
@@ -116,13 +109,6 @@ class CudaTensor(_Tensor):
     def data(self, value: Any) -> None:
         _Tensor.data.__set__(self, value)
         self.inner = value.inner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            copy: Tensor = CudaTensor(self.inner.detach().clone())
-            copy = nn.Parameter(copy, False) if isinstance(self, nn.Parameter) else copy
-            memo[id(self)] = copy.requires_grad_(self.requires_grad)
-        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
