@@ -23,7 +23,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 _MIXES = frozenset("_to_copy copy_ index index_put_ _index_put_impl_ set_".split())  # may take CPU tensors, too
@@ -170,8 +169,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*plain, **options)
     if not on_device:
         return Host.receive(result) if name == "_to_copy" and kwargs.get("non_blocking") else result
-    if name == "set_":
-        return _set(args[0], args[1])
     wrapped = _each(wrap, result)
     aliases = any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns))
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if aliases and name != "_to_copy" else wrapped
@@ -195,18 +192,6 @@ def _check(func: Any, name: str, args: Any, kwargs: Any, mine: Any, others: list
                 Host.wait(f"{name} with a mask, or with an index on the host")
     elif name in WAITS or kwargs.get("check_errors"):
         Host.wait(name)
-
-
-def _set(wrapper: CudaTensor, source: CudaTensor) -> CudaTensor:
-    """``set_`` of the wrapper itself, whose shape and storage autograd sees."""
-    with no_dispatch():
-        before = torch._C._meta_in_tls_dispatch_include()
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        storage = source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
-        torch.ops.aten.set_.source_Storage_storage_offset(wrapper, *storage)
-        torch._C._set_meta_in_tls_dispatch_include(before)
-    wrapper.inner = source.inner
-    return wrapper
 
 
 def _tf32(x: Any) -> Any:
