@@ -23,7 +23,9 @@ from manifold_tying.training.files import write_atomic
 from manifold_tying.training.machine import check_device, machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft")
+PEERS = (
+    "geoopt", "geotorch", "pogo-torch", "transformers", "liger-kernel", "peft", "poet-torch", "emerging-optimizers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,12 @@ def run(
     selected_any = False
     for row in rows:
         labels.append(row.label)
-        if options.rows and not any(text in row.label for text in options.rows):
+        chosen = select(row, options)
+        if chosen is None:
             continue
-        selected_any = True
+        row, selected_any = chosen, True
         if options.resume and row.label in known and not _failed(known[row.label]):
             continue
-        row = _chosen(row, options.only)
         if options.rounds:
             measured = measure_row(row, options.rounds, options.warmup, device_clock(device))
         else:
@@ -127,12 +129,14 @@ def _failed(measured: dict[str, Any]) -> list[str]:
     return [f"{measured['row']}: {name}" for name, of in measured["contenders"].items() if FAILED in str(of)]
 
 
-def _chosen(row: Row, only: Sequence[str]) -> Row:
-    """The row with the selected contenders; ValueError for an unknown one."""
+def select(row: Row, options: Options) -> Row | None:
+    """The row with the selected contenders, None if it is not selected; ValueError for an unknown contender."""
+    if options.rows and not any(text in row.label for text in options.rows):
+        return None
     names = [contender.name for contender in row.contenders]
-    if unknown := [name for name in only if name not in names]:
+    if unknown := [name for name in options.only if name not in names]:
         raise ValueError(f"row {row.label!r} has no contender {', '.join(unknown)}; choose from {', '.join(names)}")
-    chosen = [c for c in row.contenders if not only or c.name in only or c.name == row.reference]
+    chosen = [c for c in row.contenders if not options.only or c.name in options.only or c.name == row.reference]
     return dataclasses.replace(row, contenders=chosen)
 
 

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _SOURCE = r"""
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 using namespace c10;
@@ -45,6 +47,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void setCurrentDevice(DeviceIndex) const override {}
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 namespace at { using CUDAHooks = Hooks; C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks) }
 namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, Guard) }
@@ -78,19 +81,6 @@ def install() -> None:
     _answer()
 
 
-class NeverDone:
-    """An event of a device that is always behind."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, *_: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return False
-
-
 def _answer() -> None:
     """What ``torch.cuda`` answers in Python, where a CPU build has no bindings."""
     import torch
@@ -101,11 +91,9 @@ def _answer() -> None:
         "is_available": True, "is_initialized": True, "is_bf16_supported": True, "is_current_stream_capturing": False,
         "device_count": 1, "current_device": 0, "max_memory_allocated": 0, "memory_allocated": 0,
         "get_device_name": "a pretended device", "get_device_capability": (9, 0), "get_rng_state": torch.zeros(16).byte(),
-        "current_stream": "the only one",
+        "current_stream": "the only one", "mem_get_info": (1 << 40, 1 << 40),
+        "Event": SimpleNamespace(record=lambda *_: None, query=lambda: False),  # the device is always behind
     }  # fmt: skip
-    nothing = ("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats")
-    for name in (*nothing, "set_rng_state", "manual_seed", "manual_seed_all"):
-        answers[name] = None
-    for name, answer in answers.items():
+    nothing = "_lazy_init init set_device empty_cache reset_peak_memory_stats synchronize set_rng_state manual_seed"
+    for name, answer in (answers | dict.fromkeys([*nothing.split(), "manual_seed_all"])).items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    torch.cuda.Event = NeverDone  # type: ignore[misc, assignment]

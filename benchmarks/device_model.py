@@ -1,31 +1,51 @@
-"""A training step on a GPU that is not there: kernels, bytes, operations, peak memory and the least time, by phase.
+"""What a benchmark takes at least on a GPU that is not there: kernels, bytes, operations, memory and time.
 
-    python -m benchmarks.device_model --device h200 --preset pit-0.3b --tokens 8192 --interface pit-free
+    python -m benchmarks.device_model training_step --preset poet-60m --tokens 16384 --sequence-length 512 --dtype bfloat16
+    python -m benchmarks.device_model --check benchmarks/results/equivalence-h200-bfloat16.json
 
-Runs the step on tensors without values (FakeTensorMode) on a pretended CUDA device. A kernel takes at least the time of the
-bytes that it reads and writes and of its operations, at the device's rates; a phase at least the time to launch its kernels. So
-the least time is a bound, not a prediction: no fusion, no cache, no kernel at its peak.
+Runs the second step of each contender of a benchmark, here ``benchmarks.training_step`` with its own options, on tensors
+without values (FakeTensorMode). A kernel takes at least the time of the bytes that it reads and writes and of its operations,
+at the rates of the data sheet. Forward, backward and an optimizer's step each take at least the time to launch their kernels.
+So the least time is a bound, not a prediction: no fusion, no cache, no kernel at its peak. A value that the host reads is 1.
 
-Columns: kernels launched; GB read and written; TFLOP; the least time in ms; peak memory in GB beyond what the phase began with;
-the operations that make the host wait, which should be none.
+Columns: kernels launched; GB read and written; TFLOP; peak memory beyond what the step began with; what the host waits for; the
+least times; the measured time and its ratio to the least, with ``--check``; the operations that take longest.
 """
+
+# ruff: noqa: E402
+from benchmarks._pretended import WAITS, install
+
+install()  # before the first import of torch
 
 import importlib
 import json
+import shlex
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
-from benchmarks._pretended import WAITS, install
+import torch
+import tyro
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks._command import select
+from experiments.comparison import markdown_table
 
 LAUNCH = 4e-6  # seconds per kernel launched by PyTorch in eager mode
+PHASES = ("forward", "backward", "step")
+HEAD = "row, contender, kernels, GB, TFLOP, extra GB, waits, forward ms, backward ms, step ms, least ms".split(", ")
 
 
-@dataclass(frozen=True)
-class Device:
+class Rates(NamedTuple):
     """Rates of a data sheet, dense: bytes per second, and operations per second by dtype."""
 
     bandwidth: float
@@ -35,10 +55,10 @@ class Device:
     float64: float
 
 
-DEVICES = {
-    "h100": Device(3.35e12, 989e12, 494e12, 67e12, 67e12),
-    "h200": Device(4.8e12, 989e12, 494e12, 67e12, 67e12),
-    "a100": Device(2.0e12, 312e12, 156e12, 19.5e12, 19.5e12),
+RATES = {
+    "h100": Rates(3.35e12, 989e12, 494e12, 67e12, 67e12),
+    "h200": Rates(4.8e12, 989e12, 494e12, 67e12, 67e12),
+    "a100": Rates(2.0e12, 312e12, 156e12, 19.5e12, 19.5e12),
 }
 # Views, and operations that only reserve memory: no kernel.
 _FREE = frozenset(
@@ -46,263 +66,201 @@ _FREE = frozenset(
 )
 _GATHERS = frozenset("gather index_select embedding index".split())  # read no more than they return
 _SCATTERS = frozenset("scatter_ scatter_add_ index_add_ index_copy_ index_put_ embedding_dense_backward".split())
+_CUBIC = frozenset("linalg_inv_ex linalg_cholesky_ex cholesky_inverse linalg_lu_factor_ex".split())
+_READS = {"_local_scalar_dense": 1, "equal": True, "allclose": True}
 
 
-@dataclass
-class Phase:
-    """What was launched in one phase of a step."""
+class Launch(NamedTuple):
+    """A kernel; ``seconds`` is the least time of its work."""
 
-    kernels: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    bytes: float = 0.0
-    operations: float = 0.0
-    began: int = 0
-    peak: int = 0
-    waits: list[str] = field(default_factory=list)
-
-    @property
-    def least(self) -> float:
-        """Seconds: the work, or the launches if those take longer."""
-        return max(sum(self.seconds.values()), LAUNCH * self.kernels.total())
+    phase: str
+    name: str
+    bytes: float
+    operations: float
+    seconds: float
 
 
-def recorder(device: Device) -> Any:
-    """A dispatch mode with an attribute ``phase`` that counts what runs on CUDA tensors."""
-    import torch
-    from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
-    def size(t: torch.Tensor) -> int:
-        entries = 1
-        for length, stride in zip(t.shape, t.stride(), strict=True):
-            entries *= length if stride else 1  # an expanded dimension is read once
-        return entries * t.element_size()
 
-    def rate(inputs: list[torch.Tensor]) -> float:
-        dtype = next((t.dtype for t in inputs if t.is_floating_point() and t.ndim >= 2), torch.float32)
-        if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-            return device.tf32
-        return device.bfloat16 if dtype.itemsize == 2 else device.float64 if dtype.itemsize == 8 else device.float32
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
 
-    class Recorder(TorchDispatchMode):
-        phase = Phase()
-        live = 0
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.known: dict[int, weakref.ref[Any]] = {}
+def _size(t: Tensor) -> int:
+    entries = t.element_size()
+    for length, stride in zip(t.shape, t.stride(), strict=True):
+        entries *= length if stride else 1  # an expanded dimension is read once
+    return entries
 
-        def _hold(self, t: torch.Tensor) -> None:
-            storage = t.untyped_storage()
-            key, held = storage._cdata, storage.nbytes()
-            if key in self.known and self.known[key]() is not None:
-                return
 
-            def release(_: Any) -> None:
-                self.live -= held
-                self.known.pop(key, None)
+def _rate(rates: Rates, inputs: list[Tensor]) -> float:
+    dtype = next((t.dtype for t in inputs if t.is_floating_point() and t.ndim >= 2), torch.float32)
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return rates.tf32
+    return {2: rates.bfloat16, 8: rates.float64}.get(dtype.itemsize, rates.float32)
 
-            self.known[key] = weakref.ref(storage, release)
-            self.live += held
-            self.phase.peak = max(self.phase.peak, self.live)
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            result = func(*args, **kwargs)
-            inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            if not any(t.device.type == "cuda" for t in inputs + outputs):
-                return result
-            name, phase = func._schema.name.removeprefix("aten::"), self.phase
-            for t in outputs:
-                self._hold(t)
-            if name in WAITS or (name == "_to_copy" and len({t.device.type for t in inputs + outputs}) > 1):
-                phase.waits += [] if kwargs.get("non_blocking") else [name]
-            stored = {t.untyped_storage()._cdata for t in inputs}
-            written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            is_view = not written and outputs and all(t.untyped_storage()._cdata in stored for t in outputs)
-            if name in _FREE or name.startswith("prim") or (is_view and name != "_to_copy"):
-                return result
-            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            targets = [t for n in written for t in pytree.tree_leaves(named.get(n)) if isinstance(t, torch.Tensor)]
-            fresh = [t for t in outputs if t.untyped_storage()._cdata not in stored]
-            moved = sum(map(size, targets + fresh))
-            if name in _GATHERS:
-                moved += sum(map(size, outputs)) + sum(size(t) for t in inputs if not t.is_floating_point())
-            elif name in _SCATTERS:
-                moved = 3 * sum(size(t) for t in inputs if not any(t is target for target in targets))
-            elif name.startswith("_fused_adam"):
-                moved = 7 * sum(map(size, args[0]))  # four tensors read, three written
-            else:
-                kept = {id(t) for t in targets} if name.endswith("copy_") or func._overloadname == "out" else set()
-                moved += sum(size(t) for t in inputs if id(t) not in kept)
-            operations = 0.0
-            if func.overloadpacket in flop_registry:
-                others = {key: value for key, value in kwargs.items() if key != "out"}
-                operations = flop_registry[func.overloadpacket](*args, **others, out_val=result)
-            elif name in ("addmm_", "baddbmm_"):
-                operations = 2 * args[1].numel() * args[2].shape[-1]
-            elif name in ("linalg_inv_ex", "linalg_cholesky_ex", "cholesky_inverse", "linalg_lu_factor_ex"):
-                operations = 2 * inputs[0].numel() * inputs[0].shape[-1]
-            elif name in ("linalg_solve_triangular", "cholesky_solve"):
-                operations = inputs[1].numel() * inputs[0].shape[-1]
-            phase.kernels[name] += 1
-            phase.seconds[name] += max(moved / device.bandwidth, operations / rate(inputs))
-            phase.bytes += moved
-            phase.operations += operations
+def _moved(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], fresh: list[Tensor]) -> int:
+    """Bytes read and written; ``fresh`` are the results in memory of their own."""
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    targets = _tensors([named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write])
+    if name in _GATHERS:
+        return 2 * sum(map(_size, targets + fresh)) + sum(_size(t) for t in inputs if not t.is_floating_point())
+    if name in _SCATTERS:
+        return 3 * sum(_size(t) for t in inputs if not any(t is target for target in targets))
+    if name.startswith("_fused_adam"):
+        return 7 * sum(map(_size, args[0]))  # four tensors read, three written
+    unread = {id(t) for t in targets} if name.endswith("copy_") or func._overloadname == "out" else set()
+    return sum(map(_size, targets + fresh)) + sum(_size(t) for t in inputs if id(t) not in unread)
+
+
+def _operations(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> float:
+    if func.overloadpacket in flop_registry:
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        return flop_registry[func.overloadpacket](*args, **others, out_val=result)
+    if name in ("addmm_", "baddbmm_"):
+        return 2 * args[1].numel() * args[2].shape[-1]
+    if name in ("linalg_solve_triangular", "cholesky_solve"):
+        return inputs[1].numel() * inputs[0].shape[-1]
+    return 2 * inputs[0].numel() * inputs[0].shape[-1] if name in _CUBIC else 0.0
+
+
+class Recorder(TorchDispatchMode):
+    """Lists the kernels launched on CUDA tensors, what the host waits for, and the peak of memory."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        self.rates, self.live, self.stepping = rates, 0, False
+        self.held: dict[int, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        self.launches: list[Launch] = []
+        self.waits: Counter[str] = Counter()
+        self.began = self.peak = self.live
+
+    def __enter__(self) -> Any:
+        ways = (register_optimizer_step_pre_hook, True), (register_optimizer_step_post_hook, False)
+        self.hooks = [register(lambda *_, on=on: setattr(self, "stepping", on)) for register, on in ways]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _hold(self, t: Tensor) -> None:
+        key, size = _storage(t), t.untyped_storage().nbytes()
+        if key in self.held and self.held[key]() is not None:
+            return
+
+        def release(_: Any) -> None:
+            self.live -= size
+            self.held.pop(key, None)
+
+        self.held[key] = weakref.ref(t.untyped_storage(), release)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, inputs = func._schema.name.removeprefix("aten::"), _tensors((args, kwargs))
+        result = _READS[name] if name in _READS else func(*args, **kwargs)
+        outputs = _tensors(result)
+        for t in outputs:
+            t.constant = None  # type: ignore[attr-defined]  # or FakeTensorMode computes the values that it knows, on "cuda"
+        devices, stored = {t.device.type for t in inputs + outputs}, set(map(_storage, inputs))
+        if "cuda" not in devices:
             return result
+        for t in outputs:
+            self._hold(t)
+        if (name in WAITS or (name == "_to_copy" and len(devices) > 1)) and not kwargs.get("non_blocking"):
+            self.waits[name] += 1
+        fresh = [t for t in outputs if _storage(t) not in stored]
+        is_view = outputs and not fresh and not func._schema.is_mutable and name != "_to_copy"
+        if name in _FREE or name.startswith("prim") or is_view:
+            return result
+        size = _moved(func, name, args, kwargs, inputs, fresh)
+        operations = _operations(func, name, args, kwargs, inputs, result)
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = "step" if self.stepping else "backward" if in_backward else "forward"
+        seconds = max(size / self.rates.bandwidth, operations / _rate(self.rates, inputs))
+        self.launches.append(Launch(phase, name, size, operations, seconds))
+        return result
 
-    return Recorder()
+    def cells(self, measured: float | None) -> list[str]:
+        """A row of the table, from the kernels on; ``measured`` in milliseconds."""
+        least, by_name = dict.fromkeys(PHASES, 0.0), Counter[str]()
+        for launch in self.launches:
+            least[launch.phase] += launch.seconds
+            by_name[launch.name] += launch.seconds  # type: ignore[assignment]
+        for phase, count in Counter(launch.phase for launch in self.launches).items():
+            least[phase] = max(least[phase], LAUNCH * count)
+        total = 1e3 * sum(least.values())
+        return [
+            str(len(self.launches)),
+            f"{sum(launch.bytes for launch in self.launches) / 1e9:.2f}",
+            f"{sum(launch.operations for launch in self.launches) / 1e12:.3f}",
+            f"{(self.peak - self.began) / 1e9:.2f}",
+            ", ".join(f"{name} x{count}" for name, count in self.waits.items()) or "none",
+            *(f"{1e3 * seconds:.2f}" for seconds in (*least.values(), sum(least.values()))),
+            *([] if measured is None else [f"{measured:.2f}", f"{measured / total:.1f}"]),
+            ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in by_name.most_common(3)),
+        ]
+
+
+def model(
+    benchmark: str, arguments: Sequence[str], rates: Rates, results: dict[str, Any] | None
+) -> Iterator[list[str]]:
+    """Rows of the table; with ``results``, contenders by row, for those that have a time."""
+    module = importlib.import_module(f"benchmarks.{benchmark}")
+    Options: Callable[..., Any] = getattr(module, "StepOptions", module.Options)
+    options = tyro.cli(Options, args=[*arguments, "--device", "cuda"])
+    for row in module.rows(options):
+        if (results is not None and row.label not in results) or (chosen := select(row, options)) is None:
+            continue
+        with FakeTensorMode(allow_non_fake_inputs=True):  # the contenders of a row share tensors
+            torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") then copies, as on a GPU
+            for contender in chosen.contenders:
+                measured = results and results[row.label].get(contender.name, {}).get("milliseconds")
+                if results is not None and measured is None:
+                    continue
+                try:
+                    with Recorder(rates) as recorder:
+                        step = contender.build()
+                        step()  # makes the optimizer's state
+                        recorder.reset()
+                        step()
+                    cells = recorder.cells(measured)
+                except Exception as error:  # not installed, compiled, or of a class that has no fake
+                    cells = [f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"]
+                yield [row.label, contender.name, *cells]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What to model."""
+    """What to model; other options go to the benchmark."""
 
-    device: Literal["h100", "h200", "a100"] = "h200"
-    preset: str = "poet-60m"
-    interface: tuple[str, ...] = ("transpose", "pit-free", "pit-trainable")
-    """Token interfaces, one table each."""
-    body: Literal["adamw", "poet-block", "poet-full"] = "adamw"
-    tokens: int = 8192
-    """Tokens per step."""
-    sequence_length: int = 1024
-    slowest: int = 3
-    """Kernels to name for each phase, by their least time."""
+    benchmark: tyro.conf.Positional[str] = ""
+    """riemannian_step, maps, equivalence, interface, training_step or poet_step."""
+    gpu: Literal["h100", "h200", "a100"] = "h200"
     check: tuple[Path, ...] = ()
-    """Instead: results of benchmarks on a GPU, whose times to compare with the model's."""
-
-
-def phases(options: ModelOptions, interface: str) -> dict[str, Phase]:
-    """Forward, backward and step of a model built as ``manifold-tying train`` builds it, in bfloat16 autocast."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from manifold_tying.training import Settings, TrainConfig, resolve
-    from manifold_tying.training.build import build_merges, build_optimizer, build_reference_model
-
-    settings = Settings(preset=options.preset, device="cuda", body=options.body)
-    config: Any = resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings))  # type: ignore[arg-type]
-    found: dict[str, Phase] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), recorder(DEVICES[options.device]) as recording:
-
-        def record(name: str, run: Callable[[], Any]) -> Any:
-            recording.phase = found[name] = Phase(began=recording.live, peak=recording.live)
-            return run()
-
-        with torch.device("meta"):
-            model = build_reference_model(config)
-        for module in model.modules():
-            for name, p in module.named_parameters(recurse=False):
-                setattr(
-                    module,
-                    name,
-                    torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda"), p.requires_grad),
-                )
-            for name, b in module.named_buffers(recurse=False):
-                module._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device="cuda")
-        optimizer = build_optimizer(model, config.settings)
-        merges = build_merges(model, optimizer, config.settings)
-        shape = (options.tokens // options.sequence_length, options.sequence_length)
-        ids = torch.randint(model.interface.vocab_size, shape, device="cuda")
-
-        def forward() -> torch.Tensor:
-            with torch.autocast("cuda", torch.bfloat16):
-                return model.loss(ids, ids.roll(-1, 1))
-
-        def step() -> None:
-            optimizer.step()
-            if merges is not None:
-                merges.step()
-
-        for _ in range(2):  # the first step makes the optimizer's state
-            optimizer.zero_grad()
-            loss = record("forward", forward)
-            record("backward", loss.backward)
-            record("step", step)
-            del loss
-    return found
-
-
-def table(title: str, found: dict[str, Phase], slowest: int) -> str:
-    """Markdown."""
-    lines = [
-        f"## {title}",
-        "",
-        "| phase | kernels | GB | TFLOP | least ms | peak GB | waits | most of the time |",
-        "|---|" + "---:|" * 6 + "---|",
-    ]
-    for name, phase in found.items():
-        waits = ", ".join(f"{key} x{count}" for key, count in Counter(phase.waits).items()) or "none"
-        slow = sorted(phase.seconds.items(), key=lambda pair: -pair[1])[:slowest]
-        top = ", ".join(f"{op} x{phase.kernels[op]} {1e3 * seconds:.2f} ms" for op, seconds in slow)
-        lines.append(
-            f"| {name} | {phase.kernels.total()} | {phase.bytes / 1e9:.2f} | {phase.operations / 1e12:.3f} | "
-            f"{1e3 * phase.least:.2f} | {(phase.peak - phase.began) / 1e9:.2f} | {waits} | {top} |"
-        )
-    kernels, least = sum(p.kernels.total() for p in found.values()), sum(p.least for p in found.values())
-    lines.append(f"| all | {kernels} | | | {1e3 * least:.2f} | | | |")
-    return "\n".join(lines)
-
-
-def check(path: Path, device: Device) -> str:
-    """Measured and least times of the contenders in a result file, as Markdown; those that need values are left out."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from benchmarks._command import Options
-    from benchmarks._harness import Unavailable
-
-    class Pretended(Options):
-        def normal(self, seed: int, *shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=self.device)
-
-    result = json.loads(path.read_text())
-    known = {row["row"]: row["contenders"] for row in result["rows"]}
-    benchmark = importlib.import_module(f"benchmarks.{result['benchmark']}")
-    lines, left = (
-        [
-            f"## {path.name}",
-            "",
-            "| row | contender | kernels | least ms | measured | ratio |",
-            "|---|---|" + "---:|" * 4,
-        ],
-        0,
-    )
-    with torch.device("cuda"):
-        for row in benchmark.rows(Pretended(device="cuda", dtype=result["dtype"])):
-            for contender in row.contenders:
-                measured = known.get(row.label, {}).get(contender.name, {})
-                if "milliseconds" not in measured:
-                    continue
-                try:
-                    with FakeTensorMode(allow_non_fake_inputs=True), recorder(device) as recording:
-                        step = contender.build()
-                        step()
-                        recording.phase = Phase(began=recording.live, peak=recording.live)
-                        step()
-                except (RuntimeError, AttributeError, Unavailable):
-                    left += 1
-                    continue
-                least, ms = 1e3 * recording.phase.least, measured["milliseconds"]
-                kernels = recording.phase.kernels.total()
-                lines.append(
-                    f"| {row.label} | {contender.name} | {kernels} | {least:.2f} | {ms:.2f} | {ms / least:.1f} |"
-                )
-    return "\n".join([*lines, "", f"{left} contenders choose by values, or move modules, and are left out."])
+    """Instead: results of benchmarks on this GPU, whose times to compare with the model's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    install()
-    import tyro
-
-    options = tyro.cli(ModelOptions, description=__doc__, args=arguments)
-    for path in options.check:
-        print(check(path, DEVICES[options.device]), end="\n\n")
-    for interface in () if options.check else options.interface:
-        title = f"{options.preset}, {interface}, {options.body}, {options.tokens} tokens, {options.device}"
-        print(table(title, phases(options, interface), options.slowest), end="\n\n")
+    options, others = tyro.cli(ModelOptions, description=__doc__, args=arguments, return_unknown_args=True)
+    rates, head = RATES[options.gpu], [*HEAD, *(["measured ms", "ratio"] if options.check else []), "longest"]
+    # module.to() swaps tensors, but none that FakeTensorMode has a weak reference to
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())  # type: ignore[assignment]
+    body = [] if options.check else list(model(options.benchmark, others, rates, None))
+    for result in (json.loads(path.read_text()) for path in options.check):
+        for command in dict.fromkeys(row["command"] for row in result["rows"]):
+            known = {row["row"]: row["contenders"] for row in result["rows"] if row["command"] == command}
+            body += model(result["benchmark"], shlex.split(command)[3:], rates, known)
+    print(markdown_table(head, [[*cells, *[""] * (len(head) - len(cells))] for cells in body], left=2))
 
 
 if __name__ == "__main__":

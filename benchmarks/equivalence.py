@@ -10,6 +10,8 @@ A layer picks the cheaper of two formulations, by activations or by weight; both
 
 R and P are two terms of the Neumann series, except in "exact Cayley", which is the default of `equivalence`.
 
+The official POET code compiles its layer itself; its series has four terms.
+
 The last measure is the number of operations of the products with tokens and weight, forward and backward, divided by
 nn.Linear's 6Nmn. It does not count the maps from skew vectors to orthogonal blocks.
 """
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from benchmarks._command import Options, run
-from benchmarks._harness import Contender, Extra, Row, Step, significant
+from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
 from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
@@ -117,6 +119,21 @@ class Problem:
         )
         return Layer(self, peft.get_peft_model(nn.Sequential(self.linear()), config))
 
+    def official(self) -> Step:
+        """The layer of POET's authors, which compiles itself."""
+        poet = load("poet_torch", "git+https://github.com/Sphere-AI-Lab/poet")
+        if self.m % self.b or self.n % self.b:
+            raise Unavailable("takes only dimensions that the block size divides")
+        torch.compiler.reset()  # as for ours
+        layer = poet.POETLinear(self.n, self.m, block_size=self.b, device=self.device)
+        with torch.no_grad():
+            layer.weight.copy_(self.linear().weight)
+            skew = self.options.normal(2, *layer.oft_R.shape)
+            layer.oft_R.copy_(skew * (NOISE / (2 * self.b**0.5)))
+        step = Layer(self, layer)
+        step()  # compiles, which takes longer than the limit of a step
+        return step
+
     def operations(self, steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Extra:
         counts = {
             name: significant(self._operations(step.layer) / (6 * self.N * self.m * self.n))
@@ -156,6 +173,7 @@ def _row(problem: Problem) -> Row:
         Contender("nn.Linear", lambda: Layer(problem, problem.linear())),
         *(Contender(name, build, limit=LIMIT) for name, build in ours.items()),
         Contender("PEFT OFT (P alone)", problem.oft, limit=LIMIT),
+        Contender("official POET", problem.official, limit=LIMIT),
     ]
     label = f"{problem.m}x{problem.n} b={problem.b} N={problem.N}"
     weight = ("weight", problem.m * problem.n * 4)

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -47,6 +47,33 @@ ARMS = (
     "transpose+embedding_norm=true+table_std=0.02+table_lr=0.006+table_slows_after=60+lr=0.0005",
     "untied+embedding_norm=true+table_lr=0.018+table_slows_after=60+lr=0.001",
 )
+TESTS = "-m cuda tests/unit/test_cuda.py tests/unit/training/test_training.py"
+ABLATION = (
+    "--preset poet-60m --batch-size 32 --sequence-length 512 --val-tokens 262144 "
+    "--steps 800 --eval-every 100 --checkpoint-every 100"
+)
+STEP, POET_STEP = (f"{name} --dtype bfloat16 --rounds 5" for name in ("training_step", "poet_step"))
+FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt 'geoopt, medium' POGO"
+MUONS = "'torch Muon' 'Emerging-Optimizers Muon' 'Emerging-Optimizers Spel'"
+LARGE = "V=8192 V=32000 V=151936 V=2048 '4 x (' 'V=96 d' 'V=16 d'"
+BILLION = "--preset poet-1.3b --tokens 4096 --sequence-length 512"
+LAST = "riemannian-step-slow"  # after the ablations, since a row takes minutes
+# Commands below benchmarks/, most important first.
+BENCHMARKS = {
+    "equivalence": "equivalence --dtype bfloat16 --rounds 10",
+    "interface": "interface --dtype bfloat16 --rounds 10",
+    "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {MUONS}",
+    "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
+    "maps": "maps --rounds 8",
+    "training-step-poet-60m": f"{STEP} --preset poet-60m --tokens 16384 --sequence-length 512 --compile",
+    "poet-step-60m": f"{POET_STEP} --rows poet-60m --tokens 16384 --sequence-length 512",
+    "training-step-pit-0.3b": f"{STEP} --preset pit-0.3b --tokens 8192 --sequence-length 1024 --compile",
+    # Two models of 1.3 B parameters with their optimizers fit into 80 GB, all six do not.
+    "training-step-poet-1.3b-pit-free": f"{STEP} {BILLION} --only pit-free",
+    "training-step-poet-1.3b-transformers": f"{STEP} {BILLION} --only transformers",
+    "poet-step-1.3b": f"{POET_STEP} --rows poet-1.3b --tokens 4096",
+    LAST: "riemannian_step --rounds 10 --rows V=8192 V=2048 '4 x (' --only 'torch orthogonal' geotorch",
+}
 
 
 @dataclass(frozen=True)
@@ -64,93 +91,48 @@ class Options:
     """Use tiny sizes, to test that everything runs."""
     again: tuple[str, ...] = ()
     """Names of pieces to run again, though they failed or stalled. Rows without a failure are kept."""
-    poet: Path | None = None
-    """Checkout of POET's official code, put on the pieces' PYTHONPATH; no benchmark measures it yet."""
-    emerging: Path | None = None
-    """Checkout of NVIDIA's Emerging-Optimizers, put there, too; no benchmark measures it yet."""
+    peers: tuple[Path, ...] = ()
+    """Checkouts to import peers from that are not installed: POET's official code, NVIDIA's Emerging-Optimizers."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        if absent := [str(path) for path in self.peers if not path.is_dir()]:
+            raise ValueError(f"expected folders for --peers, {', '.join(absent)} is none")
         # Pieces run at the top of the repository; relative to it, DIR can continue on another machine.
         out = self.out.resolve()
         object.__setattr__(self, "out", out.relative_to(ROOT) if out.is_relative_to(ROOT) else out)
-        object.__setattr__(self, "poet", self.poet and self.poet.resolve())
-        object.__setattr__(self, "emerging", self.emerging and self.emerging.resolve())
+        object.__setattr__(self, "peers", tuple(path.resolve() for path in self.peers))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A command for Python, and how to make its result if it does not write results/NAME.json itself."""
-
-    name: str
-    command: tuple[str, ...]
-    collect: Callable[[], Any] | None = None
-
-
-def pieces(options: Options) -> list[Piece]:
-    """All pieces, most important first."""
-    out, size = options.out, "--quick --rounds 1 --warmup 0" if options.tiny else "--rounds"
-
-    def benchmark(name: str, module: str, rounds: int, arguments: str = "", dtype: str = "bfloat16") -> Piece:
-        words = f"-m benchmarks.{module} --device {options.device} --dtype {dtype} {size}".split()
-        words += ([] if options.tiny else [str(rounds)]) + ["--resume", "--out", str(out / f"results/{name}.json")]
-        return Piece(name, (*words, *shlex.split(arguments)))
-
-    def steps(name: str, arguments: str) -> Piece:
-        return benchmark(f"training-step-{name}", "training_step", 5, arguments)
-
-    def riemannian(name: str, arguments: str) -> Piece:
-        return benchmark(name, "riemannian_step", 10, arguments, dtype="float32")
-
-    compiled = "" if options.tiny else "--compile"
-    on_gpu = "-m cuda tests/unit/test_cuda.py tests/unit/training/test_training.py"
-    tests = f"-m pytest -p no:cacheprovider {on_gpu if options.device == 'cuda' else 'tests/unit/test_layers.py'}"
-    log = out / "logs/tests.log"
-    fast = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt POGO"
-    return [
-        Piece("tests", tuple(tests.split()), lambda: {"summary": log.read_text().splitlines()[-1].strip("= ")}),
-        benchmark("equivalence", "equivalence", 10),
-        benchmark("interface", "interface", 10),
-        riemannian("riemannian-step", f"--rows V=8192 V=32000 V=151936 '4 x (' 'V=96 d' --only {fast}"),
-        riemannian("riemannian-step-small", "--rows 'V=8 d' 'V=64 d' 'V=256 d' shapes"),
-        benchmark("maps", "maps", 8, dtype="float32"),
-        steps("poet-60m", f"--preset poet-60m --tokens 16384 --sequence-length 512 {compiled}"),
-        benchmark("poet-step-60m", "poet_step", 5, "--rows poet-60m --tokens 16384 --sequence-length 512"),
-        steps("pit-0.3b", f"--preset pit-0.3b --tokens 8192 --sequence-length 1024 {compiled}"),
-        # Two models of 1.3 B parameters with their optimizers fit into 80 GB, all six do not.
-        steps("poet-1.3b-pit-free", "--preset poet-1.3b --tokens 4096 --sequence-length 512 --only pit-free"),
-        steps("poet-1.3b-transformers", "--preset poet-1.3b --tokens 4096 --sequence-length 512 --only transformers"),
-        benchmark("poet-step-1.3b", "poet_step", 5, "--rows poet-1.3b --tokens 4096"),
-        # The same folder with one, two and three seeds: a piece trains what the ones before it left.
-        *(ablation(options, seeds) for seeds in ((1,) if options.tiny else (1, 2, 3))),
-        # Last, since a row takes minutes.
-        riemannian("riemannian-step-slow", "--rows V=8192 '4 x (' --only 'torch orthogonal' geotorch"),
-    ]
-
-
-def ablation(options: Options, seeds: int) -> Piece:
-    """The comparison of docs/from-scratch.md at 42 M parameters."""
-    folder, source = options.out / "work/ablation", options.out / "work/source"
-    shape = "--preset poet-60m --batch-size 32 --sequence-length 512 --val-tokens 262144 --steps 800 --eval-every 100"
-    data, every = f"text:{source}", 100
+def pieces(options: Options) -> dict[str, list[str]]:
+    """Arguments for Python by name of piece, most important first."""
+    tests = "tests/unit/test_layers.py" if options.device == "cpu" else TESTS
+    found = {"tests": f"-m pytest -p no:cacheprovider {tests}".split()}
+    for name, command in BENCHMARKS.items():
+        words = shlex.split(f"-m benchmarks.{command} --device {options.device} --resume")
+        if options.tiny:
+            words = [word for word in words if word != "--compile"] + "--quick --rounds 1 --warmup 0".split()
+        found[name] = [*words, "--out", str(options.out / f"results/{name}.json")]
+    shape, data = ABLATION, f"text:{options.out / 'work/source'}"
     if options.tiny:
-        shape = "--preset bytes --batch-size 2 --sequence-length 32 --val-tokens 256 --steps 4"
-        data, every = "text:docs", 2
+        shape, data = "--preset bytes --batch-size 2 --sequence-length 32 --val-tokens 256 --steps 4", "text:docs"
+    # The same folder with one, two and three seeds: a piece trains what the ones before it left.
+    for seeds in (1,) if options.tiny else (1, 2, 3):
+        words = f"-m manifold_tying ablate --device {options.device} {shape} --keep-checkpoints 1".split()
+        to = ["--data", data, "--out", str(options.out / "work/ablation"), "--arms", ",".join(ARMS)]
+        found[f"ablation-{seeds}"] = [*words, *to, "--seeds", str(seeds)]
+    found[LAST] = found.pop(LAST)
+    return found
 
-    def collect() -> Any:
-        logs = {path.parent.name: path.read_text().splitlines() for path in sorted(folder.glob("*/metrics.jsonl"))}
-        curves = {run: [entry for entry in map(json.loads, log) if "val_loss" in entry] for run, log in logs.items()}
-        names = ["scikit-learn" if name == "sklearn" else name for name in SOURCES if (source / name).exists()]
-        runs = json.loads((folder / "summary.json").read_text())
-        return {"corpus": {name: version(name) for name in names}, "runs": runs, "curves": curves}
 
-    words = (
-        f"-m manifold_tying ablate --device {options.device} {shape} --checkpoint-every {every} --keep-checkpoints 1"
-    )
-    paths = ("--data", data, "--out", str(folder))
-    return Piece(
-        f"ablation-{seeds}", (*words.split(), "--seeds", str(seeds), *paths, "--arms", ",".join(ARMS)), collect
-    )
+def collect(out: Path) -> dict[str, Any]:
+    """The ablation's results, with the curves and the packages of the corpus."""
+    folder, source = out / "work/ablation", out / "work/source"
+    logs = {path.parent.name: path.read_text().splitlines() for path in sorted(folder.glob("*/metrics.jsonl"))}
+    curves = {run: [entry for entry in map(json.loads, log) if "val_loss" in entry] for run, log in logs.items()}
+    names = ["scikit-learn" if name == "sklearn" else name for name in SOURCES if (source / name).exists()]
+    runs = json.loads((folder / "summary.json").read_text())
+    return {"corpus": {name: version(name) for name in names}, "runs": runs, "curves": curves}
 
 
 def copy_sources(folder: Path) -> None:
@@ -166,14 +148,14 @@ def copy_sources(folder: Path) -> None:
     draft.rename(folder)
 
 
-def run(todo: Sequence[Piece], options: Options) -> dict[str, Any]:
+def run(todo: dict[str, list[str]], options: Options) -> dict[str, Any]:
     """Run what has not ended yet, until the time is up; returns the state by name of piece."""
     out, end = options.out, time.monotonic() + 60 * options.total
     for name in ("results", "logs", "work"):
         (out / name).mkdir(parents=True, exist_ok=True)
     path = out / "state.json"
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    commands = {piece.name: shlex.join(["python", *piece.command]) for piece in todo}
+    commands = {name: shlex.join(["python", *arguments]) for name, arguments in todo.items()}
     if changed := [name for name in state if state[name]["command"] != commands.get(name)]:
         raise ValueError(f"{out} holds other commands for {', '.join(changed)}; choose another --out")
     if unknown := [name for name in options.again if name not in commands]:
@@ -181,41 +163,39 @@ def run(todo: Sequence[Piece], options: Options) -> dict[str, Any]:
     for name in options.again:
         state.pop(name, None)
 
-    def left() -> list[Piece]:
-        return [piece for piece in todo if state.get(piece.name, {}).get("status", "unfinished") == "unfinished"]
+    def left() -> list[str]:
+        return [name for name in todo if state.get(name, {}).get("status", "unfinished") == "unfinished"]
 
     while left():
-        for piece in left():
+        for name in left():
             seconds = min(60 * options.minutes, end - time.monotonic())
             if seconds < 6 * options.minutes:  # a tenth: hardly more than imports
                 return state
-            print(f"{piece.name} ...", flush=True)
-            before, began = _traces(piece, out), time.monotonic()
-            stopped, code = _attempt(piece, options, seconds)
-            if piece.collect is not None:
-                with suppress(OSError, ValueError, IndexError):  # it ended before it wrote anything
-                    write_atomic(out / f"results/{piece.name}.json", json.dumps(piece.collect(), indent=1).encode())
+            print(f"{name} ...", flush=True)
+            before, began = _traces(name, out), time.monotonic()
+            stopped, code = _attempt(name, todo[name], options, seconds)
+            if (out / "work/ablation/summary.json").exists():
+                write_atomic(out / "results/ablation.json", json.dumps(collect(out), indent=1).encode())
             status = "done" if code == 0 else "failed"
             if stopped:
                 # Without a new row or checkpoint in the whole time, it would never end.
                 whole = seconds == 60 * options.minutes
-                status = "stalled" if whole and _traces(piece, out) == before else "unfinished"
-            took = state.get(piece.name, {}).get("seconds", 0) + time.monotonic() - began
-            own = {"status": status, "exit": code, "seconds": round(took, 1), "command": commands[piece.name]}
-            state[piece.name] = own
+                status = "stalled" if whole and _traces(name, out) == before else "unfinished"
+            took = state.get(name, {}).get("seconds", 0) + time.monotonic() - began
+            state[name] = {"status": status, "exit": code, "seconds": round(took, 1), "command": commands[name]}
             write_atomic(path, json.dumps(state, indent=1).encode())
             write_atomic(out / "page.md", page(todo, state, out).encode())
-            print(f"{piece.name}: {status} after {took:.0f} s", flush=True)
+            print(f"{name}: {status} after {took:.0f} s", flush=True)
     return state
 
 
-def _attempt(piece: Piece, options: Options, seconds: float) -> tuple[bool, int]:
+def _attempt(name: str, arguments: list[str], options: Options, seconds: float) -> tuple[bool, int]:
     """Run a piece for at most so long. Returns whether it was stopped, and its exit status."""
-    search = (ROOT, options.poet, options.emerging, os.environ.get("PYTHONPATH"))
+    search = (ROOT, *options.peers, os.environ.get("PYTHONPATH"))
     own = {"PYTHONPATH": os.pathsep.join(str(path) for path in search if path)}
     environment = {"MANIFOLD_TYING_CACHE": str(options.out / "work/cache"), **os.environ, **own}
-    command = [sys.executable, *piece.command]
-    with (options.out / f"logs/{piece.name}.log").open("a") as log:
+    with (options.out / f"logs/{name}.log").open("a") as log:
+        command = [sys.executable, *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             return False, process.wait(seconds)
@@ -236,24 +216,26 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _traces(piece: Piece, out: Path) -> tuple[str, list[str]]:
+def _traces(name: str, out: Path) -> tuple[str, list[str]]:
     """What a piece leaves when it makes progress: rows of its result, or the names of checkpoints."""
-    result = out / f"results/{piece.name}.json"
+    result = out / f"results/{name}.json"
     return result.read_text(encoding="utf-8") if result.exists() else "", sorted(map(str, out.glob("work/**/step-*")))
 
 
-def page(todo: Sequence[Piece], state: dict[str, Any], out: Path) -> str:
+def page(todo: Iterable[str], state: dict[str, Any], out: Path) -> str:
     """All pieces with their status, the ends of the logs that tell why one has not ended, and the results."""
-    none: dict[str, Any] = {"status": "not started", "seconds": "", "command": ""}
-    rows = [(piece.name, state.get(piece.name, none)) for piece in todo]
-    table = [[name, own["status"], str(own["seconds"]), f"`{own['command']}`"] for name, own in rows]
-    parts = ["# On a GPU", markdown_table(["piece", "status", "seconds", "command"], table, left=2)]
-    for name, own in rows:
-        if own["status"] in ("failed", "stalled", "unfinished"):
-            end = (out / f"logs/{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-            parts.append(f"{name}, exit status {own['exit']}:\n\n```\n" + "\n".join(end) + "\n```")
-    for path in sorted((out / "results").glob("ablation-*.json"))[-1:]:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    body, ends = [], []
+    for name in todo:
+        own, log = state.get(name, {"status": "not started", "seconds": "", "command": ""}), out / f"logs/{name}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if name in state else []
+        body.append([name, own["status"], str(own["seconds"]), f"`{own['command']}`"])
+        if name == "tests" and lines:
+            ends.append(f"Tests: {lines[-1].strip('= ')}.")
+        if own["status"] not in ("done", "not started"):
+            ends.append(f"{name}, exit status {own['exit']}:\n\n```\n" + "\n".join(lines[-TAIL:]) + "\n```")
+    parts = ["# On a GPU", markdown_table(["piece", "status", "seconds", "command"], body, left=2), *ends]
+    if (out / "results/ablation.json").exists():
+        runs = json.loads((out / "results/ablation.json").read_text(encoding="utf-8"))["runs"]
         cells = [[run["arm"], str(run["seed"]), f"{run.get('val_loss') or math.nan:.4f}"] for run in runs]
         parts.append("## Training\n\n" + markdown_table(["arm", "seed", "validation loss"], cells))
     if found := load(out / "results"):
@@ -270,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         copy_sources(options.out / "work/source")
     todo = pieces(options)
     state = run(todo, options)
-    found = {piece.name: state.get(piece.name, {}).get("status", "not started") for piece in todo}
+    found = {name: state.get(name, {}).get("status", "not started") for name in todo}
     if left := [f"{name} ({status})" for name, status in found.items() if status != "done"]:
         sys.exit(f"left: {', '.join(left)}. Run the same command again; failed and stalled pieces need --again NAME")
     print(f"all done: {options.out / 'page.md'}")

@@ -13,6 +13,9 @@ matrix.
 All steps have the same length: optimizers that divide by one number per matrix instead of one per entry get √(Vd) times the
 rate. The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is the peak of the second
 step besides parameter, gradients and optimizer state, each measured in a separate process.
+
+Muon keeps X on no manifold, so its defect grows: its row is the price of an orthogonalized direction. Spel orthogonalizes the
+direction and the point. Both iterate in low precision, torch's Muon in bfloat16.
 """
 
 import itertools
@@ -34,8 +37,8 @@ from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
 from manifold_tying.optim import RiemannianAdam
 
 TITLE = "One optimizer step of an orthonormal matrix"
-SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (64, 256, 64))
-QUICK_SIZES = ((96, 8), (4, 16, 4))
+SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (2048, 2048), (64, 256, 64))
+QUICK_SIZES = ((96, 8), (16, 16), (4, 16, 4))
 SMALL_SIZES = ((8, 4), (64, 16), (256, 32))
 MANY_SHAPES = tuple((8 + 4 * i, min(8 + 4 * i, 4 + i % 29)) for i in range(60))
 GRADIENTS = 4  # different gradients, used in turn
@@ -117,7 +120,9 @@ class Problem:
     def _on_stiefel(self, X: Tensor) -> Tensor:
         if self.dtype == torch.bfloat16:
             raise Unavailable("keeps points in float32 or wider")
-        return geoopt.ManifoldParameter(X.clone(), manifold=mt.Stiefel())
+        point: Any = nn.Parameter(X.clone())
+        point.manifold = mt.Stiefel()
+        return point
 
     def geoopt(self, precision: Literal["highest", "medium"] = "highest") -> Step:
         refuse_low_precision(self.dtype)
@@ -130,6 +135,31 @@ class Problem:
         batch = [tensor.reshape(-1, *self.shape[-2:]) for tensor in (self.point, *self.gradients)]
         X = nn.Parameter(batch[0].clone())
         return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], [batch[1:]])
+
+    def torch_muon(self) -> Step:
+        if not hasattr(torch.optim, "Muon"):
+            raise Unavailable(f"torch {torch.__version__} has no Muon")
+        return self._of_a_matrix(
+            torch.optim.Muon, self.rate / 0.2, adjust_lr_fn="match_rms_adamw"
+        )  # length 0.2 lr √(Vd)
+
+    def emerging_muon(self) -> Step:
+        return self._of_a_matrix(self._emerging().Muon, self.rate)
+
+    def emerging_spel(self) -> Step:
+        return self._of_a_matrix(self._emerging().Spel, self.rate * self.shape[-2] ** 0.5)
+
+    def _emerging(self) -> Any:
+        return load(
+            "emerging_optimizers.orthogonalized_optimizers",
+            "absl-py git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers",
+        )
+
+    def _of_a_matrix(self, optimizer: Callable[..., torch.optim.Optimizer], rate: float, **options: Any) -> Step:
+        if len(self.shape) != 2:
+            raise Unavailable("takes no batch of matrices")
+        X = nn.Parameter(self.point.clone())
+        return Optimizing([optimizer([X], lr=rate, weight_decay=0.0, **options)], [X], [self.gradients])
 
     def through(self, parametrized: Callable[[Tensor], nn.Module]) -> Step:
         """Adam on the stored tensor of the weight."""
@@ -197,6 +227,9 @@ def _row(problem: Problem) -> Row:
         Contender("torch orthogonal", lambda: problem.through(torch_orthogonal), limit=LIMIT),
         Contender("geotorch", lambda: problem.through(geotorch_orthogonal), limit=LIMIT),
         Contender("POGO", problem.pogo, limit=LIMIT),
+        Contender("torch Muon", problem.torch_muon, limit=LIMIT),
+        Contender("Emerging-Optimizers Muon", problem.emerging_muon, limit=LIMIT),
+        Contender("Emerging-Optimizers Spel", problem.emerging_spel, limit=LIMIT),
     ]
     label = f"{batch[0]} x ({n} x {p})" if batch else f"V={n} d={p}"
     return Row(label, "floor", contenders, problem.defects)

@@ -4,31 +4,29 @@ An operation that mixes devices raises, as on a GPU. What makes the host wait fo
 ``torch.cuda.set_sync_debug_mode("error")``. A copy to the host that is not waited for holds garbage until the host has waited.
 With TF32 on, products round their factors to it.
 
-    install()  # before the first import of torch
     with Pretended():
         layer = layer.to("cuda")
+
+With ``pytest -p pretended_device`` every test runs so.
 """
 
-from contextlib import contextmanager
-from typing import Any, ClassVar
-
+# ruff: noqa: E402
 from benchmarks._pretended import WAITS, install
 
-install()  # importing this module imports torch
+install()  # before the first import of torch
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils._mode_utils import no_dispatch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing  # noqa: E402
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
 
-DEVICE = torch.device("cuda", 0)
-_MIXES = frozenset(
-    ("_to_copy", "copy_", "index", "index_put_", "_index_put_impl_", "set_")
-)  # may take CPU tensors, too
-_PRODUCTS = frozenset(
-    ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_")
-)  # whose last two arguments are the factors
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+_MIXES = frozenset("_to_copy copy_ index index_put_ _index_put_impl_ set_".split())  # may take CPU tensors, too
+_PRODUCTS = frozenset("mm bmm addmm addmm_ baddbmm baddbmm_".split())  # whose last two arguments are the factors
 
 
 class Synchronization(RuntimeError):
@@ -75,25 +73,11 @@ class Event:
         Host.wait("Event.synchronize")
 
 
-def _set_sync_debug_mode(mode: Any) -> None:
-    Host.refuses = mode in ("error", 2)
-
-
-@contextmanager
-def no_waiting() -> Any:
-    before, Host.refuses = Host.refuses, True
-    try:
-        yield
-    finally:
-        Host.refuses = before
-
-
+no_waiting = partial(patch.object, Host, "refuses", True)
 cuda: Any = torch.cuda
-cuda.Event, cuda.set_sync_debug_mode = Event, _set_sync_debug_mode
+cuda.Event, cuda.synchronize = Event, lambda *_: Host.wait("torch.cuda.synchronize")
 cuda.get_sync_debug_mode = lambda: 2 * Host.refuses
-cuda.synchronize = lambda *_: Host.wait("torch.cuda.synchronize")
-
-
+cuda.set_sync_debug_mode = lambda mode: setattr(Host, "refuses", mode in ("error", 2))
 _Tensor: Any = Tensor  # its stubs forbid what a wrapper overrides
 
 
@@ -106,7 +90,7 @@ class CudaTensor(_Tensor):
     def __new__(cls, inner: Tensor) -> Any:
         return _Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            layout=inner.layout, device=DEVICE,
+            layout=inner.layout, device="cuda:0",
         )  # fmt: skip
 
     def __init__(self, inner: Tensor) -> None:
@@ -124,13 +108,6 @@ class CudaTensor(_Tensor):
     def data(self, value: Any) -> None:
         _Tensor.data.__set__(self, value)
         self.inner = value.inner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            copy: Tensor = CudaTensor(self.inner.detach().clone())
-            copy = nn.Parameter(copy, False) if isinstance(self, nn.Parameter) else copy
-            memo[id(self)] = copy.requires_grad_(self.requires_grad)
-        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,59 +132,60 @@ class Pretended(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+def _each(change: Any, found: Any) -> Any:
+    """Change what is in arguments or results: a tree of one level, since operations have no more."""
+    return type(found)(map(change, found)) if isinstance(found, (list, tuple)) else change(found)
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    mine = [t for t in tensors if isinstance(t, CudaTensor)]
+    leaves = [
+        x for found in (*args, *kwargs.values()) for x in (found if isinstance(found, (list, tuple)) else [found])
+    ]
+    mine = [x for x in leaves if isinstance(x, CudaTensor)]
+    others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, CudaTensor)]
     target = kwargs.get("device")
     to_device = target is not None and torch.device(target).type == "cuda"
     if not mine and not to_device:
         return func(*args, **kwargs)
-    _check(func, name, args, kwargs, mine, [t for t in tensors if not isinstance(t, CudaTensor)], to_device)
-    on_device = to_device or target is None
-    if name == "copy_":
-        on_device = isinstance(args[0], CudaTensor)
-    plain_args, plain_kwargs = pytree.tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, (args, kwargs))
-    if name in _PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        plain_args = (*plain_args[:-2], *map(_tf32, plain_args[-2:]))
-    if to_device:
-        plain_kwargs["device"] = torch.device("cpu")
-    plain_kwargs.pop("pin_memory", None)
-    result = func(*plain_args, **plain_kwargs)
-    if not on_device:
-        return Host.receive(result) if name == "_to_copy" and kwargs.get("non_blocking") else result
-    if name == "set_":
-        return _set(args[0], args[1])
+    _check(func, name, args, kwargs, mine, others, to_device)
+    on_device = isinstance(args[0], CudaTensor) if name == "copy_" else to_device or target is None
     given = {id(t.inner): t for t in mine}  # what was changed in place comes back as it was given
+
+    def unwrap(x: Any) -> Any:
+        return x.inner if isinstance(x, CudaTensor) else x
 
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, CudaTensor):
             return x
         return given[id(x)] if id(x) in given else CudaTensor(x)
 
-    wrapped = pytree.tree_map(wrap, result)
-    aliases = (
-        mine
-        and name != "_to_copy"
-        and any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns))
-    )
-    return return_and_correct_aliasing(func, args, kwargs, wrapped) if aliases else wrapped
+    plain = [_each(unwrap, x) for x in args]
+    options = {key: _each(unwrap, x) for key, x in kwargs.items() if key != "pin_memory"}
+    if name in _PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        plain[-2:] = map(_tf32, plain[-2:])
+    if to_device:
+        options["device"] = torch.device("cpu")
+    result = func(*plain, **options)
+    if not on_device:
+        return Host.receive(result) if name == "_to_copy" and kwargs.get("non_blocking") else result
+    wrapped = _each(wrap, result)
+    aliases = any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns))
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if aliases and name != "_to_copy" else wrapped
 
 
 def _check(func: Any, name: str, args: Any, kwargs: Any, mine: Any, others: list[Tensor], to_device: bool) -> None:
     """Raise for a mix of devices; have the host wait where it would."""
-    mixed = [
-        tuple(t.shape) for t in others if t.ndim or name == "cat" or (name.startswith("_fused") and t.numel() != 1)
-    ]
+    mixed = [x.shape for x in others if x.ndim or name == "cat" or (name.startswith("_fused") and x.numel() != 1)]
     if mine and mixed and name not in _MIXES:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device, got cuda:0 and cpu {mixed}")
+    blocking = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
     if name == "_to_copy":
-        leaves = bool(mine) != (to_device or "device" not in kwargs or kwargs["device"] is None)
-        if (leaves or not mine) and not kwargs.get("non_blocking"):
+        leaves = bool(mine) != (to_device or kwargs.get("device") is None)
+        if (leaves or not mine) and blocking:
             Host.wait(f"copy {'to' if to_device else 'from'} the device, {tuple(args[0].shape)}")
-    elif name == "copy_" and others:
-        if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
-            Host.wait(f"copy_ between host and device, {tuple(args[0].shape)}")
+    elif name == "copy_" and others and blocking:
+        Host.wait(f"copy_ between host and device, {tuple(args[0].shape)}")
     elif name in ("index", "index_put_", "_index_put_impl_"):
         for index in args[1]:
             if index is not None and (index.dtype in (torch.bool, torch.uint8) or not isinstance(index, CudaTensor)):
@@ -216,20 +194,14 @@ def _check(func: Any, name: str, args: Any, kwargs: Any, mine: Any, others: list
         Host.wait(name)
 
 
-def _set(wrapper: CudaTensor, source: CudaTensor) -> CudaTensor:
-    """``set_`` of the wrapper itself, whose shape and storage autograd sees."""
-    with no_dispatch():
-        before = torch._C._meta_in_tls_dispatch_include()
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        storage = source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
-        torch.ops.aten.set_.source_Storage_storage_offset(wrapper, *storage)
-        torch._C._set_meta_in_tls_dispatch_include(before)
-    wrapper.inner = source.inner
-    return wrapper
-
-
 def _tf32(x: Any) -> Any:
     """Rounded to ten bits behind the point."""
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         return x
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _pretended() -> Iterator[None]:
+    with Pretended():
+        yield

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from training_runs import SHAPE, TINY, text
 
 from benchmarks import _command, scaling
 from benchmarks._command import ROOT, Options
-from benchmarks._harness import Contender, Row, Step, measure_row
+from benchmarks._harness import Contender, Row, Step, Unavailable, measure_row
 from benchmarks.page import main as page
 from benchmarks.page import render
 from manifold_tying.models import PRESETS
@@ -131,6 +132,24 @@ def test_riemannian_step_runs(tmp_path: Path) -> None:
     assert all(defect < 1e-6 for name, defect in defects.items() if name.startswith("ours"))
     # the same steps, however the matrices are handed over
     assert defects["ours, 4 parameters"] == pytest.approx(defects["ours, Python loop"], rel=0.3)
+
+
+@pytest.mark.parametrize("label", ["V=96 d=8", "V=16 d=16"])
+def test_optimizers_are_compared_at_steps_of_the_same_length(label: str) -> None:
+    from benchmarks.riemannian_step import Optimizing, rows
+
+    (row,) = (row for row in rows(Options(quick=True)) if row.label == label)
+    lengths = {}
+    for contender in row.contenders:
+        with suppress(Unavailable):
+            step = contender.build()
+            if isinstance(step, Optimizing):
+                (X,) = step.parameters
+                before = X.detach().clone()
+                step()
+                lengths[contender.name] = float((X.detach() - before).norm()) / (0.1 * X.shape[1] ** 0.5)
+    assert set(lengths) >= {"ours", "geoopt", "torch Muon" if hasattr(torch.optim, "Muon") else "ours"}
+    assert all(0.6 <= length <= 1.4 for length in lengths.values()), lengths
 
 
 def test_interfaces_run(tmp_path: Path) -> None:

@@ -2,38 +2,39 @@
 
 import json
 import shlex
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import tyro
 
-from benchmarks._command import _chosen
-from benchmarks.gpu import Options, Piece, pieces, run
+from benchmarks._command import select
+from benchmarks.gpu import Options, pieces, run
 from manifold_tying.training import AblateConfig
 from manifold_tying.training.arguments import parsed
 
 
-def script(name: str, *lines: str) -> Piece:
-    return Piece(name, ("-c", "\n".join(["import os, pathlib, signal, time", *lines])))
+def script(*lines: str) -> list[str]:
+    return ["-c", "\n".join(["import os, pathlib, signal, time", *lines])]
 
 
 def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(tmp_path: Path) -> None:
     results, count, mark = (tmp_path / name for name in ("results", "count", "mark"))
     half, rest = json.dumps([{"half": 1}]), json.dumps([{"half": 1}, {"rest": 1}])
-    todo = [
-        script("counts", f"open({str(count)!r}, 'a').write('x')"),
-        script(
-            "interrupts", f"mark = pathlib.Path({str(mark)!r})",
+    todo = {
+        "counts": script(f"open({str(count)!r}, 'a').write('x')"),
+        "interrupts": script(
+            f"mark = pathlib.Path({str(mark)!r})",
             "if not mark.exists(): mark.touch(); os.kill(os.getppid(), signal.SIGINT); time.sleep(99)",
         ),
-        script("fails", "print('this is why')", "raise SystemExit(3)"),
-        script(
-            "rows", f"out = pathlib.Path({str(results / 'rows.json')!r})", "known = out.exists()",
+        "fails": script("print('this is why')", "raise SystemExit(3)"),
+        "rows": script(
+            f"out = pathlib.Path({str(results / 'rows.json')!r})", "known = out.exists()",
             f"out.write_text({rest!r} if known else {half!r})", "if not known: time.sleep(99)",
         ),
-        script("hangs", "time.sleep(99)"),
-    ]  # fmt: skip
+        "hangs": script("time.sleep(99)"),
+    }  # fmt: skip
     options = Options(out=tmp_path, device="cpu", minutes=0.1)
     assert run(todo, Options(out=tmp_path, device="cpu", total=0)) == {}
     with pytest.raises(KeyboardInterrupt):
@@ -53,30 +54,27 @@ def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(tmp_path: Pat
     run(todo, Options(out=tmp_path, device="cpu", again=("counts",)))
     assert count.read_text() == "xx"
     with pytest.raises(ValueError, match="other commands for counts"):
-        run([script("counts", "pass"), *todo[1:]], options)
+        run(todo | {"counts": script("pass")}, options)
+    with pytest.raises(ValueError, match="expected folders for --peers, nowhere is none"):
+        Options(out=tmp_path, device="cpu", peers=(Path("nowhere"),))
 
 
 def test_a_piece_of_the_rehearsal_is_on_the_page(tmp_path: Path) -> None:
     options = Options(out=tmp_path, device="cpu", tiny=True)
-    (maps,) = (piece for piece in pieces(options) if piece.name == "maps")
-    assert run([maps], options)["maps"]["exit"] == 0
+    assert run({"maps": pieces(options)["maps"]}, options)["maps"]["exit"] == 0
     page = (tmp_path / "page.md").read_text()
     assert "| maps | done |" in page and "| 24 x 24 |" in page and "## In short" in page
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_every_command_is_one_that_its_script_takes(tiny: bool, tmp_path: Path) -> None:
-    names = []
-    for piece in pieces(Options(out=tmp_path, device="cpu", tiny=tiny)):
-        _, what, *arguments = piece.command
-        names.append(piece.name)
+    found = pieces(Options(out=tmp_path, device="cpu", tiny=tiny))
+    for _, what, *arguments in found.values():
         if what == "manifold_tying":
             assert len(parsed(AblateConfig, "ablate", arguments[1:]).runs()) in (4, 8, 12)
         elif what != "pytest":
             module = import_module(what)
             options = tyro.cli(getattr(module, "StepOptions", module.Options), args=arguments)
-            rows = [
-                row for row in module.rows(options) if not options.rows or any(t in row.label for t in options.rows)
-            ]
-            assert rows and all(_chosen(row, options.only).contenders for row in rows)
-    assert names[:2] == ["tests", "equivalence"] and len(set(names)) == len(names)
+            rows = [row for row in map(partial(select, options=options), module.rows(options)) if row is not None]
+            assert rows and all(row.contenders for row in rows)
+    assert list(found)[:2] == ["tests", "equivalence"] and list(found)[-1] == "riemannian-step-slow"
