@@ -1,12 +1,12 @@
-"""A converted model below accelerate's DDP and FSDP2 in two processes: the losses of one process, as the stock model has."""
+"""A converted model in two processes, by accelerate and by torch: the losses of one process, as the stock model has."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate_worker import MAKERS, PROCESSES, losses
 from huggingface_models import build
+from parallel_worker import MAKERS, PROCESSES, losses
 
 pytestmark = pytest.mark.slow
 
@@ -15,12 +15,18 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory: pytest.TempPathFactory, run_four_processes: Any) -> list[dict[str, list[float]]]:
     """What each process wrote."""
     folder: Path = tmp_path_factory.mktemp("accelerate")
-    run_four_processes("accelerate_worker.py", folder)
+    run_four_processes("parallel_worker.py", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, name) for kind in ("ddp", "fsdp") for name in MAKERS),
+        ("shard_model", "converted"),
+        ("tensor parallel", "converted"),
+    ],
+)
 def test_losses_are_those_of_one_process(kind: str, name: str, found: list[dict[str, list[float]]]) -> None:
     alone = losses(MAKERS[name](build()), None, 0, 1)
     together = [sum(each) / PROCESSES for each in zip(*(one[f"{kind} {name}"] for one in found), strict=True)]

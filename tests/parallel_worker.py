@@ -1,6 +1,6 @@
-"""What tests/huggingface/test_huggingface_accelerate.py runs in each of two processes: a few steps below accelerate.
+"""What tests/huggingface/test_huggingface_parallel.py runs in each of two processes: a few steps in parallel.
 
-Run as ``python accelerate_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
+Run as ``python parallel_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
 """
 
 import json
@@ -14,9 +14,13 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from huggingface_models import V, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing import start_processes
 
 import manifold_tying as mt
+from manifold_tying.tying import shard_model
 
 PROCESSES, STEPS, ROWS = 2, 4, 4
 
@@ -53,6 +57,15 @@ def work(rank: int, out: Path, port: int) -> None:
         found |= {
             f"{kind} {name}": losses(make(build()), accelerator, rank, PROCESSES) for name, make in MAKERS.items()
         }
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    model = mt.convert(build())
+    found["shard_model converted"] = losses(shard_model(model, mesh, blocks=model.model.layers), None, rank, PROCESSES)
+    model = mt.convert(build())  # torch's tensor parallelism of embedding and head: every process has the whole batch
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+    columns = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, {"model.embed_tokens": rows, "lm_head": columns})
+    model.lm_head.weight = model.model.embed_tokens.weight
+    found["tensor parallel converted"] = losses(model, None, 0, 1)
     (out / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
