@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
@@ -60,6 +61,8 @@ def work(rank: int, out: Path, port: int) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     model = mt.convert(build())
     found["shard_model converted"] = losses(shard_model(model, mesh, blocks=model.model.layers), None, rank, PROCESSES)
+    with pytest.raises(ValueError, match="call the model, which gathers"):
+        model.get_input_embeddings()(torch.tensor([rank]))
     model = mt.convert(build())  # torch's tensor parallelism of embedding and head: every process has the whole batch
     rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     columns = ColwiseParallel(output_layouts=Replicate())

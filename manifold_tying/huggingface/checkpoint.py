@@ -155,6 +155,10 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     check_model(model)
     check_adapters(model)
     pit_embedding(model)
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"expected a floating-point body, got {type(model).__name__} quantized; export the model before"
+        )
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ValueError(
             f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load the model "

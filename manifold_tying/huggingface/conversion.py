@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import torch
 from torch import Tensor, nn
 
 from manifold_tying.huggingface.native import mark, tie, unhooked
@@ -95,6 +96,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
     return model
 
 
+@torch.inference_mode(False)
 def _start(table: Tensor, transform: Transform) -> Tensor:
     """W = U T for a table U H, in the table's dtype; ValueError if it has none."""
     pit = PIT.from_embedding(table, transform=transform)

@@ -34,22 +34,28 @@ GUARD = {
 
 
 def mark(config: "PreTrainedConfig", scale: float, rotated: bool) -> None:
-    """Mark a config as a converted model's."""
-    owner: Any = config
-    owner.manifold_tying = {"scale": scale, "rotated": rotated}
-    if not getattr(config, "quantization_config", None):  # a quantized body keeps its own
-        owner.quantization_config = dict(GUARD)
-    owner.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+    """Mark a config as a converted model's, and that of its text part, which may be saved alone."""
+    for owner in _owners(config):
+        owner.manifold_tying = {"scale": scale, "rotated": rotated}
+        if not getattr(owner, "quantization_config", None):  # a quantized body keeps its own
+            owner.quantization_config = dict(GUARD)
+        owner.tie_word_embeddings = True
 
 
 def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """A copy that describes the stock model with two tables."""
-    copied: Any = copy.deepcopy(config)
-    del copied.manifold_tying
-    if is_guard(getattr(copied, "quantization_config", None)):
-        del copied.quantization_config
-    copied.tie_word_embeddings = copied.get_text_config().tie_word_embeddings = False
+    copied = copy.deepcopy(config)
+    for owner in _owners(copied):
+        vars(owner).pop(MARK, None)
+        if is_guard(getattr(owner, "quantization_config", None)):
+            del owner.quantization_config
+        owner.tie_word_embeddings = False
     return copied
+
+
+def _owners(config: Any) -> list[Any]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
 
 
 def check_mark(entry: Any) -> Mapping[str, Any]:
@@ -146,6 +152,7 @@ def register() -> None:
 
         modeling, quantizers = sys.modules["transformers.modeling_utils"], sys.modules["transformers.quantizers.auto"]
         wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.post_init", _post_init)
+        wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.save_pretrained", _save)
         wrapt.wrap_function_wrapper(modeling, "PreTrainedModel.resize_token_embeddings", _resize)
         wrapt.wrap_function_wrapper(quantizers, "AutoHfQuantizer.supports_quant_method", _supports)
     except Exception:
@@ -156,6 +163,19 @@ def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any,
     wrapped(*args, **kwargs)
     if hasattr(model.config, MARK):
         adopt(model)
+
+
+def _save(wrapped: Callable[..., Any], model: "PreTrainedModel", args: Any, kwargs: Any) -> Any:
+    """ValueError if the saved config would promise an embedding that the model does not have."""
+    if hasattr(model.config, MARK):
+        if not is_converted(model):
+            raise ValueError(
+                f"{type(model).__name__} was converted and then given another embedding, {model.get_input_embeddings()}. "
+                f"Remove config.{MARK} and config.quantization_config to save it as a stock model"
+            )
+        if model.get_output_embeddings() is not None:
+            pit_embedding(model)
+    return wrapped(*args, **kwargs)
 
 
 def _supports(wrapped: Callable[..., bool], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

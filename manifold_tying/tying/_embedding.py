@@ -80,6 +80,11 @@ class PITEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         W, ids = self.weight, distributed.to_local(input)
+        if distributed.is_dtensor(W) and input is ids:
+            raise ValueError(
+                "expected the weight of this rank or token ids as a DTensor, but the weight is a DTensor and the ids are not: "
+                "with FSDP2 call the model, which gathers the weight; in tensor parallelism use RowwiseParallel"
+            )
         check_ids(ids, len(W))
         with precision.full_precision(W.device):
             e = distinct_rows(ids, W, lambda rows: divide(rows, W, self._inverse)).to(W.dtype)

@@ -26,11 +26,11 @@ class InverseGram:
         may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not autograd.has_data(distributed.to_local(W)) or not may_ask:
             return inverse_gram(W)
-        key = (_fingerprint(W), W.dtype, W.device)
-        if self._cached is None or self._cached[0] != key:
+        key, cached = (_fingerprint(W), W.dtype, W.device), self._cached
+        if cached is None or cached[0] != key:
             with torch.inference_mode(False):  # training may use it next
-                self._cached = key, inverse_gram(W)
-        return self._cached[1]
+                self._cached = cached = key, inverse_gram(W)
+        return cached[1]  # not the attribute: threads may share it
 
 
 def divide(rows: Tensor, table: Tensor, inverse: InverseGram) -> Tensor:

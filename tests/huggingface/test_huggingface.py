@@ -233,6 +233,14 @@ def test_transformers_refuses_checkpoints_whose_parts_disagree(tmp_path: Path) -
             AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_conversion_in_inference_mode_can_be_trained() -> None:
+    model = build()
+    with torch.inference_mode():
+        mt.convert(model, transform="identity")
+    model(ids(), labels=ids()).loss.backward()
+    assert model.lm_head.weight.grad.any()
+
+
 def test_writes_to_the_weight_and_its_flag_count() -> None:
     model = mt.convert(build())
     known, new = 7, 9

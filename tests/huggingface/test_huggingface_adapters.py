@@ -6,8 +6,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from huggingface_models import D, Repeated, arguments, build, difference, ids, interface, logits
+from huggingface_models import D, Repeated, V, arguments, build, difference, ids, interface, logits
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 import manifold_tying as mt
@@ -71,8 +72,14 @@ def test_the_table_trains_with_the_adapters_is_saved_with_them_and_stays_tied(tm
 def test_a_table_that_came_apart_is_not_saved(tmp_path: Path) -> None:
     apart = adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     trained(apart, tmp_path / "run")
-    with pytest.raises(ValueError, match="another weight than its embedding"):
-        mt.save(apart.merge_and_unload(), tmp_path / "merged")
+    merged = apart.merge_and_unload()
+    for save in (mt.save, type(merged).save_pretrained):
+        with pytest.raises(ValueError, match="another weight than its embedding"):
+            save(merged, tmp_path / "merged")
+    merged.set_input_embeddings(nn.Embedding(V, D))
+    with pytest.raises(ValueError, match="given another embedding"):
+        merged.save_pretrained(tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning")

@@ -24,6 +24,7 @@ from huggingface_models import (
 from machine import lacking
 
 import manifold_tying as mt
+from manifold_tying.huggingface.native import is_guard
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: BIASED[kind] for kind in ("BertLMHeadModel", "AlbertForMaskedLM")},
@@ -65,6 +66,19 @@ def test_a_config_that_another_model_has_as_well_is_left_alone(tmp_path: Path) -
     mt.convert(text)
     assert text.config.get_text_config() is text.model.language_model.config
     assert interface(text)
+
+
+def test_the_text_part_saved_alone_still_divides(tmp_path: Path) -> None:
+    model = mt.convert(make("LlavaForConditionalGeneration", *MULTIMODAL["LlavaForConditionalGeneration"]))
+    part, tokens = model.model.language_model, ids()
+    expected = part(tokens).last_hidden_state
+    part.save_pretrained(tmp_path)
+    assert is_guard(transformers.AutoConfig.from_pretrained(tmp_path).quantization_config)
+    again = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens).last_hidden_state, expected)
+    mt.export(model, tmp_path / "exported")
+    stock = type(model).from_pretrained(tmp_path / "exported")
+    assert difference(stock.model.language_model(tokens).last_hidden_state, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["MistralLarge4ForConditionalGeneration", "SpeechT5ForSpeechToText"])
