@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import manifold_tying as mt
+
+FIRST = transformers.__version__ == "5.0.0"
+UNSORTED = "transformers 5.0.0 cannot sort the names of a parametrization: weight.original and weight.0.form"
 
 MAKERS: dict[str, Callable[[nn.Linear], Any]] = {
     "equivalence": lambda layer: mt.equivalence(layer, block_size=4),
@@ -42,6 +46,7 @@ class Probe(PreTrainedModel):
         pass
 
 
+@pytest.mark.skipif(FIRST, reason=UNSORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_saved_model_loads(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from hostile import tree
 from huggingface_models import D, build, difference, logits
 from safetensors.torch import load_file, save_file
@@ -119,6 +120,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         assert tree(tmp_path / "old") == before and not (tmp_path / "new").exists()
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.0.0", reason="it cannot sort weight.original and weight.0.form")
 def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: Path) -> None:
     model = build()
     mt.stiefel(model.model.layers[0].mlp.up_proj)
