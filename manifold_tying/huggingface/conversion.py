@@ -75,6 +75,10 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
             raise ValueError("transform='rotation' needs a tied model; choose another transform")
         turned = rotation(model, tables.weight)
     W = _start(tables.weight if turned is None else turned.table, "embedding" if transform == "rotation" else transform)
+    if not is_built_again(model):
+        raise ValueError(
+            f"{type(model).__name__} changes a tied config when it is built, so it could not be loaded again"
+        )
     if not is_called(model, tables.embedding):
         raise ValueError(
             f"{type(model).__name__} reads the weight of its embedding directly, so another embedding would not be used. It "

@@ -42,6 +42,17 @@ def mark(config: "PreTrainedConfig", scale: float, rotated: bool) -> None:
         owner.tie_word_embeddings = True
 
 
+def is_built_again(model: "PreTrainedModel") -> bool:
+    """Whether transformers builds the model from a marked config as it does in ``from_pretrained``; joined models untie it."""
+    config = copy.deepcopy(model.config)
+    mark(config, 1.0, rotated=False)
+    try:
+        with torch.device("meta"):
+            return is_converted(type(model)(config))
+    except Exception:
+        return False
+
+
 def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """A copy that describes the stock model with two tables."""
     copied = copy.deepcopy(config)

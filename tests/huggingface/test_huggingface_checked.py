@@ -170,6 +170,19 @@ def test_tables_that_a_model_does_not_give_away_are_refused(kind: Any, message: 
     stays_as_it_was(kind(transformers.LlamaConfig(**_BODY)), message)
 
 
+class Unties(transformers.LlamaForCausalLM):
+    """As joined models of two parts do."""
+
+    def __init__(self, config: Any) -> None:
+        if hasattr(config, "manifold_tying"):
+            config.tie_word_embeddings = False
+        super().__init__(config)
+
+
+def test_a_model_that_would_not_load_again_is_refused() -> None:
+    stays_as_it_was(untied_from_llama(Unties), "could not be loaded again")
+
+
 @pytest.mark.parametrize(
     ("kind", "tied"), [("T5ForConditionalGeneration", True), ("BartForConditionalGeneration", False)]
 )
