@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from manifold_tying.huggingface import save as save
     from manifold_tying.manifolds import SPD as SPD
     from manifold_tying.manifolds import Stiefel as Stiefel
+    from manifold_tying.parametrizations import constrain as constrain
     from manifold_tying.parametrizations import materialize as materialize
     from manifold_tying.parametrizations import orthogonal as orthogonal
     from manifold_tying.parametrizations import project as project
@@ -58,7 +59,7 @@ _PACKAGES = (
 )
 _HOMES = {
     **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
-    **dict.fromkeys(("materialize", "orthogonal", "project", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("constrain", "materialize", "orthogonal", "project", "spd", "stiefel"), "parametrizations"),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),

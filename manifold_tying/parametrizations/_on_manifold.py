@@ -1,0 +1,139 @@
+"""Weights that are points of a manifold, which a Riemannian optimizer moves."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from manifold_tying import autograd, precision
+from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Retraction, Stiefel
+from manifold_tying.parametrizations._constraint import Constraint
+from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._register import register
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class OnManifold(Constraint):
+    """The stored tensor is the point; the weight has the same values in the layer's shape."""
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, manifold: geoopt.Manifold) -> None:
+        super().__init__(dtype)
+        self.layout = layout
+        self.manifold = manifold
+
+    def describe(self) -> str:
+        if _is_stiefel(self.manifold):
+            return f"stiefel on {self.layout}"  # any retraction: it does not change what the stored tensor means
+        options = self.manifold.extra_repr()
+        return f"constrain({type(self.manifold).__name__}{f'({options})' if options else ''}) on {self.layout}"
+
+    def forward(self, stored: Tensor) -> Tensor:
+        # FSDP2 gathers a stored tensor in the dtype of its policy, which may be below the layer's.
+        dtype = min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+        return self.layout.to_weight(stored).to(dtype)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        matrix = self.layout.to_matrix(weight)
+        if not autograd.has_data(matrix):
+            return torch.empty_like(matrix)
+        point = self.manifold.projx(matrix)
+        ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)
+        if not ok:
+            raise ValueError(
+                f"expected projx of {self.manifold} to give a point of this weight of shape {tuple(weight.shape)}, but it is "
+                f"off by more than {_OFF}: {reason}. Give the weight values that have a nearest point (zeros may have none), "
+                "or correct the manifold; manifold_tying.testing.check_manifold tests it"
+            )
+        return point.contiguous()
+
+
+_OFF = 1e-3  # an optimizer refuses a point that is further off, too
+
+
+def _is_stiefel(manifold: geoopt.Manifold) -> bool:
+    return isinstance(manifold, Stiefel | geoopt.Stiefel)
+
+
+def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | None = None) -> M:
+    """Keep ``module.name`` on any manifold: the stored tensor is the point, and a Riemannian optimizer moves it.
+
+    The weight is projected by the manifold's ``projx``, and so is every assigned weight. All else is as for :func:`stiefel`,
+    which is the case ``manifold=Stiefel()``.
+
+    On Stiefel (ours and geoopt's) a convolution is flattened to a matrix and a wide matrix is transposed. On any other manifold
+    the point has the weight's own shape. Its last dimensions are the manifold's, and the leading ones are batch dimensions.
+
+    A manifold's tensors, such as a curvature, become part of the layer: they take its device and dtype, and its state dict has
+    them. Other options that change what a point means belong into the manifold's ``extra_repr``. A state dict that another
+    class or other options saved is refused.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        manifold: a ``geoopt.Manifold`` of this package, of geoopt or of your own.
+        blocks: number of matrices that the weight stacks along its rows, each then a point of its own.
+
+    Raises:
+        ValueError: ``manifold`` is no manifold, is Euclidean, does not have points of the weight's shape, or its ``projx`` does
+            not give one to within 1e-3; ``name`` and ``blocks`` as for :func:`stiefel`.
+
+    >>> layer = constrain(nn.Linear(4, 4), "weight", geoopt.SymmetricPositiveDefinite())
+    """
+    if not isinstance(manifold, geoopt.Manifold) or isinstance(manifold, geoopt.Euclidean):
+        kind = f"the class {manifold.__name__}" if isinstance(manifold, type) else f"a {type(manifold).__name__}"
+        raise ValueError(
+            f"expected a geoopt.Manifold other than Euclidean, such as manifold_tying.Stiefel(), got {kind}; "
+            "docs/testing.md shows how to write one"
+        )
+    make = Layout.orthonormal if _is_stiefel(manifold) else Layout.unchanged
+    return _keep_on(module, name, manifold, make(module, name, blocks))
+
+
+def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None) -> M:
+    """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, and a Riemannian optimizer moves it.
+
+    The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide). The forward
+    costs nothing extra. Train with :mod:`manifold_tying.optim`: ``RiemannianAdam(model.parameters())`` or
+    ``param_groups(model)``. Any other optimizer, geoopt's included, leaves the manifold and warns at its first step.
+
+    Works on Linear, Embedding, convolutions (flattened to a matrix from their second dimension on), MultiheadAttention's
+    ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). In a bfloat16
+    layer the point is stored in float32 and cast on access.
+
+    The layer's ``reset_parameters`` projects the new weight, and so does an assignment, ``layer.weight = tensor``. A write in
+    place, such as nn.init's, does not: a Riemannian optimizer projects the point at its next step. In a bfloat16 layer, and
+    where ``blocks`` stacks wide matrices, the weight is a copy, and a write to it is lost, with a warning at the next access.
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
+        blocks: number of matrices that the weight stacks along its rows, each constrained separately: 4 for an LSTM, 3 for a
+            GRU and for MultiheadAttention's ``in_proj_weight``, ``groups`` for a grouped convolution. By default the weight is
+            constrained as one matrix; if it stacks several, none of them is orthonormal and a warning says so.
+
+    Raises:
+        ValueError: unknown retraction; blocks do not divide the rows; ``name`` is not a parameter of the module itself, is
+            shared with another module, is constrained already, or is not a finite floating tensor with at least 2 dimensions.
+
+    >>> layer = stiefel(nn.Linear(16, 64))
+    >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
+    True
+    """
+    return _keep_on(module, name, Stiefel(retraction), Layout.orthonormal(module, name, blocks))
+
+
+def _keep_on(module: M, name: str, manifold: geoopt.Manifold, layout: Layout) -> M:
+    weight = getattr(module, name)
+    shape = layout.stored_shape
+    ok, reason = manifold.check_point(torch.empty(shape, device="meta"), explain=True)
+    if not ok:
+        raise ValueError(
+            f"expected {type(module).__name__}.{name} of shape {layout} to hold points of {manifold}, but their shape would be "
+            f"{shape}: {reason}. Choose a manifold of that shape, or `blocks` that split the rows"
+        )
+    if autograd.has_data(weight):
+        manifold.to(weight.device, precision.compute_dtype(weight.dtype))
+    return register(module, name, OnManifold(layout, weight.dtype, manifold))
