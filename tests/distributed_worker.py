@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import geoopt
 import torch
@@ -43,6 +43,7 @@ from torch.multiprocessing import start_processes
 import manifold_tying as mt
 from manifold_tying import distributed, linalg
 from manifold_tying import testing as mtt
+from manifold_tying.manifolds import Of
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
@@ -330,6 +331,8 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         "cayley": partial(mt.orthogonal, map="cayley"),
         "qr": partial(mt.orthogonal, map="qr"),
         "spd": partial(mt.spd, name="weight"),
+        "rows": partial(mt.sphere, radius=2.0),
+        "matrix": partial(mt.sphere, of="matrix", radius=2.0),
         "equivalence": partial(mt.equivalence, block_size=4, seed=0),
     }
     found: dict[str, Any] = {}
@@ -348,6 +351,30 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
     low = nn.Sequential(mt.PIT(20, 8, memory="trainable"), mt.stiefel(nn.Linear(8, 8)))
     found["dtype"] = str(shard_model(low, group.mesh, mp_policy=policy)(torch.arange(3)).dtype)
     return found
+
+
+def spheres_of(group: Group) -> dict[str, float]:
+    """Steps on sharded spheres with several radii against the same on whole ones; two points move together."""
+    result = {}
+    generator = torch.Generator().manual_seed(0)
+    for of in get_args(Of):
+        manifolds = [mt.Sphere(of, mt.manifolds.norms(torch.rand(7, 3, generator=generator), of)) for _ in range(2)]
+        starts = [manifold.projx(torch.randn(7, 3, generator=generator)) for manifold in manifolds]
+        moved = []
+        for place in (lambda X: X, group.rows):
+            params = [nn.Parameter(place(X)) for X in starts]
+            groups = [{"params": [p], "manifold": manifold} for p, manifold in zip(params, manifolds, strict=True)]
+            optimizer = RiemannianAdam(groups, lr=0.1)
+            steps = torch.Generator().manual_seed(1)
+            for _ in range(3):
+                for p in params:
+                    p.grad = place(torch.randn(7, 3, generator=steps))
+                optimizer.step()
+            moved.append([distributed.full_tensor(p.detach()) for p in params])
+            assert all(m.check_point_on_manifold(p.detach()) for m, p in zip(manifolds, params, strict=True))
+            assert not manifolds[0].check_point_on_manifold(place(starts[0] * torch.tensor([[1.01], *[[1.0]] * 6])))
+        result[of] = max(float((a - b).abs().max()) for a, b in zip(*moved, strict=True))
+    return result
 
 
 def low_precision(group: Group) -> dict[str, Any]:

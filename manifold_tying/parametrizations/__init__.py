@@ -11,6 +11,7 @@ from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
 from manifold_tying.parametrizations._on_manifold import OnManifold as OnManifold
 from manifold_tying.parametrizations._on_manifold import constrain as constrain
+from manifold_tying.parametrizations._on_manifold import sphere as sphere
 from manifold_tying.parametrizations._on_manifold import stiefel as stiefel
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap

@@ -93,9 +93,10 @@ class Layout:
         return layout
 
     @classmethod
-    def unchanged(cls, module: nn.Module, name: str, blocks: int | None) -> "Layout":
-        """The layout of a weight that keeps its shape, but for the blocks of rows."""
-        return replace(cls.of(module, name), flatten=False, tall=False)._split(module, name, blocks)
+    def unchanged(cls, module: nn.Module, name: str, blocks: int | None, *, flatten: bool = False) -> "Layout":
+        """The layout of a weight that keeps its shape, but for the blocks of rows; a convolution's may be flattened."""
+        layout = cls.of(module, name)
+        return replace(layout, flatten=flatten and layout.flatten, tall=False)._split(module, name, blocks)
 
     def _split(self, module: nn.Module, name: str, blocks: int | None) -> "Layout":
         """The same in blocks of rows."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from manifold_tying import autograd, precision
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Retraction, Stiefel
+from manifold_tying.manifolds import Of, Retraction, Sphere, Stiefel, check_of, norms
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._register import register
@@ -62,8 +62,9 @@ def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | 
     The weight is projected by the manifold's ``projx``, and so is every assigned weight. All else is as for :func:`stiefel`,
     which is the case ``manifold=Stiefel()``.
 
-    On Stiefel (ours and geoopt's) a convolution is flattened to a matrix and a wide matrix is transposed. On any other manifold
-    the point has the weight's own shape. Its last dimensions are the manifold's, and the leading ones are batch dimensions.
+    On Stiefel (ours and geoopt's) a convolution is flattened to a matrix and a wide matrix is transposed. On our Sphere a
+    convolution is flattened. On any other manifold the point has the weight's own shape: the last dimensions are its, the leading
+    ones are batch dimensions.
 
     A manifold's tensors, such as a curvature, become part of the layer: they take its device and dtype, and its state dict has
     them. Other options that change what a point means belong into the manifold's ``extra_repr``. A state dict that another
@@ -87,8 +88,11 @@ def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | 
             f"expected a geoopt.Manifold other than Euclidean, such as manifold_tying.Stiefel(), got {kind}; "
             "docs/testing.md shows how to write one"
         )
-    make = Layout.orthonormal if _is_stiefel(manifold) else Layout.unchanged
-    return _keep_on(module, name, manifold, make(module, name, blocks))
+    if _is_stiefel(manifold):
+        layout = Layout.orthonormal(module, name, blocks)
+    else:
+        layout = Layout.unchanged(module, name, blocks, flatten=isinstance(manifold, Sphere))
+    return _keep_on(module, name, manifold, layout)
 
 
 def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None) -> M:
@@ -123,6 +127,38 @@ def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar"
     True
     """
     return _keep_on(module, name, Stiefel(retraction), Layout.orthonormal(module, name, blocks))
+
+
+def sphere(module: M, name: str = "weight", *, of: Of = "rows", radius: float | Tensor | None = None) -> M:
+    """Keep the norms of the rows of ``module.name``, or of its columns, or of the whole matrix, while it is trained.
+
+    The stored tensor is a point of :class:`manifold_tying.Sphere`. By default the norms are those that the weight has now: they
+    are in the state dict, and assigned weights are scaled to them. All else is as for :func:`stiefel`. A row of a
+    convolution is what makes one output channel (of a transposed one: what one input channel makes).
+
+    Args:
+        module: the layer, changed in place and returned.
+        name: its parameter.
+        of: "rows", "columns" or "matrix", as for :class:`manifold_tying.Sphere`.
+        radius: the norm, a tensor of norms, or None for the present ones. On the meta device give it, or load a state dict.
+
+    Raises:
+        ValueError: unknown ``of``; a row, column or matrix is zero; ``radius`` does not fit; ``name`` as for :func:`stiefel`.
+
+    >>> layer = sphere(nn.Linear(16, 64), radius=1.0)
+    >>> torch.allclose(layer.weight.norm(dim=1), torch.ones(64))
+    True
+    """
+    check_of(of)
+    layout = Layout.unchanged(module, name, None, flatten=True)
+    matrix = layout.to_matrix(getattr(module, name).detach())
+    present = norms(matrix, of).to(matrix.dtype)
+    if autograd.has_data(matrix) and (zeros := int((present == 0).sum())):
+        raise ValueError(
+            f"expected the {of} of {type(module).__name__}.{name} {layout} to have a direction, but {zeros} of "
+            f"{present.numel()} are zero, as an embedding's padding is; give them values first"
+        )
+    return _keep_on(module, name, Sphere(of, present if radius is None else radius), layout)
 
 
 def _keep_on(module: M, name: str, manifold: geoopt.Manifold, layout: Layout) -> M:

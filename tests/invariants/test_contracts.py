@@ -14,7 +14,19 @@ from layers import ORTHONORMAL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, constrain, equivalence, spd, stiefel
+from manifold_tying import (
+    PIT,
+    SPD,
+    Sphere,
+    Stiefel,
+    TransposeTying,
+    Untied,
+    constrain,
+    equivalence,
+    spd,
+    sphere,
+    stiefel,
+)
 from manifold_tying import testing as mtt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
@@ -37,6 +49,30 @@ def test_other_retractions(manifold: Stiefel, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("d", [1, 4])
 def test_spd(d: int) -> None:
     mtt.check_manifold(SPD(), (d, d), order=2)
+
+
+RADII = {"rows": torch.tensor([[0.5], [1.0], [2.0], [3.0]]), "columns": torch.tensor([0.5, 1.0, 2.0]), "matrix": 2.5}
+
+
+@pytest.mark.parametrize("radius", ["one", "several"])
+@pytest.mark.parametrize("of", RADII)
+def test_spheres(of: Any, radius: str) -> None:
+    manifold = Sphere(of, RADII[of]) if radius == "several" else Sphere(of)
+    mtt.check_manifold(manifold, (4, 3), order=2, uniform=of != "rows")
+
+
+class ForgettingRadius(Sphere):
+    """Its points have the norm 1, whatever the radius."""
+
+    def projx(self, x: Tensor) -> Tensor:
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def test_a_sphere_that_forgets_its_radius_is_caught(without_shrinking: None) -> None:
+    with pytest.raises(mtt.BrokenLaws, match="projx lands on the manifold"):
+        mtt.check_manifold(ForgettingRadius(radius=2.0), (4, 3))
+    with pytest.raises(ValueError, match="check_manifold tests it"):
+        constrain(nn.Linear(3, 4), "weight", ForgettingRadius(radius=2.0))
 
 
 # Of geoopt 0.5.1: a shape, and the laws that it breaks.
@@ -95,11 +131,13 @@ POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cayley": (Stiefel("cayley"), (6, 2)),
     "cayley-neumann": (Stiefel("cayley-neumann"), (6, 2)),
     "SPD": (SPD(), (3, 3)),
+    "rows": (Sphere(radius=RADII["rows"]), (4, 3)),
     **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
 }
 CASES = [
     *(("Adam", points) for points in POINTS),
     *(("Adam by row", "polar"), ("SGD", "Sphere"), ("SGD, momentum", "polar"), ("slow SGD", "SPD")),
+    ("SGD, momentum", "rows"),
 ]
 
 
@@ -148,6 +186,19 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]]
 def test_orthonormal_weights(constraint: str, layer: str) -> None:
     make, name, holds = LAYERS[layer]
     mtt.check_parametrization(lambda module: ORTHONORMAL[constraint](module, name), make(), name, holds=holds)
+
+
+@pytest.mark.parametrize("of", RADII)
+def test_weights_of_given_norms(of: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        manifold = Sphere(of, RADII[of]) if isinstance(RADII[of], Tensor) else Sphere(of, 2.5)
+        mtt.assert_on_manifold(manifold, weight)
+
+    mtt.check_parametrization(lambda layer: sphere(layer, of=of, radius=RADII[of]), nn.Linear(3, 4), holds=holds)
+
+
+def test_weights_that_keep_their_norms() -> None:
+    mtt.check_parametrization(sphere, nn.Conv2d(2, 4, 3))
 
 
 @pytest.mark.parametrize("diagonal", ["softplus", "exp"])
