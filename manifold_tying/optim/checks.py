@@ -43,9 +43,7 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
     if type(manifold) is Stiefel or type(manifold) is Sphere:
         manifold.check_placement(p, label)
     elif distributed.is_dtensor(p):
-        raise ValueError(
-            f"{label} is a DTensor, which works on Stiefel and Sphere themselves only, got {type(manifold).__name__}"
-        )
+        raise ValueError(f"{label} is a DTensor, which works on Stiefel and Sphere only, got {type(manifold).__name__}")
     if autograd.has_data(p):
         ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
         if not ok:

@@ -63,8 +63,8 @@ def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | 
     which is the case ``manifold=Stiefel()``.
 
     On Stiefel (ours and geoopt's) a convolution is flattened to a matrix and a wide matrix is transposed. On our Sphere a
-    convolution is flattened. On any other manifold the point has the weight's own shape: the last dimensions are its, the leading
-    ones are batch dimensions.
+    convolution is flattened. On any other manifold the point has the weight's own shape: the last ``manifold.ndim`` dimensions
+    are one point, the others a batch.
 
     A manifold's tensors, such as a curvature, become part of the layer: they take its device and dtype, and its state dict has
     them. Other options that change what a point means belong into the manifold's ``extra_repr``. A state dict that another
