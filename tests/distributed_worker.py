@@ -4,6 +4,7 @@ Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of 
 ``python distributed_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -357,9 +358,9 @@ def spheres_of(group: Group) -> dict[str, Any]:
     """Steps of two sharded points with their own radii against the same of whole ones; and the sums of the last step."""
     result = {}
     generator = torch.Generator().manual_seed(0)
-    for of in get_args(Of):
-        manifolds = [mt.Sphere(of, mt.manifolds.norms(torch.rand(7, 3, generator=generator), of)) for _ in range(2)]
-        starts = [manifold.projx(torch.randn(7, 3, generator=generator)) for manifold in manifolds]
+    for of, shape in itertools.product(get_args(Of), ((7, 3), (3, 7, 3))):  # rows or matrices are shared out
+        manifolds = [mt.Sphere(of, mt.manifolds.norms(torch.rand(shape, generator=generator), of)) for _ in range(2)]
+        starts = [manifold.projx(torch.randn(shape, generator=generator)) for manifold in manifolds]
         ends: list[Tensor] = []
         whole: Callable[[Tensor], Tensor] = torch.clone
         for place in (whole, group.rows):
@@ -370,14 +371,14 @@ def spheres_of(group: Group) -> dict[str, Any]:
             steps = torch.Generator().manual_seed(1)
             for _ in range(3):
                 for p in params:
-                    p.grad = place(torch.randn(7, 3, generator=steps))
+                    p.grad = place(torch.randn(shape, generator=steps))
                 with counted() as sums:
                     optimizer.step()
             ends += [distributed.full_tensor(p.detach()) for p in params]
             assert all(m.check_point_on_manifold(p.detach()) for m, p in zip(manifolds, params, strict=True))
             assert not manifolds[0].check_point_on_manifold(place(1.01 * starts[0]))
         error = max(largest(ends[i] - ends[i + 2]) for i in range(2))
-        result[of] = {"error": error, "way": largest(ends[0] - starts[0]), "sums": sums}
+        result[f"{of} {len(shape)}"] = {"error": error, "way": largest(ends[0] - starts[0]), "sums": sums}
     return result
 
 

@@ -5,7 +5,6 @@ from manifold_tying.manifolds._spd import nearest_spd as nearest_spd
 from manifold_tying.manifolds._sphere import Of as Of
 from manifold_tying.manifolds._sphere import Sphere as Sphere
 from manifold_tying.manifolds._sphere import Spheres as Spheres
-from manifold_tying.manifolds._sphere import check_of as check_of
 from manifold_tying.manifolds._sphere import norms as norms
 from manifold_tying.manifolds._stiefel import Retraction as Retraction
 from manifold_tying.manifolds._stiefel import Stiefel as Stiefel

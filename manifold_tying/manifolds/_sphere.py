@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,12 +12,6 @@ from manifold_tying._geoopt import geoopt
 
 Of = Literal["rows", "columns", "matrix"]
 _DIMS: dict[str, tuple[int, ...]] = {"rows": (-1,), "columns": (-2,), "matrix": (-2, -1)}
-
-
-def check_of(of: str) -> None:
-    """ValueError that lists the choices unless ``of`` is one of them."""
-    if of not in get_args(Of):
-        raise ValueError(f"unknown of={of!r}; choose one of {', '.join(get_args(Of))}")
 
 
 def norms(x: Tensor, of: Of, reduce: distributed.Reduce = distributed.no_reduce) -> Tensor:
@@ -96,13 +90,13 @@ class Sphere(geoopt.Manifold):
 
     def __init__(self, of: Of = "rows", radius: float | Tensor = 1.0) -> None:
         """See the class for the arguments."""
-        check_of(of)
+        if of not in _DIMS:
+            raise ValueError(f"unknown of={of!r}; choose one of {', '.join(_DIMS)}")
         super().__init__()
         self.of = of
         values = radius if isinstance(radius, Tensor) else torch.tensor(radius, dtype=torch.float64)
-        if not values.is_floating_point() or (
-            autograd.has_data(values) and not (torch.isfinite(values) & (values > 0)).all()
-        ):
+        known = autograd.has_data(values)
+        if not values.is_floating_point() or (known and not (torch.isfinite(values) & (values > 0)).all()):
             raise ValueError(f"expected radius to be a positive, finite float or a tensor of them, got {radius!r}")
         if isinstance(radius, Tensor):
             self.register_buffer("radius", radius.detach().clone())
@@ -111,24 +105,13 @@ class Sphere(geoopt.Manifold):
 
     def local(self, x: Tensor) -> Spheres:
         """The arithmetic for this rank's rows of x."""
-        part = distributed.to_local(x)
-        if isinstance(self.radius, Tensor):
-            radius = self.radius.to(part.device, part.dtype)
-        else:
-            radius = part.new_full((), self.radius)
-        radius = radius.expand(self._norms_shape(tuple(x.shape)))
-        if self.of == "rows":
-            return Spheres(self.of, distributed.shard_like(radius, x), distributed.no_reduce)
-        return Spheres(self.of, radius, distributed.row_reduce(x))
-
-    def check_placement(self, x: Tensor, label: str = "point") -> None:
-        """ValueError if x is a DTensor with a placement that is not supported."""
-        if distributed.is_dtensor(x):
-            distributed.check_row_sharding(x, label)
-            if self.of != "rows" and x.ndim > 2:
-                raise ValueError(
-                    f"the {label} is a DTensor of shape {tuple(x.shape)}; a stack works with of='rows' only"
-                )
+        part, given = distributed.to_local(x), self.radius
+        radius = given.to(part.device, part.dtype) if isinstance(given, Tensor) else part.new_full((), given)
+        radius = radius.expand(self._norms_shape(x.shape))
+        reduce = distributed.no_reduce if self.of == "rows" else distributed.row_reduce(x)
+        if reduce is distributed.no_reduce:  # else all ranks share the columns or the matrix
+            radius = distributed.shard_like(radius, x)
+        return Spheres(self.of, radius, reduce)
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point: each vector is scaled to its norm. Zeros have none and give NaN."""
@@ -169,14 +152,13 @@ class Sphere(geoopt.Manifold):
 
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
         """The inner product of each row, column or matrix, in the shape of their norms."""
-        if self.of == "rows":
-            return (u * (u if v is None else v)).sum(-1, keepdim=True)  # of a DTensor one, too
-        return self.local(x).dot(distributed.to_local(u), distributed.to_local(u if v is None else v))
+        part, v = self.local(x), u if v is None else v
+        if part.reduce is distributed.no_reduce:
+            return (u * v).sum(_DIMS[self.of], keepdim=True)  # of DTensors a DTensor
+        return part.dot(distributed.to_local(u), distributed.to_local(v))
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """‖U‖_F, shape (...); its gradient at 0 is 0."""
-        if distributed.is_dtensor(x):
-            return self.inner(x, u, keepdim=keepdim).sqrt()
         return torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
 
     def random(
@@ -209,12 +191,10 @@ class Sphere(geoopt.Manifold):
             return ok, reason
         if torch.Size(shape[dim] for dim in _DIMS[self.of]).numel() == 1:
             return False, f"`{name}` has {self.of} of one entry, which cannot move, in {tuple(shape)}"
-        if isinstance(self.radius, Tensor):
-            given, wanted = self.radius.shape, self._norms_shape(tuple(shape))
-            padded = (*[1] * (len(wanted) - len(given)), *given)
-            if len(padded) != len(wanted) or any(a not in (1, b) for a, b in zip(padded, wanted, strict=True)):
-                return False, f"`{name}` of shape {tuple(shape)} has norms of shape {wanted}, but radius {tuple(given)}"
-        return True, None
+        given, wanted = getattr(self.radius, "shape", ()), self._norms_shape(shape)
+        fits = len(given) <= len(wanted) and all(a in (1, b) for a, b in zip(given[::-1], wanted[::-1], strict=False))
+        reason = f"`{name}` of shape {tuple(shape)} has norms of shape {wanted}, but radius {tuple(given)}"
+        return fits, None if fits else reason
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         part = self.local(x)

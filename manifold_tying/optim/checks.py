@@ -40,8 +40,10 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         )
     if p.is_floating_point() and p.dtype.itemsize < 4:
         raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
-    if type(manifold) is Stiefel or type(manifold) is Sphere:
+    if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
+    elif type(manifold) is Sphere:
+        distributed.check_row_sharding(p, label)
     elif distributed.is_dtensor(p):
         raise ValueError(f"{label} is a DTensor, which works on Stiefel and Sphere only, got {type(manifold).__name__}")
     if autograd.has_data(p):

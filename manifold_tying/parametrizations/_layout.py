@@ -108,12 +108,6 @@ class Layout:
         return replace(self, blocks=blocks)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of :meth:`to_matrix`."""
-        *batch, m, n = self.matrix_shape
-        return (*batch, n, m) if self._wide else self.matrix_shape
-
-    @property
     def matrix_shape(self) -> tuple[int, ...]:
         """(..., m, n) before transposing, wide or tall."""
         shape = (self.shape[0], self.shape[1:].numel()) if self.flatten else tuple(self.shape)

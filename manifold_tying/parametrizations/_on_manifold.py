@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from manifold_tying import autograd, precision
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Of, Retraction, Sphere, Stiefel, check_of, norms
+from manifold_tying.manifolds import Of, Retraction, Sphere, Stiefel, norms
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._register import register
 
 M = TypeVar("M", bound=nn.Module)
+_STIEFEL = Stiefel | geoopt.Stiefel
+_OFF = 1e-3  # an optimizer refuses a point that is further off, too
 
 
 class OnManifold(Constraint):
@@ -24,7 +26,7 @@ class OnManifold(Constraint):
         self.manifold = manifold
 
     def describe(self) -> str:
-        if _is_stiefel(self.manifold):
+        if isinstance(self.manifold, _STIEFEL):
             return f"stiefel on {self.layout}"  # any retraction: it does not change what the stored tensor means
         options = self.manifold.extra_repr()
         return f"constrain({type(self.manifold).__name__}{f'({options})' if options else ''}) on {self.layout}"
@@ -49,26 +51,17 @@ class OnManifold(Constraint):
         return point.contiguous()
 
 
-_OFF = 1e-3  # an optimizer refuses a point that is further off, too
-
-
-def _is_stiefel(manifold: geoopt.Manifold) -> bool:
-    return isinstance(manifold, Stiefel | geoopt.Stiefel)
-
-
 def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | None = None) -> M:
     """Keep ``module.name`` on any manifold: the stored tensor is the point, and a Riemannian optimizer moves it.
 
-    The weight is projected by the manifold's ``projx``, and so is every assigned weight. All else is as for :func:`stiefel`,
-    which is the case ``manifold=Stiefel()``.
+    All is as for :func:`stiefel`, which is the case ``manifold=Stiefel()``; the manifold's ``projx`` projects weights.
 
     On Stiefel (ours and geoopt's) a convolution is flattened to a matrix and a wide matrix is transposed. On our Sphere a
     convolution is flattened. On any other manifold the point has the weight's own shape: the last ``manifold.ndim`` dimensions
     are one point, the others a batch.
 
-    A manifold's tensors, such as a curvature, become part of the layer: they take its device and dtype, and its state dict has
-    them. Other options that change what a point means belong into the manifold's ``extra_repr``. A state dict that another
-    class or other options saved is refused.
+    A manifold's tensors, such as a curvature, become part of the layer and of its state dict. Other options that change what a
+    point means belong into its ``extra_repr``: a state dict of another class or ``extra_repr`` is refused.
 
     Args:
         module: the layer, changed in place and returned.
@@ -88,7 +81,7 @@ def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | 
             f"expected a geoopt.Manifold other than Euclidean, such as manifold_tying.Stiefel(), got {kind}; "
             "docs/testing.md shows how to write one"
         )
-    if _is_stiefel(manifold):
+    if isinstance(manifold, _STIEFEL):
         layout = Layout.orthonormal(module, name, blocks)
     else:
         layout = Layout.unchanged(module, name, blocks, flatten=isinstance(manifold, Sphere))
@@ -133,8 +126,8 @@ def sphere(module: M, name: str = "weight", *, of: Of = "rows", radius: float | 
     """Keep the norms of the rows of ``module.name``, or of its columns, or of the whole matrix, while it is trained.
 
     The stored tensor is a point of :class:`manifold_tying.Sphere`. By default the norms are those that the weight has now: they
-    are in the state dict, and assigned weights are scaled to them. All else is as for :func:`stiefel`. A row of a
-    convolution is what makes one output channel (of a transposed one: what one input channel makes).
+    are in the state dict, and assigned weights are scaled to them. All else is as for :func:`stiefel`. A convolution is
+    flattened, so that a row makes one output channel.
 
     Args:
         module: the layer, changed in place and returned.
@@ -149,26 +142,28 @@ def sphere(module: M, name: str = "weight", *, of: Of = "rows", radius: float | 
     >>> torch.allclose(layer.weight.norm(dim=1), torch.ones(64))
     True
     """
-    check_of(of)
+    manifold = Sphere(of, 1.0 if radius is None else radius)
     layout = Layout.unchanged(module, name, None, flatten=True)
-    matrix = layout.to_matrix(getattr(module, name).detach())
-    present = norms(matrix, of).to(matrix.dtype)
-    if autograd.has_data(matrix) and (zeros := int((present == 0).sum())):
-        raise ValueError(
-            f"expected the {of} of {type(module).__name__}.{name} {layout} to have a direction, but {zeros} of "
-            f"{present.numel()} are zero, as an embedding's padding is; give them values first"
-        )
-    return _keep_on(module, name, Sphere(of, present if radius is None else radius), layout)
+    if radius is None:
+        matrix = layout.to_matrix(getattr(module, name).detach())
+        present = norms(matrix, of).to(matrix.dtype)
+        if autograd.has_data(matrix) and (zeros := int((present == 0).sum())):
+            raise ValueError(
+                f"expected the {of} of {type(module).__name__}.{name} {layout} to have a direction, but {zeros} of "
+                f"{present.numel()} are zero, as an embedding's padding is; give them values first"
+            )
+        manifold = Sphere(of, present)
+    return _keep_on(module, name, manifold, layout)
 
 
 def _keep_on(module: M, name: str, manifold: geoopt.Manifold, layout: Layout) -> M:
     weight = getattr(module, name)
-    shape = layout.stored_shape
-    ok, reason = manifold.check_point(torch.empty(shape, device="meta"), explain=True)
+    point = layout.to_matrix(weight.detach().to("meta"))
+    ok, reason = manifold.check_point(point, explain=True)
     if not ok:
         raise ValueError(
             f"expected {type(module).__name__}.{name} of shape {layout} to hold points of {manifold}, but their shape would be "
-            f"{shape}: {reason}. Choose a manifold of that shape, or `blocks` that split the rows"
+            f"{tuple(point.shape)}: {reason}. Choose a manifold of that shape, or `blocks` that split the rows"
         )
     if autograd.has_data(weight):
         manifold.to(weight.device, precision.compute_dtype(weight.dtype))
