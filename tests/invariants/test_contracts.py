@@ -51,7 +51,11 @@ def test_spd(d: int) -> None:
     mtt.check_manifold(SPD(), (d, d), order=2)
 
 
-RADII = {"rows": torch.tensor([[0.5], [1.0], [2.0], [3.0]]), "columns": torch.tensor([0.5, 1.0, 2.0]), "matrix": 2.5}
+RADII: dict[str, Any] = {
+    "rows": torch.tensor([[0.5], [1.0], [2.0], [3.0]]),
+    "columns": torch.tensor([0.5, 1.0, 2.0]),
+    "matrix": 2.5,
+}
 
 
 @pytest.mark.parametrize("radius", ["one", "several"])
@@ -191,8 +195,7 @@ def test_orthonormal_weights(constraint: str, layer: str) -> None:
 @pytest.mark.parametrize("of", RADII)
 def test_weights_of_given_norms(of: Any) -> None:
     def holds(weight: Tensor) -> None:
-        manifold = Sphere(of, RADII[of]) if isinstance(RADII[of], Tensor) else Sphere(of, 2.5)
-        mtt.assert_on_manifold(manifold, weight)
+        mtt.assert_on_manifold(Sphere(of, RADII[of]), weight)
 
     mtt.check_parametrization(lambda layer: sphere(layer, of=of, radius=RADII[of]), nn.Linear(3, 4), holds=holds)
 
