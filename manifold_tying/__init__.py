@@ -24,11 +24,14 @@ if _TYPE_CHECKING:
     from manifold_tying.huggingface import load as load
     from manifold_tying.huggingface import save as save
     from manifold_tying.manifolds import SPD as SPD
+    from manifold_tying.manifolds import Sphere as Sphere
     from manifold_tying.manifolds import Stiefel as Stiefel
+    from manifold_tying.parametrizations import constrain as constrain
     from manifold_tying.parametrizations import materialize as materialize
     from manifold_tying.parametrizations import orthogonal as orthogonal
     from manifold_tying.parametrizations import project as project
     from manifold_tying.parametrizations import spd as spd
+    from manifold_tying.parametrizations import sphere as sphere
     from manifold_tying.parametrizations import stiefel as stiefel
     from manifold_tying.poet import equivalence as equivalence
     from manifold_tying.poet import equivalence_ as equivalence_
@@ -57,8 +60,10 @@ _PACKAGES = (
     "tying",
 )
 _HOMES = {
-    **dict.fromkeys(("SPD", "Stiefel"), "manifolds"),
-    **dict.fromkeys(("materialize", "orthogonal", "project", "spd", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("SPD", "Sphere", "Stiefel"), "manifolds"),
+    **dict.fromkeys(
+        ("constrain", "materialize", "orthogonal", "project", "spd", "sphere", "stiefel"), "parametrizations"
+    ),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),

@@ -4,6 +4,7 @@ Groups of 1, 2, 3 and 4 of the processes do the same work, so that one start of 
 ``python distributed_worker.py FOLDER``; writes ``FOLDER/RANK.json``.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import geoopt
 import torch
@@ -43,6 +44,7 @@ from torch.multiprocessing import start_processes
 import manifold_tying as mt
 from manifold_tying import distributed, linalg
 from manifold_tying import testing as mtt
+from manifold_tying.manifolds import Of
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
@@ -330,6 +332,8 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         "cayley": partial(mt.orthogonal, map="cayley"),
         "qr": partial(mt.orthogonal, map="qr"),
         "spd": partial(mt.spd, name="weight"),
+        "rows": partial(mt.sphere, radius=2.0),
+        "matrix": partial(mt.sphere, of="matrix", radius=2.0),
         "equivalence": partial(mt.equivalence, block_size=4, seed=0),
     }
     found: dict[str, Any] = {}
@@ -348,6 +352,34 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
     low = nn.Sequential(mt.PIT(20, 8, memory="trainable"), mt.stiefel(nn.Linear(8, 8)))
     found["dtype"] = str(shard_model(low, group.mesh, mp_policy=policy)(torch.arange(3)).dtype)
     return found
+
+
+def spheres_of(group: Group) -> dict[str, Any]:
+    """Steps of two sharded points with their own radii against the same of whole ones; and the sums of the last step."""
+    result = {}
+    generator = torch.Generator().manual_seed(0)
+    for of, shape in itertools.product(get_args(Of), ((7, 3), (3, 7, 3))):  # rows or matrices are shared out
+        manifolds = [mt.Sphere(of, mt.manifolds.norms(torch.rand(shape, generator=generator), of)) for _ in range(2)]
+        starts = [manifold.projx(torch.randn(shape, generator=generator)) for manifold in manifolds]
+        ends: list[Tensor] = []
+        whole: Callable[[Tensor], Tensor] = torch.clone
+        for place in (whole, group.rows):
+            params: list[Any] = [nn.Parameter(place(X)) for X in starts]
+            for p, manifold in zip(params, manifolds, strict=True):
+                p.manifold = manifold
+            optimizer = RiemannianAdam(params, lr=0.1)
+            steps = torch.Generator().manual_seed(1)
+            for _ in range(3):
+                for p in params:
+                    p.grad = place(torch.randn(shape, generator=steps))
+                with counted() as sums:
+                    optimizer.step()
+            ends += [distributed.full_tensor(p.detach()) for p in params]
+            assert all(m.check_point_on_manifold(p.detach()) for m, p in zip(manifolds, params, strict=True))
+            assert not manifolds[0].check_point_on_manifold(place(1.01 * starts[0]))
+        error = max(largest(ends[i] - ends[i + 2]) for i in range(2))
+        result[f"{of} {len(shape)}"] = {"error": error, "way": largest(ends[0] - starts[0]), "sums": sums}
+    return result
 
 
 def low_precision(group: Group) -> dict[str, Any]:
@@ -437,6 +469,7 @@ def main(rank: int, folder: Path) -> None:
     run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
     run("constrained", two, constrained_layers_of)
+    run("spheres", two, spheres_of)
     run("pit-trainable checkpointed", two, trained, "pit-trainable", "checkpointed")
     for (arm, layout), sizes in RUNS.items():
         for size in sizes:

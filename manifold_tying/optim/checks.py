@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Stiefel
+from manifold_tying.manifolds import Sphere, Stiefel
 from manifold_tying.optim.rules import is_polar
 
 Group = dict[str, Any]
@@ -42,8 +42,10 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
     if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
+    elif type(manifold) is Sphere:
+        distributed.check_row_sharding(p, label)
     elif distributed.is_dtensor(p):
-        raise ValueError(f"{label} is a DTensor, which works on Stiefel itself only, got {type(manifold).__name__}")
+        raise ValueError(f"{label} is a DTensor, which works on Stiefel and Sphere only, got {type(manifold).__name__}")
     if autograd.has_data(p):
         ok, reason = manifold.check_point_on_manifold(p.detach(), atol=1e-3, rtol=1e-3, explain=True)
         if not ok:

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
+from manifold_tying.manifolds import Sphere
 from manifold_tying.optim.rules import manifold_key
 from manifold_tying.parametrizations import manifold_of
 
@@ -58,7 +59,8 @@ def param_groups(
         manifold = manifolds.get(p) or manifold_of(p)
         options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
         if manifold is not None:
-            options |= {"weight_decay": 0.0, "manifold": manifold}
+            # A group of spheres may have many radii: each point has its own manifold.
+            options |= {"weight_decay": 0.0} | ({} if type(manifold) is Sphere else {"manifold": manifold})
             if manifold_lr is not None:
                 options["lr"] = manifold_lr
         options |= overrides[pattern] if pattern else {}

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Stiefel
+from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
@@ -180,7 +180,7 @@ class RiemannianOptimizer(Optimizer):
             where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
-            own = manifold_key(manifold) if isinstance(manifold, Stiefel) else id(p)
+            own = manifold_key(manifold) if isinstance(manifold, Stiefel | Sphere) else id(p)
             alike[own, p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 
@@ -189,7 +189,10 @@ class RiemannianOptimizer(Optimizer):
         if self._guard.needs_rescaling:
             gradients = [rescale_to_range(*pair) for pair in zip(gradients, params, strict=True)]
         states, first = [self.state[p] for p in params], params[0]
-        return Batch(params, self._manifolds[first], gradients, states, self._scales.get(first), project)
+        manifold: Any = self._manifolds[first]
+        if type(manifold) is Sphere:
+            manifold = Spheres.stack([cast(Sphere, self._manifolds[p]) for p in params], params)
+        return Batch(params, manifold, gradients, states, self._scales.get(first), project)
 
     def _project_if_moved(self, p: Tensor) -> None:
         """Project a point that something else, such as nn.init, moved off its manifold since the last step."""

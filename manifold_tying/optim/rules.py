@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Stiefel, scaled_tangent_part, tangent_part
+from manifold_tying.manifolds import Sphere, Spheres, Stiefel, scaled_tangent_part, tangent_part
 
 _PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
 
@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """Points of one shape, dtype and placement on one manifold, updated by one call."""
 
     params: list[Tensor]
-    manifold: geoopt.Manifold
+    manifold: geoopt.Manifold | Spheres
     gradients: list[Tensor]  # this rank's part of each
     states: list[dict[str, Any]]
     scale: Tensor | None
@@ -41,13 +41,15 @@ class Batch(NamedTuple):
         return [distributed.to_local(state[key]) for state in self.states]
 
 
-def is_polar(manifold: geoopt.Manifold) -> bool:
+def is_polar(manifold: geoopt.Manifold | Spheres) -> bool:
     """Whether points move by the polar retraction of our Stiefel, which accepts directions that are not tangent."""
     return type(manifold) is Stiefel and manifold.retraction == "polar"
 
 
 def manifold_key(manifold: geoopt.Manifold) -> Any:
     """Equal for manifolds whose points one call can update together; a foreign manifold has its own key."""
+    if type(manifold) is Sphere:
+        return manifold.of  # each with its own radius
     return (manifold.retraction, manifold.terms) if type(manifold) is Stiefel else id(manifold)
 
 
@@ -63,13 +65,15 @@ def project_written_(X: Tensor) -> None:
         linalg.reorthonormalize_(X)
 
 
-def riemannian_gradient(manifold: geoopt.Manifold, X: Tensor, G: Tensor, reduce: distributed.Reduce) -> Tensor:
+def riemannian_gradient(
+    manifold: geoopt.Manifold | Spheres, X: Tensor, G: Tensor, reduce: distributed.Reduce
+) -> Tensor:
     """G projected to the tangent space at X: on Stiefel G - X sym(XᵀG)."""
     return tangent_part(reduce, X, G) if is_polar(manifold) else manifold.egrad2rgrad(X, G)
 
 
 def retract(
-    manifold: geoopt.Manifold, X: Tensor, step: Tensor, reduce: distributed.Reduce, transported: Tensor
+    manifold: geoopt.Manifold | Spheres, X: Tensor, step: Tensor, reduce: distributed.Reduce, transported: Tensor
 ) -> Tensor:
     """Move X along -step; on a foreign manifold also transport the moment ``transported``, in place."""
     if is_polar(manifold):

@@ -9,8 +9,11 @@ from manifold_tying.parametrizations._constraint import dtype_after as dtype_aft
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
+from manifold_tying.parametrizations._on_manifold import OnManifold as OnManifold
+from manifold_tying.parametrizations._on_manifold import constrain as constrain
+from manifold_tying.parametrizations._on_manifold import sphere as sphere
+from manifold_tying.parametrizations._on_manifold import stiefel as stiefel
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
-from manifold_tying.parametrizations._orthonormal import OnStiefel as OnStiefel
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
@@ -27,4 +30,3 @@ from manifold_tying.parametrizations._register import own_class as own_class
 from manifold_tying.parametrizations._register import parametrized as parametrized
 from manifold_tying.parametrizations._register import register as register
 from manifold_tying.parametrizations._register import spd as spd
-from manifold_tying.parametrizations._register import stiefel as stiefel

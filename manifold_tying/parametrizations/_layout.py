@@ -1,11 +1,11 @@
-"""Converts weights of any shape to tall matrices and back."""
+"""Converts weights of any shape to matrices, tall or as they are, and back."""
 
 import gc
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class Layout:
 
     Convolution kernels are flattened from their second dimension on. For any other weight the last two dimensions are the
     matrix and the leading ones are batch dimensions. Wide matrices are transposed. ``blocks`` splits the rows into that many
-    separate matrices, along a new batch dimension.
+    separate matrices, along a new batch dimension. Without ``tall`` matrices stay wide if they are.
     """
 
     shape: torch.Size
     flatten: bool
     blocks: int = 1
+    tall: bool = True
 
     @classmethod
     def of(cls, module: nn.Module, name: str, shared: Container[int] | None = None) -> "Layout":
@@ -80,23 +81,31 @@ class Layout:
     @classmethod
     def orthonormal(cls, module: nn.Module, name: str, blocks: int | None) -> "Layout":
         """The layout of a weight that becomes orthonormal in blocks of rows; warns if they are not the matrices it stacks."""
-        layout = cls.of(module, name)
-        kind, rows = type(module).__name__, layout.matrix_shape[-2]
+        layout, kind = cls.of(module, name)._split(module, name, blocks), type(module).__name__
         stacked, chosen = _stacked(module, name), blocks in (1, _stacked(module, name))
-        blocks = 1 if blocks is None else blocks
-        precision.check_int("blocks", blocks, 1)
-        if rows % blocks:
-            raise ValueError(
-                f"expected blocks to divide the {rows} rows of {kind}.{name} {tuple(layout.shape)}, got {blocks}"
-            )
         if stacked > 1 and not chosen:
             warnings.warn(
                 f"{kind}.{name} stacks {stacked} matrices (gates, queries, keys and values, or groups of channels). It becomes "
-                f"orthonormal {f'in {blocks} blocks' if blocks > 1 else 'as one matrix'}, so none of them is; pass "
+                f"orthonormal {f'in {blocks} blocks' if layout.blocks > 1 else 'as one matrix'}, so none of them is; pass "
                 f"blocks={stacked} to constrain each, or blocks=1 to constrain all as one matrix without this warning",
                 stacklevel=3,
             )
-        return cls(layout.shape, layout.flatten, blocks)
+        return layout
+
+    @classmethod
+    def unchanged(cls, module: nn.Module, name: str, blocks: int | None, *, flatten: bool = False) -> "Layout":
+        """The layout of a weight that keeps its shape, but for the blocks of rows; a convolution's may be flattened."""
+        layout = cls.of(module, name)
+        return replace(layout, flatten=flatten and layout.flatten, tall=False)._split(module, name, blocks)
+
+    def _split(self, module: nn.Module, name: str, blocks: int | None) -> "Layout":
+        """The same in blocks of rows."""
+        blocks, rows = 1 if blocks is None else blocks, self.matrix_shape[-2]
+        precision.check_int("blocks", blocks, 1)
+        if rows % blocks:
+            label = f"{type(module).__name__}.{name} {tuple(self.shape)}"
+            raise ValueError(f"expected blocks to divide the {rows} rows of {label}, got {blocks}")
+        return replace(self, blocks=blocks)
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -109,17 +118,17 @@ class Layout:
 
     @property
     def _wide(self) -> bool:
-        return self.matrix_shape[-2] < self.matrix_shape[-1]
+        return self.tall and self.matrix_shape[-2] < self.matrix_shape[-1]
 
     def to_matrix(self, weight: Tensor) -> Tensor:
-        """Convert a weight to tall matrices, contiguous, at least float32."""
+        """Convert a weight to matrices, contiguous, at least float32."""
         if weight.shape != self.shape:
             raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
         matrix = weight.reshape(self.matrix_shape)
         return (matrix.mT if self._wide else matrix).to(precision.compute_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
-        """Convert tall matrices back to the weight's shape."""
+        """Convert matrices back to the weight's shape."""
         if matrix.shape == self.shape and not self._wide:
             return matrix  # autograd cannot accumulate the gradients of a view in place
         return (matrix.mT if self._wide else matrix).reshape(self.shape)

@@ -1,4 +1,4 @@
-"""Orthonormal weights: points that a Riemannian optimizer moves, or images of free tensors."""
+"""Orthonormal weights as images of free tensors."""
 
 from typing import Literal
 
@@ -6,32 +6,10 @@ import torch
 from torch import Tensor
 
 from manifold_tying import linalg
-from manifold_tying.manifolds import Stiefel
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 
 OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
-
-
-class OnStiefel(Constraint):
-    """The stored tensor is the point, tall (..., n, p); the weight has the same values in the layer's shape."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, manifold: Stiefel) -> None:
-        super().__init__(dtype)
-        self.layout = layout
-        self.manifold = manifold
-
-    def describe(self) -> str:
-        return f"stiefel on {self.layout}"  # any retraction: it does not change what the stored tensor means
-
-    def forward(self, stored: Tensor) -> Tensor:
-        # FSDP2 gathers a stored tensor in the dtype of its policy, which may be below the layer's.
-        dtype = min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
-        return self.layout.to_weight(stored).to(dtype)
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        matrix = self.layout.to_matrix(weight)
-        return self.manifold.projx(matrix)
 
 
 class OrthonormalFactor(Constraint):

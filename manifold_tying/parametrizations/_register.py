@@ -1,4 +1,4 @@
-"""The functions that put a constraint on a layer, and :func:`materialize`, which removes them all."""
+"""The functions that make a weight the image of a free tensor, and :func:`materialize`, which removes every constraint."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,50 +10,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diagonal
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
 from manifold_tying.parametrizations._layout import Layout, shared_parameters
-from manifold_tying.parametrizations._orthonormal import CayleyFactor, OnStiefel, OrthogonalMap, OrthonormalFactor
+from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_in, manifold_of, mark, set_owner, stamp, unmark
 from manifold_tying.parametrizations._project import warn_if_off
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def stiefel(module: M, name: str = "weight", *, retraction: Retraction = "polar", blocks: int | None = None) -> M:
-    """Keep ``module.name`` on the Stiefel manifold: the stored tensor is the point, and a Riemannian optimizer moves it.
-
-    The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide). The forward
-    costs nothing extra. Train with :mod:`manifold_tying.optim`: ``RiemannianAdam(model.parameters())`` or
-    ``param_groups(model)``. Any other optimizer, geoopt's included, leaves the manifold and warns at its first step.
-
-    Works on Linear, Embedding, convolutions (flattened to a matrix from their second dimension on), MultiheadAttention's
-    ``in_proj_weight``, recurrent layers and stacks of matrices (leading dimensions are batch dimensions). In a bfloat16
-    layer the point is stored in float32 and cast on access.
-
-    The layer's ``reset_parameters`` projects the new weight, and so does an assignment, ``layer.weight = tensor``. A write in
-    place, such as nn.init's, does not: a Riemannian optimizer projects the point at its next step. In a bfloat16 layer, and
-    where ``blocks`` stacks wide matrices, the weight is a copy, and a write to it is lost, with a warning at the next access.
-
-    Args:
-        module: the layer, changed in place and returned.
-        name: its parameter.
-        retraction: how the optimizer moves the point, see :class:`manifold_tying.Stiefel`.
-        blocks: number of matrices that the weight stacks along its rows, each constrained separately: 4 for an LSTM, 3 for a
-            GRU and for MultiheadAttention's ``in_proj_weight``, ``groups`` for a grouped convolution. By default the weight is
-            constrained as one matrix; if it stacks several, none of them is orthonormal and a warning says so.
-
-    Raises:
-        ValueError: unknown retraction; blocks do not divide the rows; ``name`` is not a parameter of the module itself, is
-            shared with another module, is constrained already, or is not a finite floating tensor with at least 2 dimensions.
-
-    >>> layer = stiefel(nn.Linear(16, 64))
-    >>> torch.allclose(layer.weight.T @ layer.weight, torch.eye(16), atol=1e-5)
-    True
-    """
-    layout = Layout.orthonormal(module, name, blocks)
-    return register(module, name, OnStiefel(layout, getattr(module, name).dtype, Stiefel(retraction)))
 
 
 def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None) -> M:

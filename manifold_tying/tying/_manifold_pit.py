@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.manifolds import Retraction
+from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations import (
     Bounds,
     CholeskyFactor,
     Diagonal,
-    OnStiefel,
     parametrized,
     register,
     stiefel,
@@ -138,7 +137,7 @@ class ManifoldPIT(PIT):
             raise RuntimeError("materialize removed the constraints of this interface; create a new one")
         stored = parametrized(self)
         Z, L = stored["memory"].original, stored["cholesky_factor"].original
-        cast(OnStiefel, stored["memory"][0]).manifold.random_(Z)
+        cast(Stiefel, stored["memory"][0].manifold).random_(Z)
         eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
         distributed.copy_rows_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from manifold_tying.parametrizations import OnStiefel, constraints, parametrized
+from manifold_tying.parametrizations import OnManifold, constraints, parametrized
 from manifold_tying.tying._pit import PIT
 from manifold_tying.tying.interface import TokenInterface
 
@@ -112,7 +112,7 @@ def shard_vocabulary(interface: I_, mesh: "DeviceMesh") -> I_:
 def _check_trivializations(model: nn.Module, interfaces: list[TokenInterface]) -> None:
     apart = {module for interface in interfaces for module in interface.modules()}
     for path, owner, name in constraints(model):
-        if owner not in apart and not isinstance(parametrized(owner)[name][0], OnStiefel):
+        if owner not in apart and not isinstance(parametrized(owner)[name][0], OnManifold):
             raise ValueError(
                 f"mp_policy.param_dtype would cast the stored tensor of {path} below float32; omit the policy and run under "
                 "torch.autocast"

@@ -14,7 +14,19 @@ from layers import ORTHONORMAL
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from manifold_tying import PIT, SPD, Stiefel, TransposeTying, Untied, equivalence, spd, stiefel
+from manifold_tying import (
+    PIT,
+    SPD,
+    Sphere,
+    Stiefel,
+    TransposeTying,
+    Untied,
+    constrain,
+    equivalence,
+    spd,
+    sphere,
+    stiefel,
+)
 from manifold_tying import testing as mtt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
 
@@ -37,6 +49,34 @@ def test_other_retractions(manifold: Stiefel, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("d", [1, 4])
 def test_spd(d: int) -> None:
     mtt.check_manifold(SPD(), (d, d), order=2)
+
+
+RADII: dict[str, Any] = {
+    "rows": torch.tensor([[0.5], [1.0], [2.0], [3.0]]),
+    "columns": torch.tensor([0.5, 1.0, 2.0]),
+    "matrix": 2.5,
+}
+
+
+@pytest.mark.parametrize("radius", ["one", "several"])
+@pytest.mark.parametrize("of", RADII)
+def test_spheres(of: Any, radius: str) -> None:
+    manifold = Sphere(of, RADII[of]) if radius == "several" else Sphere(of)
+    mtt.check_manifold(manifold, (4, 3), order=2, uniform=of != "rows")
+
+
+class ForgettingRadius(Sphere):
+    """Its points have the norm 1, whatever the radius."""
+
+    def projx(self, x: Tensor) -> Tensor:
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def test_a_sphere_that_forgets_its_radius_is_caught(without_shrinking: None) -> None:
+    with pytest.raises(mtt.BrokenLaws, match="projx lands on the manifold"):
+        mtt.check_manifold(ForgettingRadius(radius=2.0), (4, 3))
+    with pytest.raises(ValueError, match="check_manifold tests it"):
+        constrain(nn.Linear(3, 4), "weight", ForgettingRadius(radius=2.0))
 
 
 # Of geoopt 0.5.1: a shape, and the laws that it breaks.
@@ -95,11 +135,13 @@ POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cayley": (Stiefel("cayley"), (6, 2)),
     "cayley-neumann": (Stiefel("cayley-neumann"), (6, 2)),
     "SPD": (SPD(), (3, 3)),
+    "rows": (Sphere(radius=RADII["rows"]), (4, 3)),
     **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
 }
 CASES = [
     *(("Adam", points) for points in POINTS),
     *(("Adam by row", "polar"), ("SGD", "Sphere"), ("SGD, momentum", "polar"), ("slow SGD", "SPD")),
+    ("SGD, momentum", "rows"),
 ]
 
 
@@ -150,6 +192,18 @@ def test_orthonormal_weights(constraint: str, layer: str) -> None:
     mtt.check_parametrization(lambda module: ORTHONORMAL[constraint](module, name), make(), name, holds=holds)
 
 
+@pytest.mark.parametrize("of", RADII)
+def test_weights_of_given_norms(of: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        mtt.assert_on_manifold(Sphere(of, RADII[of]), weight)
+
+    mtt.check_parametrization(lambda layer: sphere(layer, of=of, radius=RADII[of]), nn.Linear(3, 4), holds=holds)
+
+
+def test_weights_that_keep_their_norms() -> None:
+    mtt.check_parametrization(sphere, nn.Conv2d(2, 4, 3))
+
+
 @pytest.mark.parametrize("diagonal", ["softplus", "exp"])
 def test_spd_weights(diagonal: Any) -> None:
     mtt.check_parametrization(
@@ -160,6 +214,78 @@ def test_spd_weights(diagonal: Any) -> None:
 @pytest.mark.parametrize("scheme", ["block", "full"])
 def test_equivalence(scheme: Any) -> None:
     mtt.check_parametrization(lambda layer: equivalence(layer, scheme=scheme, block_size=2), nn.Linear(4, 6))
+
+
+class FixedNorm(geoopt.Manifold):
+    """A user's own manifold: matrices of the Frobenius norm 2."""
+
+    name, ndim, reversible = "FixedNorm", 2, False
+
+    def projx(self, x: Tensor) -> Tensor:
+        return 2 * x / x.norm(dim=(-2, -1), keepdim=True)
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        return u - x * self.inner(x, x, u, keepdim=True) / 4
+
+    egrad2rgrad = proju
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        return self.projx(x + u)
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        angle = u.norm(dim=(-2, -1), keepdim=True) / 2
+        return x * angle.cos() + u * torch.sinc(angle / torch.pi)
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return self.proju(y, v)
+
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        return (u * (u if v is None else v)).sum((-2, -1), keepdim=keepdim)
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str]:
+        return bool(((x.norm(dim=(-2, -1)) - 2).abs() < atol).all()), "the norm is not 2"
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str]:
+        return bool((self.inner(x, x, u).abs() < atol).all()), "the vector is not tangent"
+
+
+class Leaving(FixedNorm):
+    """Its retraction leaves the manifold, little by little."""
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        return x + u
+
+
+CONSTRAINED: dict[str, tuple[Callable[[], geoopt.Manifold], tuple[int, int]]] = {
+    "geoopt's Sphere": (geoopt.Sphere, (3, 4)),
+    "geoopt's SPD": (geoopt.SymmetricPositiveDefinite, (4, 4)),
+    "PoincareBall": (geoopt.PoincareBall, (3, 4)),
+    "Lorentz": (geoopt.Lorentz, (3, 4)),
+    "SPD": (SPD, (4, 4)),
+    "a user's": (FixedNorm, (3, 4)),
+}
+
+
+def check_constrained(make: Callable[[], geoopt.Manifold], shape: tuple[int, int]) -> None:
+    mtt.check_parametrization(
+        lambda layer: constrain(layer, "weight", make()),
+        nn.Linear(shape[1], shape[0]),
+        holds=lambda weight: make().to(weight.dtype).assert_check_point_on_manifold(weight, atol=1e-4, rtol=1e-4),
+    )
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_weights_on_any_manifold(name: str) -> None:
+    check_constrained(*CONSTRAINED[name])
+
+
+def test_the_users_manifold_keeps_the_laws_and_its_broken_twin_is_caught(without_shrinking: None) -> None:
+    mtt.check_manifold(FixedNorm(), (3, 4), order=2)
+    with pytest.raises(mtt.BrokenLaws) as caught:
+        check_constrained(Leaving, (3, 4))
+    assert "the constraint holds, at once and after training" in caught.value.broken
 
 
 class OnManifold(nn.Module):

@@ -162,13 +162,24 @@ def test_constrained_layers_are_reset_while_sharded(found: list[dict[str, Any]])
         assert max(result.values()) < 1e-6
 
 
+def test_sharded_spheres_move_as_whole_ones_and_rows_sum_nothing(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        result = found[rank]["spheres 2"]
+        assert max(one["error"] for one in result.values()) < 1e-6 < 1e-2 < min(one["way"] for one in result.values())
+        finite = 1  # whether all gradients are finite; then both points at once
+        assert result["columns 2"]["sums"] == [finite, 6, 6, 6, 6]  # gradient, second moment, retraction, transport
+        assert result["matrix 2"]["sums"] == [finite, 2, 2, 2, 2]
+        for kind in ("rows 2", "rows 3", "columns 3", "matrix 3"):
+            assert result[kind]["sums"] == [finite]
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
         ("columns", r"sharded by rows, Shard\(0\)"),
         ("qr", "only retraction 'polar'"),
-        ("spd", "works on Stiefel itself only, got SPD"),
-        ("subclass", "works on Stiefel itself only, got Own"),
+        ("spd", "works on Stiefel and Sphere only, got SPD"),
+        ("subclass", "works on Stiefel and Sphere only, got Own"),
         ("mixed", "distributed alike"),
         ("rank", "full column rank"),
         ("policy", "torch.autocast"),

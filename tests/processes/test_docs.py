@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import manifold_tying as mt
 from manifold_tying.models import PRESETS
+from manifold_tying.testing import check_manifold
 from manifold_tying.training import TrainConfig, resolve
 from manifold_tying.training.build import build_model
 from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
@@ -168,6 +169,8 @@ def test_the_tutorial_on_layers_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert names["curves"]["constrained"][-1] < 1.0 < names["curves"]["constrained"][0]
     assert mt.linalg.defect(names["models"]["constrained"].rnn.weight_hh_l0) < 1e-6
     assert (tmp_path / "constrain-a-layer.svg").exists()
+    assert names["seen"] < 1e-3 and names["optimizer"].state
+    check_manifold(names["Centered"](), (16,), order=2)
 
 
 def test_the_tutorial_on_convolutions_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ MAKERS: dict[str, Make] = {
     "spd": lambda m: mt.spd(m, "weight"),
     "spd, exp": lambda m: mt.spd(m, "weight", diagonal="exp"),
     "spd, bounds": lambda m: mt.spd(m, "weight", bounds=(0.1, 2.0)),
+    "sphere": mt.sphere,
+    "sphere, radius": lambda m: mt.sphere(m, radius=2.0),
+    "geoopt's sphere": lambda m: mt.constrain(m, "weight", geoopt.Sphere()),
 }
 THEIRS: dict[str, Make] = {
     f"torch's {name}": lambda m, name=name: parametrizations.orthogonal(m, orthogonal_map=name)  # type: ignore[misc]
