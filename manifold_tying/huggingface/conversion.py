@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.huggingface.native import mark, tie, unhooked
+from manifold_tying.huggingface.native import is_built_again, mark, tie, unhooked
 from manifold_tying.huggingface.rotation import (
     Rotation,
     check_plain,
