@@ -200,7 +200,13 @@ class RiemannianOptimizer(Optimizer):
         if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
             p, atol=1e-3, rtol=1e-3
         ):
-            p.copy_(manifold.projx(p))
+            moved = manifold.projx(p)
+            if not distributed.to_local(moved).isfinite().all():
+                raise ValueError(
+                    f"{self._names[p]} was written to something that has no nearest point of {manifold}, such as a zero row; "
+                    "assign the weight, or write other values"
+                )
+            p.copy_(moved)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; raises an unreported ValueError about a NaN or Inf gradient of the last steps."""
@@ -217,6 +223,8 @@ class RiemannianOptimizer(Optimizer):
         """Also handles loaded states: from torch's optimizers, which have fewer options, or from another device."""
         if any(group.get("amsgrad") for group in state["param_groups"]):
             raise ValueError("the state was saved with amsgrad=True, which this optimizer lacks; start a new one")
+        if hasattr(self, "_manifolds"):  # not a copy of an optimizer
+            self._check_state_shapes(state)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # set by torch; not an option of ours
         for group in self.param_groups:
@@ -230,6 +238,23 @@ class RiemannianOptimizer(Optimizer):
                         saved[key] = value.contiguous() if isinstance(value, Tensor) else value
                 if "step" in saved:
                     saved["step"] = self._step_count(p, saved["step"], group)
+
+    def _check_state_shapes(self, state: dict[str, Any]) -> None:
+        """ValueError for a state of a parameter that was constrained otherwise: kernels would write past its end."""
+        for group in state["param_groups"]:
+            for p in group["params"]:
+                saved = {k: v for k, v in state["state"].get(p, {}).items() if isinstance(v, Tensor) and v.ndim > 0}
+                expected: dict[str, Any] = {}
+                if saved and p in self._manifolds:
+                    expected = self._new_state(p, self._manifolds[p], {**self.defaults, **group})
+                for key, value in saved.items():
+                    shape = expected[key].shape if key in expected else p.shape
+                    if value.shape != shape:
+                        raise ValueError(
+                            f"expected {key} of shape {tuple(shape)} in the state of {self._names[p]}, got "
+                            f"{tuple(value.shape)}: the parameter was constrained otherwise when it was saved. Constrain it "
+                            "as it was then, or start a new optimizer"
+                        )
 
     def _step_count(self, p: Tensor, step: Tensor | float, group: Group) -> Tensor:
         """A loaded step count as a tensor on the right device; older torch and geoopt save a number."""

@@ -54,8 +54,13 @@ def project(module: M) -> M:
     found = list(points(module))
     if bad := [name for name, point, _ in found if not bool(torch.isfinite(distributed.to_local(point)).all())]:
         raise ValueError(f"expected finite points, but {', '.join(bad)} contain NaN or Inf; nothing was projected")
-    for _, point, manifold in found:
-        point.copy_(manifold.projx(point))
+    for name, point, manifold in found:
+        projected = manifold.projx(point)
+        if not bool(torch.isfinite(distributed.to_local(projected)).all()):
+            raise ValueError(
+                f"{name} has no nearest point of {manifold}, such as a zero row on a sphere; it is unchanged"
+            )
+        point.copy_(projected)
     return module
 
 

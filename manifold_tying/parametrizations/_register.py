@@ -301,6 +301,11 @@ def _reset_plain_weights(kind: Any) -> None:
                     dtype, device = cast(Constraint, parts[0]).dtype, parts.original.device
                     parametrize._cache[id(self), name] = torch.empty(parts.weight_shape, dtype=dtype, device=device)
             result = layer.reset_parameters(self, *args, **options)
+            if isinstance(
+                self, nn.RNNBase | nn.RNNCellBase
+            ):  # it draws into its parameters, which are the stored tensors
+                for name in parametrized(self):
+                    nn.init.uniform_(getattr(self, name), -(self.hidden_size**-0.5), self.hidden_size**-0.5)
             drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}
         for name, weight in drawn.items():
             setattr(self, name, weight)
