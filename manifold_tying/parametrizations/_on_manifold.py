@@ -127,7 +127,7 @@ def sphere(module: M, name: str = "weight", *, of: Of = "rows", radius: float | 
 
     The stored tensor is a point of :class:`manifold_tying.Sphere`. By default the norms are those that the weight has now: they
     are in the state dict, and assigned weights are scaled to them. All else is as for :func:`stiefel`. A convolution is
-    flattened, so that a row makes one output channel.
+    flattened, so that a row makes one output channel (of a transposed convolution: takes one input channel).
 
     Args:
         module: the layer, changed in place and returned.
