@@ -77,7 +77,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
     W = _start(tables.weight if turned is None else turned.table, "embedding" if transform == "rotation" else transform)
     if not is_built_again(model):
         raise ValueError(
-            f"{type(model).__name__} changes a tied config when it is built, so it could not be loaded again"
+            f"{type(model).__name__} cannot be built again from its config with tied tables, so it could not be loaded again"
         )
     if not is_called(model, tables.embedding):
         raise ValueError(

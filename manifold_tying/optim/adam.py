@@ -106,9 +106,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
         """Global shape of each state tensor that a parameter of this group has after its first step."""
-        if p in self._manifolds:
-            return {key: tensor.shape for key, tensor in self._new_state(p, self._manifolds[p], group).items()}
-        return {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        return super().state_shapes(group, p) or {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
 
     def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         for p in params:

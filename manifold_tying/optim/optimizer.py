@@ -239,16 +239,20 @@ class RiemannianOptimizer(Optimizer):
                 if "step" in saved:
                     saved["step"] = self._step_count(p, saved["step"], group)
 
+    def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
+        """Global shape of each state tensor that a point of this group has after its first step; {} for other parameters."""
+        if p not in self._manifolds:
+            return {}
+        return {key: tensor.shape for key, tensor in self._new_state(p, self._manifolds[p], group).items()}
+
     def _check_state_shapes(self, state: dict[str, Any]) -> None:
         """ValueError for a state of a parameter that was constrained otherwise: kernels would write past its end."""
         for group in state["param_groups"]:
             for p in group["params"]:
                 saved = {k: v for k, v in state["state"].get(p, {}).items() if isinstance(v, Tensor) and v.ndim > 0}
-                expected: dict[str, Any] = {}
-                if saved and p in self._manifolds:
-                    expected = self._new_state(p, self._manifolds[p], {**self.defaults, **group})
+                expected = self.state_shapes({**self.defaults, **group}, p) if saved else {}
                 for key, value in saved.items():
-                    shape = expected[key].shape if key in expected else p.shape
+                    shape = expected.get(key, p.shape)
                     if value.shape != shape:
                         raise ValueError(
                             f"expected {key} of shape {tuple(shape)} in the state of {self._names[p]}, got "

@@ -6,6 +6,9 @@ from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import Constraint as Constraint
 from manifold_tying.parametrizations._constraint import dtype_after as dtype_after
+from manifold_tying.parametrizations._layer_class import is_ours as is_ours
+from manifold_tying.parametrizations._layer_class import own_class as own_class
+from manifold_tying.parametrizations._layer_class import parametrized as parametrized
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
@@ -23,10 +26,7 @@ from manifold_tying.parametrizations._project import points as points
 from manifold_tying.parametrizations._project import project as project
 from manifold_tying.parametrizations._project import warn_if_off as warn_if_off
 from manifold_tying.parametrizations._register import constraints as constraints
-from manifold_tying.parametrizations._register import is_ours as is_ours
 from manifold_tying.parametrizations._register import materialize as materialize
 from manifold_tying.parametrizations._register import orthogonal as orthogonal
-from manifold_tying.parametrizations._register import own_class as own_class
-from manifold_tying.parametrizations._register import parametrized as parametrized
 from manifold_tying.parametrizations._register import register as register
 from manifold_tying.parametrizations._register import spd as spd

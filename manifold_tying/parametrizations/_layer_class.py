@@ -1,0 +1,179 @@
+"""What a constraint changes in the class of its layer: access, assignment, loading, resetting and pickling."""
+
+import warnings
+from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from manifold_tying import autograd
+from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
+from manifold_tying.parametrizations._layout import shared_parameters
+from manifold_tying.parametrizations._points import manifold_of
+
+
+def adapt_class(module: nn.Module, name: str) -> None:
+    """Adapt the class that torch made for the module to a new constraint on ``name``."""
+    kind = type(module)
+    setattr(kind, name, _weight_of(name))
+    kind.__getstate__ = _refuse_pickle  # type: ignore[method-assign]  # torch made this class for the module
+    if "__setattr__" not in vars(kind):  # not yet patched by an earlier constraint
+        _project_assigned_weights(kind)
+        if isinstance(module, nn.RNNBase):
+            _keep_flat_weights(kind)
+    _explain_plain_weights(kind)
+    if hasattr(module, "reset_parameters") and not is_ours(module):
+        _reset_plain_weights(kind)
+
+
+def own_class(module: nn.Module) -> None:
+    """Give the module its own class: removing a parametrization changes the class, which copies of the module share."""
+    kind = type(module)
+    own = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
+    module.__class__ = type(kind.__name__, kind.__bases__, own)
+
+
+def parametrized(module: nn.Module) -> dict[str, parametrize.ParametrizationList]:
+    """``module.parametrizations`` as a dict."""
+    lists = cast(nn.ModuleDict, module.parametrizations)
+    return {name: cast(parametrize.ParametrizationList, parts) for name, parts in lists.items()}
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether the class comes from this package, such as a token interface, which resets its own tensors."""
+    return any(kind.__module__.startswith("manifold_tying.") for kind in type(module).__mro__)
+
+
+def _refuse_pickle(module: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"a {type(module).__name__} under a constraint cannot be pickled, and neither can a model that contains it. Save "
+        "model.state_dict() and load it into a model built and constrained the same way, or save plain weights: "
+        "torch.save(manifold_tying.materialize(copy.deepcopy(model)), path)"
+    )
+
+
+def _weight_of(name: str) -> property:
+    """torch's property of a constrained weight, except that ``cached()`` tells apart layers of one class, such as copies."""
+
+    def get(self: Any) -> Tensor:
+        parts, key = self.parametrizations[name], (id(self), name)
+        if not parametrize._cache_enabled:
+            return cast(Tensor, parts() if torch.compiler.is_compiling() else _watched(parts))
+        if key not in parametrize._cache:
+            parametrize._cache[key] = parts()
+        return cast(Tensor, parametrize._cache[key])
+
+    def assign(self: Any, value: Tensor) -> None:
+        parts = self.parametrizations[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"expected a tensor to assign to {parts.label}, got {type(value).__name__}")
+        is_weight = isinstance(value, nn.Parameter) and manifold_of(value) is None  # and not another layer's point
+        if is_weight and shared_parameters([value], more_than=0):
+            raise ValueError(
+                f"{parts.label} is constrained and cannot be tied to a parameter of another module. Assign a copy, which "
+                "projects: layer.weight = other.weight.detach()"
+            )
+        parts.right_inverse(value.detach())
+        parametrize._cache.pop((id(self), name), None)
+
+    return property(get, assign)
+
+
+_handed_out: WeakKeyDictionary[nn.Module, tuple[ref[Tensor], Tensor, int]] = WeakKeyDictionary()
+
+
+def _watched(parts: Any) -> Tensor:
+    """The weight; warns if the one computed before was written in place and dropped, which nn.init does in vain."""
+    if (handed_out := _handed_out.pop(parts, None)) is not None:
+        last, counter, version = handed_out
+        if last() is None and counter._version != version:
+            warnings.warn(
+                f"{parts.label} was written in place, as torch.nn.init does, without effect: it is computed at each access. "
+                "Assign it, which projects: layer.weight = torch.nn.init.normal_(torch.empty_like(layer.weight))",
+                stacklevel=3,
+            )
+    weight: Tensor = parts()
+    computed = type(weight) is Tensor and weight._base is not parts.original and not autograd.in_transform()
+    if computed and autograd.has_data(weight) and not weight.is_inference():
+        counter = weight.detach()
+        counter.data = weight.new_empty(0)  # shares the version counter, not the memory
+        _handed_out[parts] = ref(weight), counter, counter._version
+    return weight
+
+
+def _project_assigned_weights(kind: Any) -> None:
+    """Make ``layer.weight = tensor`` project for an nn.Parameter, too, which nn.Module would register beside the constraint."""
+    (layer,) = kind.__bases__
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        constrained = isinstance(value, Tensor) and name in getattr(self, "parametrizations", {})
+        if constrained and isinstance(self.parametrizations[name], Float32ParametrizationList):
+            getattr(type(self), name).fset(self, value)
+        else:
+            layer.__setattr__(self, name, value)
+
+    kind.__setattr__ = assign
+
+
+def _explain_plain_weights(kind: Any) -> None:
+    """Make loading a plain weight into a constrained one say what to do."""
+    (layer,) = kind.__bases__
+
+    def load(self: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        layer._load_from_state_dict(self, state, prefix, *rest)
+        *_, errors = rest
+        lists = parametrized(self) if parametrize.is_parametrized(self) else {}  # torch may have removed them
+        for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
+            if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
+                errors.append(
+                    f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
+                    f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
+                )
+
+    kind._load_from_state_dict = load
+
+
+def _reset_plain_weights(kind: Any) -> None:
+    """Make ``reset_parameters`` draw plain weights, then assign them. It would otherwise write to a computed copy."""
+    (layer,) = kind.__bases__
+
+    def reset_parameters(self: Any, *args: Any, **options: Any) -> Any:
+        with parametrize.cached():  # writes and reads then reach the same tensor
+            for name, parts in parametrized(self).items():
+                if isinstance(parts, Float32ParametrizationList) and len(parts) == 1:
+                    # Not the map of the stored tensor, which may be uninitialized, or a shard.
+                    dtype, device = cast(Constraint, parts[0]).dtype, parts.original.device
+                    parametrize._cache[id(self), name] = torch.empty(parts.weight_shape, dtype=dtype, device=device)
+            result = layer.reset_parameters(self, *args, **options)
+            if isinstance(
+                self, nn.RNNBase | nn.RNNCellBase
+            ):  # it draws into its parameters, which are the stored tensors
+                for name in parametrized(self):
+                    nn.init.uniform_(getattr(self, name), -(self.hidden_size**-0.5), self.hidden_size**-0.5)
+            drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}
+        for name, weight in drawn.items():
+            setattr(self, name, weight)
+        return result
+
+    kind.reset_parameters = reset_parameters
+
+
+def _keep_flat_weights(kind: Any) -> None:
+    """Keep a recurrent layer's ``_flat_weights`` up to date, and out of copies.
+
+    torch would put the assigned tensor there without projecting it. The computed weights carry a graph, so deepcopy fails.
+    """
+    copied, plain_assign = kind.__deepcopy__, kind.__setattr__
+
+    def assign(self: Any, name: str, value: Any) -> None:
+        plain_assign(self, name, value)
+        if name in self._flat_weights_names:
+            self._init_flat_weights()
+
+    def copy(self: Any, memo: dict[int, Any]) -> Any:
+        memo[id(self._flat_weights)] = [None] * len(self._flat_weights)  # refilled by the next forward
+        return copied(self, memo)
+
+    kind.__setattr__, kind.__deepcopy__ = assign, copy
