@@ -19,6 +19,7 @@ from manifold_tying.poet.rotation import (
     block_matmul,
     block_matmul_rows,
     both_blocks,
+    matmul_dtype,
     orthogonal_blocks,
     permute,
     permute_into,
@@ -53,7 +54,7 @@ def poet_linear(
     is_compiling = torch.compiler.is_compiling()
     if input_centric:
         flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
-        y = (_plain_input_centric if is_compiling else _input_centric)(flat, W0, skew_params, spec, perms)
+        y = (plain_input_centric if is_compiling else _input_centric)(flat, W0, skew_params, spec, perms)
         y = y.view(*x.shape[:-1], len(W0))
     else:
         y = (_recomputed_weight_centric if is_compiling else _weight_centric)(x, W0, skew_params, spec, perms)
@@ -119,7 +120,7 @@ class _WeightCentric(Function):
 # ---- input-centric
 
 
-def _plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+def plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
     of_R, of_P = spec.split(skew_params)
     v = F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype))
     return _rotate_out(v, of_R, spec, perms)
@@ -128,14 +129,14 @@ def _plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: Rotat
 @autograd.recomputed
 def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
     """x Pᵀ, in the order of W0's stored columns."""
-    P = orthogonal_blocks(spec.P, of_P, spec.terms, _matmul_dtype(x))
+    P = orthogonal_blocks(spec.P, of_P, spec.terms, matmul_dtype(x.dtype))
     return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
 
 
 @autograd.recomputed
 def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
     """v Rᵀ, in the layer's order."""
-    R = orthogonal_blocks(spec.R, of_R, spec.terms, _matmul_dtype(v))
+    R = orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype(v.dtype))
     return permute(block_matmul(v, transposed(R)), perms.rows_inverse, perms.rows)
 
 
@@ -146,7 +147,7 @@ class _InputCentric(Function):
     def forward(
         ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
     ) -> Tensor:
-        R, P = (transposed(side) for side in both_blocks(spec, skew_params, _matmul_dtype(x)))
+        R, P = (transposed(side) for side in both_blocks(spec, skew_params, matmul_dtype(x.dtype)))
         W, rotated = W0.to(x.dtype), spec.R.num_rotated
         y, kept = x.new_empty(len(x), len(W)), x.new_empty(len(x), rotated)
         for t in _chunks(x, W):
@@ -163,7 +164,7 @@ class _InputCentric(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, W0, skew_params, spec, perms), (v,) = autograd.saved(ctx)
-        R, P, pull_back = _blocks_with_gradient(spec, skew_params, _matmul_dtype(x))
+        R, P, pull_back = _blocks_with_gradient(spec, skew_params, matmul_dtype(x.dtype))
         W, of_R, of_P, grad_x = W0.to(grad.dtype), _zeros(R), _zeros(P), torch.empty_like(x)
         for t in _chunks(x, W):
             g = permute(grad[t], perms.rows, perms.rows_inverse)
@@ -181,12 +182,12 @@ def _chunks(x: Tensor, W: Tensor) -> Iterator[slice]:
 
 
 def _blocks_with_gradient(
-    spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
+    spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None
 ) -> tuple[Blocks, Blocks, Callable[[Blocks, Blocks], Tensor]]:
     """Blocks of R and P, and a function that maps their gradients to that of the skew parameters, in full precision."""
     with torch.enable_grad():
         leaf = skew_params.detach().requires_grad_()
-        R, P = both_blocks(spec, leaf, matmul_dtype)
+        R, P = both_blocks(spec, leaf, low)
 
     def pull_back(of_R: Blocks, of_P: Blocks) -> Tensor:
         with precision.full_precision(leaf.device):
@@ -199,15 +200,10 @@ def _zeros(blocks: Blocks) -> Blocks:
     return [torch.zeros_like(G, memory_format=torch.contiguous_format) for G in blocks]
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype | None:
-    """The matmul dtype of the Cayley maps whose blocks multiply x; float16 lacks the range."""
-    return torch.bfloat16 if x.dtype == torch.bfloat16 else None
-
-
 _weight = autograd.recomputed(_plain_weight)
 _recomputed_weight_centric = autograd.recomputed(_plain_weight_centric)
 _weight_centric = autograd.custom_gradient(_WeightCentric, _plain_weight_centric)
-_input_centric = autograd.custom_gradient(_InputCentric, _plain_input_centric)
+_input_centric = autograd.custom_gradient(_InputCentric, plain_input_centric)
 
 
 # ---- the cheaper of the two

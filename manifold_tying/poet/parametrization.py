@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
+from manifold_tying.poet.columns import is_for_gpu, poet_linear_on_gpu
 from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
 from manifold_tying.poet.rotation import Side, both_blocks, warn_if_not_orthogonal
-from manifold_tying.poet.spec import Permutations, RotationSpec
+from manifold_tying.poet.spec import Permutations, RotationSpec, places
 
 
 class Equivalence(Constraint):
@@ -18,12 +19,14 @@ class Equivalence(Constraint):
 
     Buffers: ``ordered_base``, W0 as a matrix in the layer's dtype, with rows and columns in rotation order, so that activations
     are permuted only at the input and the output; ``out_order`` and ``in_order``, the rows and columns that rotate; ``seed``
-    and ``merges``, which determine the next permutations.
+    and ``merges``, which determine the next permutations. Not saved: ``out_place`` and ``in_place``, see :func:`places`.
     """
 
     ordered_base: Tensor
     out_order: Tensor
     in_order: Tensor
+    out_place: Tensor
+    in_place: Tensor
     seed: Tensor
     merges: Tensor
 
@@ -37,6 +40,8 @@ class Equivalence(Constraint):
         out_order, in_order = self._draw(seed, 0)
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
+        self.register_buffer("out_place", places(self.out_order, spec.R.n), persistent=False)
+        self.register_buffer("in_place", places(self.in_order, spec.P.n), persistent=False)
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
         self.register_buffer("ordered_base", base)
 
@@ -48,7 +53,12 @@ class Equivalence(Constraint):
             self.merges.zero_()
             for order, drawn in zip((self.out_order, self.in_order), self._draw(self._initial_seed, 0), strict=True):
                 order.copy_(drawn)
+            self._set_places()
         return self
+
+    def _set_places(self) -> None:
+        self.out_place.copy_(places(self.out_order, self.spec.R.n))
+        self.in_place.copy_(places(self.in_order, self.spec.P.n))
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.ordered_base]
@@ -56,7 +66,7 @@ class Equivalence(Constraint):
     @property
     def perms(self) -> Permutations:
         """Permutations of W's rows and columns to rotation order."""
-        return Permutations.of(self.out_order, self.in_order, self.spec)
+        return Permutations.of(self.out_place, self.in_place)
 
     @property
     def base(self) -> Tensor:
@@ -81,6 +91,8 @@ class Equivalence(Constraint):
                 rest[-1].append(f"{prefix}{side}: rows or columns stand there twice; were integer buffers averaged?")
                 return
         super()._load_from_state_dict(state, prefix, *rest)
+        if autograd.has_data(self.out_place):
+            self._set_places()
         self.dtype = self.ordered_base.dtype  # assign=True may have brought another
         if base is not None:
             self.ordered_base.copy_(self._to_rotation_order(base))
@@ -103,6 +115,8 @@ class Equivalence(Constraint):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
+        if is_for_gpu(x, stored, self.spec):
+            return poet_linear_on_gpu(x, self.ordered_base, stored, self.out_place, self.in_place, self.spec, bias)
         tokens = x.numel() // x.shape[-1]
         any_number = torch.compiler.is_exporting()  # of tokens: nothing may depend on it
         input_centric = not any_number and prefers_input_centric(
@@ -136,6 +150,7 @@ class Equivalence(Constraint):
         """Set W0 to ``base``, in the layer's order, and the dimensions that rotate."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
+        self._set_places()
         self.ordered_base.copy_(self._to_rotation_order(base))
 
     @staticmethod

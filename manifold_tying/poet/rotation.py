@@ -22,27 +22,32 @@ _MAX_DEVIATION = 1e-3
 
 
 def orthogonal_blocks(
-    side: BlockSpec, skew_params: Tensor, terms: int | None, matmul_dtype: torch.dtype | None = None
+    side: BlockSpec, skew_params: Tensor, terms: int | None, low: torch.dtype | None = None
 ) -> Blocks:
     """Blocks of one side from (..., num_params), in its dtype; zeros give exactly the identity. (POET, equation 6.)
 
-    Differentiable to any order. ``matmul_dtype`` as in :func:`linalg.cayley_neumann`.
+    Differentiable to any order. ``low`` is the ``matmul_dtype`` of :func:`linalg.cayley_neumann`.
     """
     skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
     if terms is None:
         return [linalg.cayley(A) for A in skews]
-    return [linalg.cayley_neumann(A, terms, matmul_dtype=matmul_dtype) for A in skews]
+    return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]
 
 
 def both_blocks(
-    spec: RotationSpec, skew_params: Tensor, matmul_dtype: torch.dtype | None = None
+    spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None
 ) -> tuple[Blocks, Blocks]:
-    """Blocks of R and of P."""
+    """Blocks of R and of P; ``low`` is the matmul dtype of :func:`orthogonal_blocks`."""
     of_R, of_P = spec.split(skew_params)
     return (
-        orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype),
-        orthogonal_blocks(spec.P, of_P, spec.terms, matmul_dtype),
+        orthogonal_blocks(spec.R, of_R, spec.terms, low),
+        orthogonal_blocks(spec.P, of_P, spec.terms, low),
     )
+
+
+def matmul_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """The matmul dtype of the Cayley maps whose blocks multiply activations in ``dtype``; float16 lacks the range."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else None
 
 
 def transposed(blocks: Blocks) -> Blocks:

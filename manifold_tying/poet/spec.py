@@ -123,17 +123,17 @@ class Permutations(NamedTuple):
     columns_inverse: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, columns: Tensor, spec: RotationSpec) -> "Permutations":
-        """From the dimensions that rotate, in order of the blocks; the others follow in ascending order."""
-        rows, columns = _complete_permutation(rows, spec.R.n), _complete_permutation(columns, spec.P.n)
-        return cls(rows, columns, _inverse(rows), _inverse(columns))
+    def of(cls, rows_inverse: Tensor, columns_inverse: Tensor) -> "Permutations":
+        """From the inverses, see :func:`places`."""
+        return cls(_inverse(rows_inverse), _inverse(columns_inverse), rows_inverse, columns_inverse)
 
 
-def _complete_permutation(order: Tensor, n: int) -> Tensor:
-    if len(order) in (0, n):
-        return order
-    others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
-    return torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
+def places(order: Tensor, n: int) -> Tensor:
+    """The place of each of n dimensions in rotation order: those of ``order`` first, the others follow in ascending order."""
+    if 0 < len(order) < n:
+        others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
+        order = torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
+    return _inverse(order)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -1,0 +1,221 @@
+"""The input-centric POET layer on a GPU, in few kernel launches.
+
+To permute the columns of x (T, n) is to move single entries; to permute the rows of xᵀ (n, T) is to move whole rows. So x is
+transposed and permuted in one pass. All products take xᵀ as it is: the blocks are one batched product, W0 is another.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from manifold_tying import autograd, kernels, precision
+from manifold_tying.kernels.rotation import aligned, cubic_blocks, cubic_gradient, from_columns, to_columns
+from manifold_tying.poet.linear import plain_input_centric
+from manifold_tying.poet.rotation import Blocks, both_blocks, matmul_dtype, transposed
+from manifold_tying.poet.spec import BlockSpec, Permutations, RotationSpec
+
+
+def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
+    """Whether :func:`poet_linear_on_gpu` is for these. Opaque operations of compiled code cannot call autograd."""
+    by_kernels = spec.terms == 2 or not torch.compiler.is_compiling()
+    return kernels.usable(x) and skew_params.dtype == torch.float32 and by_kernels
+
+
+def poet_linear_on_gpu(
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, bias: Tensor | None
+) -> Tensor:
+    """x Wᵀ + bias as :func:`poet_linear`, where kernels are usable; ``rows`` and ``columns`` are the dimensions' places."""
+    x = x.to(precision.autocast_dtype(x))
+    flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
+    if torch.compiler.is_compiling():
+        y = _opaque(flat, W0, skew_params, rows, columns, _sizes(spec))[0]
+    else:
+        y = _by_columns(flat, W0, skew_params, rows, columns, spec)
+    y = y.view(*x.shape[:-1], len(W0))
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _forward(
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """y with yᵀ = R W0 P xᵀ, W0 P xᵀ, and the blocks of R and P in x's dtype."""
+    R, P = _blocks(spec, skew_params, x.dtype)
+    v = torch.mm(W0.to(x.dtype), _rotated(P, to_columns(x, columns)))
+    return from_columns(_rotated(R, v), rows, len(x)), v, [*R, *P]
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    W0: Tensor,
+    skew_params: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    spec: RotationSpec,
+    v: Tensor,
+    blocks: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the skew parameters."""
+    R, P = blocks[: len(spec.R.runs)], blocks[len(spec.R.runs) :]
+    g = to_columns(grad, rows)
+    of_R = _outer(g, v, R)
+    g = torch.mm(W0.to(x.dtype).mT, _rotated(transposed(R), g))
+    of_P = _outer(g, to_columns(x, columns), P)
+    grad_x = from_columns(_rotated(transposed(P), g), columns, len(x))
+    return grad_x, _gradient(spec, skew_params, x.dtype, of_R + of_P)
+
+
+class _ByColumns(Function):
+    """Keeps x and W0 P xᵀ for the backward, and the blocks of R and P."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        with precision.disable_autocast(args[0].device):
+            y, v, blocks = _forward(*args)
+        autograd.save(ctx, args, v, *blocks)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        args, (v, *blocks) = autograd.saved(ctx)
+        with precision.disable_autocast(grad.device):
+            grad_x, grad_skew = _backward(grad, *args, v, blocks)
+        return grad_x, None, grad_skew, None, None, None
+
+
+def _plain(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec) -> Tensor:
+    return plain_input_centric(x, W0, skew_params, spec, Permutations.of(rows, columns))
+
+
+_by_columns = autograd.custom_gradient(_ByColumns, _plain)
+
+
+# Compiled code calls the same kernels as opaque operations.
+@torch.library.custom_op("manifold_tying::poet_linear", mutates_args=())
+def _opaque(
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, v, blocks = _forward(x, W0, skew_params, rows, columns, _spec(sizes))
+    return y, v, torch.cat([G.flatten() for G in blocks])
+
+
+@torch.library.custom_op("manifold_tying::poet_linear_backward", mutates_args=())
+def _opaque_backward(
+    grad: Tensor,
+    x: Tensor,
+    W0: Tensor,
+    skew_params: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    sizes: list[int],
+    v: Tensor,
+    flat: Tensor,
+) -> tuple[Tensor, Tensor]:
+    spec = _spec(sizes)
+    runs = [*spec.R.runs, *spec.P.runs]
+    parts = flat.split([k * b * b for k, b in runs])
+    blocks = [part.view(k, b, b) for part, (k, b) in zip(parts, runs, strict=True)]
+    return _backward(grad, x, W0, skew_params, rows, columns, spec, v, blocks)
+
+
+@_opaque.register_fake
+def _(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]) -> Any:
+    spec = _spec(sizes)
+    entries = sum(k * b * b for k, b in (*spec.R.runs, *spec.P.runs))
+    return x.new_empty(len(x), len(W0)), x.new_empty(len(W0), aligned(len(x))), x.new_empty(entries)
+
+
+_opaque_backward.register_fake(lambda grad, x, W0, skew_params, *_: (torch.empty_like(x), torch.empty_like(skew_params)))
+
+
+def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.sizes = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _call_opaque_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *args, v, flat = ctx.saved_tensors
+    grad_x, grad_skew = _opaque_backward(grad, *args, ctx.sizes, v, flat)
+    return grad_x, None, grad_skew, None, None, None
+
+
+_opaque.register_autograd(_call_opaque_backward, setup_context=_save_for_opaque_backward)
+
+
+def _sizes(spec: RotationSpec) -> list[int]:
+    R, P = spec.R, spec.P
+    return [R.n, R.block, R.num_rotated, P.n, P.block, P.num_rotated, spec.terms or 0]
+
+
+def _spec(sizes: list[int]) -> RotationSpec:
+    return RotationSpec(BlockSpec(*sizes[:3]), BlockSpec(*sizes[3:6]), sizes[6] or None)
+
+
+def _rotated(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
+    """G_j x_j block by block for x (n, T); the remaining rows are unchanged."""
+    parts = [torch.bmm(G, x_j).flatten(0, 1) for G, x_j in zip(blocks, _rows(x, blocks), strict=True)]
+    done = sum(map(len, parts))
+    parts += [x[done:]] if done < len(x) else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _outer(g: Tensor, x: Tensor, blocks: Sequence[Tensor]) -> Blocks:
+    """g_j x_jᵀ, the gradient of G_j in G_j x_j, for g and x (n, T)."""
+    return [torch.bmm(g_j, x_j.mT) for g_j, x_j in zip(_rows(g, blocks), _rows(x, blocks), strict=True)]
+
+
+def _rows(x: Tensor, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+    """For each run of blocks, its rows of x (n, T) as (k, b, T)."""
+    start = 0
+    for G in blocks:
+        k, b, _ = G.shape
+        yield x[start : start + k * b].unflatten(0, (k, b))
+        start += k * b
+
+
+def _runs(spec: RotationSpec, skew_params: Tensor) -> Iterator[tuple[Tensor, int, list[int]]]:
+    """Vectors (k, b(b-1)/2) of neighbouring runs of equal blocks, their b, and the number of blocks in each run."""
+    merged: list[tuple[list[int], int]] = []
+    for k, b in (*spec.R.runs, *spec.P.runs):
+        if merged and merged[-1][1] == b:
+            merged[-1][0].append(k)
+        else:
+            merged.append(([k], b))
+    start = 0
+    for counts, b in merged:
+        size = sum(counts) * (b * (b - 1) // 2)
+        yield skew_params[start : start + size].view(sum(counts), -1), b, counts
+        start += size
+
+
+def _blocks(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
+    """The blocks of R and P in ``dtype``."""
+    low, sides = matmul_dtype(dtype), len(spec.R.runs)
+    if spec.terms != 2:
+        R, P = both_blocks(spec, skew_params, low)
+        return [G.to(dtype) for G in R], [G.to(dtype) for G in P]
+    blocks: Blocks = []
+    for vectors, b, counts in _runs(spec, skew_params):
+        blocks += cubic_blocks(vectors, b, dtype, low or torch.float32).split(counts)
+    return blocks[:sides], blocks[sides:]
+
+
+def _gradient(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, of_blocks: Blocks) -> Tensor:
+    """The gradient of the skew parameters from those of the blocks of R, then P."""
+    low = matmul_dtype(dtype)
+    if spec.terms != 2:
+        with torch.enable_grad():
+            leaf = skew_params.detach().requires_grad_()
+            R, P = both_blocks(spec, leaf, low)
+        with precision.full_precision(leaf.device):
+            weights = [of.to(G.dtype) for of, G in zip(of_blocks, (*R, *P), strict=True)]
+            return torch.autograd.grad((*R, *P), leaf, weights)[0]
+    found = []
+    for vectors, _, counts in _runs(spec, skew_params):
+        of_run, of_blocks = of_blocks[: len(counts)], of_blocks[len(counts) :]
+        grad = of_run[0] if len(of_run) == 1 else torch.cat(of_run)
+        found.append(cubic_gradient(vectors, grad, low or torch.float32).flatten())
+    return found[0] if len(found) == 1 else torch.cat(found)
