@@ -24,6 +24,9 @@ settings.load_profile("quick")
 # Tests are small; more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Triton's kernels then run on a CPU. It is read when Triton is imported, which so far nothing has done.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts background jobs with SIGINT ignored, and the runs that tests interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

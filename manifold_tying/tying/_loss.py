@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manifold_tying import autograd, distributed, precision
+from manifold_tying import autograd, distributed, kernels, precision
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Token chunks: the fewest that keep peak memory under 10 % of the logits in the matmul dtype. Matmuls with few rows are slow,
@@ -15,8 +15,9 @@ from manifold_tying.tying._vocabulary import VocabularyShard
 CHUNKS = 12
 CHUNKS_LOW_PRECISION = 18
 PIECES = 4  # float32 pieces per chunk
-# On a GPU launching a kernel takes longer than running it on few logits: no pieces, and no more chunks than this size needs.
-GPU_CHUNK = 2**25
+# On a GPU, launching a kernel takes longer than running it on few logits: no pieces, and chunks of at least so many logits.
+GPU_CHUNK = 2**26
+GPU_ROWS = 128  # of a chunk: a multiple of it, since products work in tiles
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -58,75 +59,70 @@ def _loss_and_gradients(
     ignore_index: int,
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss and, where wanted, its gradients with respect to hidden and to this rank's rows of the table."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Mean loss and, where wanted, gradients of the summed loss for hidden and this rank's rows; 1 / counted positions.
+
+    The gradient of a 16-bit table is that of the mean.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     product = precision.product_dtype(dtype, hidden.device)
     h, W = hidden.to(dtype).to(product), table.to(dtype).to(product)
-    parts = CHUNKS * wide.itemsize // dtype.itemsize if product == wide else CHUNKS_LOW_PRECISION
+    fused = vocabulary.world_size == 1 and kernels.runs_triton(h)
+    parts = CHUNKS * wide.itemsize // dtype.itemsize if product == wide else CHUNKS if fused else CHUNKS_LOW_PRECISION
     dtype = product
     counted = (targets != ignore_index)[:, None]
     scale = 1 / counted.sum().clamp_min(1).to(wide)
     index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
-    loss = torch.zeros((), dtype=wide, device=h.device)
+    losses = [torch.zeros(0, dtype=wide, device=h.device)]
     # float16 gradients of a mean over many tokens underflow until the backward multiplies them by the loss scale.
     held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
     grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
-    parts = -(-parts // vocabulary.world_size)
+    rows = max(1, -(-len(h) * vocabulary.world_size // parts))
     if h.is_cuda:
-        parts = max(1, min(parts, -(-len(h) * len(W) // GPU_CHUNK)))
-    rows = max(1, -(-len(h) // parts))
+        rows = -(-max(rows, GPU_CHUNK // max(1, len(W))) // GPU_ROWS) * GPU_ROWS
     logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
     # Compiled code makes no copies, and its size is in the number of pieces.
     pieces = 1 if dtype == wide or h.is_cuda or torch.compiler.is_compiling() else PIECES
     piece = max(1, -(-len(logits) // pieces))
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        h_part = h[part].masked_fill(~counted[part], 0)
+        h_part = torch.where(counted[part], h[part], 0)  # Inf in an ignored row would become NaN in the table's gradient
         p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
-        for first in range(0, len(p), piece):
-            own = slice(start + first, min(start + first + piece, start + len(p)))
-            losses = _subtract_targets_(p[first : first + piece], index[own], is_local[own], vocabulary, any(wanted))
-            # Out of place: see linalg._cayley on what a forward returns.
-            loss = loss + losses.masked_fill(~counted[own], 0).sum()
+        if fused:
+            losses.append(kernels.cross_entropy_(p, targets[part], ignore_index, any(wanted)))
+        else:
+            for first in range(0, len(p), piece):
+                own = slice(start + first, min(start + first + piece, start + len(p)))
+                where = index[own], is_local[own], counted[own]
+                losses.append(_subtract_targets_(p[first : first + piece], *where, vocabulary, any(wanted)))
         if grad_hidden is not None:
-            grad_hidden[part] = (p @ W).to(held) * (scale * counted[part])
+            kernels.add_product_(grad_hidden[part], p, W, beta=0)
         if grad_table is not None:
-            if dtype == wide:
-                grad_table.addmm_(p.mT, h_part)
-            else:  # a block of rows at a time, which on a CPU stays in its cache
-                for block in precision.row_chunks(grad_table):
-                    grad_table[block] += p[:, block].mT @ h_part
+            kernels.add_product_(grad_table, p.mT, h_part)
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
-    return loss * scale, grad_hidden, None if grad_table is None else grad_table.mul_(scale).to(table.dtype)
+    if grad_table is not None and table.dtype != wide:
+        grad_table = grad_table.mul_(scale).to(table.dtype)
+    return torch.cat(losses).sum() * scale, grad_hidden, grad_table, scale
 
 
 def _subtract_targets_(
-    p: Tensor, index: Tensor, is_local: Tensor, vocabulary: VocabularyShard, wants_gradient: bool
+    p: Tensor, index: Tensor, is_local: Tensor, counted: Tensor, vocabulary: VocabularyShard, wants_gradient: bool
 ) -> Tensor:
-    """Cross-entropy (n, 1) of the logits p (n, V), which become its gradient: softmax(p) less the one-hot targets."""
-    wide = precision.compute_dtype(p.dtype)
-    if p.is_cuda and vocabulary.world_size == 1:  # in fewer passes over the logits, with a float32 copy of them
-        log_p = torch.log_softmax(p, 1, dtype=wide)
-        target = log_p.gather(1, index)
-        if wants_gradient:
-            torch.exp(log_p, out=p)
-            p.scatter_(1, index, target.expm1().to(p.dtype))
-        return -target
-    x = p.to(wide)
+    """:func:`manifold_tying.kernels.cross_entropy_` by PyTorch's operations, also for this rank's columns of the logits."""
+    x = p.to(precision.compute_dtype(p.dtype))
     target = vocabulary.gather(x, index, is_local)
     largest = vocabulary.max(x)
     total = x.sub_(largest).exp_().sum(1, keepdim=True)
     target, total = vocabulary.all_reduce(target, total)
     if wants_gradient:
-        x.div_(total)
+        x.mul_(counted / total)
         if x.shape[1]:
-            x.scatter_add_(1, index, -is_local.to(wide))
+            x.scatter_add_(1, index, -(is_local & counted).to(x.dtype))
         if x is not p:
             p.copy_(x)
-    return total.log() + largest - target
+    return torch.where(counted, total.log() + largest - target, 0).squeeze(1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -146,9 +142,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:
             with precision.disable_autocast(grad.device):
                 gradients = _loss_and_gradients(*autograd.saved(ctx)[0])[1:]
-        hidden, table = (g if g is None else g.mul_(grad) for g in gradients)
-        if hidden is not None and ctx.float16:
-            hidden = hidden.half()
+        hidden, table, scale = gradients
+        scale = grad * scale
+        if hidden is not None:
+            hidden = hidden.mul_(scale)
+            hidden = hidden.half() if ctx.float16 else hidden
+        if table is not None:
+            table.mul_(scale if table.dtype == scale.dtype else grad)
         return hidden, table, None, None, None, None, None
 
 

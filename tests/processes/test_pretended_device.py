@@ -13,8 +13,8 @@ import torch
 from machine import lacking
 
 TESTS = Path(__file__).resolve().parents[1]
-# Each interface and each body once; no tables of gigabytes.
-SELECTED = "not vocabulary_sized and not (poet and (transpose or untied or pit-frozen or pit-trainable or terms))"
+# Each interface and each body once; no tables of gigabytes, nor what such a device does not do.
+SELECTED = "not real_device and not vocabulary_sized and not (poet and (transpose or untied or pit-frozen or pit-trainable or terms))"
 
 PHASES = ("forward", "backward", "step")
 

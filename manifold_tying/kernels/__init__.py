@@ -1,0 +1,7 @@
+"""What a CUDA device does in fewer or faster kernels than PyTorch's own operations, one after the other, would launch there."""
+
+from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
+from manifold_tying.kernels._cross_entropy import cross_entropy_
+from manifold_tying.kernels._products import add_product_
+
+__all__ = ["add_product_", "cross_entropy_", "runs_eagerly_on_gpu", "runs_triton"]
