@@ -3,5 +3,16 @@
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
 from manifold_tying.kernels._cross_entropy import cross_entropy_
 from manifold_tying.kernels._products import add_product_
+from manifold_tying.kernels._rotation import aligned, cubic_blocks, cubic_gradient, from_columns, to_columns
 
-__all__ = ["add_product_", "cross_entropy_", "runs_eagerly_on_gpu", "runs_triton"]
+__all__ = [
+    "add_product_",
+    "aligned",
+    "cross_entropy_",
+    "cubic_blocks",
+    "cubic_gradient",
+    "from_columns",
+    "runs_eagerly_on_gpu",
+    "runs_triton",
+    "to_columns",
+]

@@ -14,7 +14,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100, wa
             become it, softmax(x) less the one-hot target, or 0 in ignored rows. Otherwise they stay.
         targets: (n,), int64 in [0, V) or ``ignore_index``. The loss of any other target is NaN.
     """
-    from manifold_tying.kernels._triton import cross_entropy_kernel  # Triton is optional
+    from manifold_tying.kernels._triton_cross_entropy import cross_entropy_kernel  # Triton is optional
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):

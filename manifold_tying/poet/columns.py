@@ -11,17 +11,23 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import autograd, kernels, precision
-from manifold_tying.kernels.rotation import aligned, cubic_blocks, cubic_gradient, from_columns, to_columns
+from manifold_tying import autograd, precision
+from manifold_tying.kernels import aligned, cubic_blocks, cubic_gradient, from_columns, runs_triton, to_columns
 from manifold_tying.poet.linear import plain_input_centric
 from manifold_tying.poet.rotation import Blocks, both_blocks, matmul_dtype, transposed
 from manifold_tying.poet.spec import BlockSpec, Permutations, RotationSpec
 
 
 def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
-    """Whether :func:`poet_linear_on_gpu` is for these. Opaque operations of compiled code cannot call autograd."""
-    by_kernels = spec.terms == 2 or not torch.compiler.is_compiling()
-    return kernels.usable(x) and skew_params.dtype == torch.float32 and by_kernels
+    """Whether :func:`poet_linear_on_gpu` is for these.
+
+    Compiled code, which on a GPU needs Triton anyway, calls it as an opaque operation; that cannot use autograd inside.
+    """
+    if skew_params.dtype != torch.float32:
+        return False
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        return x.is_cuda and spec.terms == 2 and not autograd.in_transform()
+    return runs_triton(x)
 
 
 def poet_linear_on_gpu(
@@ -128,7 +134,9 @@ def _(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor,
     return x.new_empty(len(x), len(W0)), x.new_empty(len(W0), aligned(len(x))), x.new_empty(entries)
 
 
-_opaque_backward.register_fake(lambda grad, x, W0, skew_params, *_: (torch.empty_like(x), torch.empty_like(skew_params)))
+_opaque_backward.register_fake(
+    lambda grad, x, W0, skew_params, *_: (torch.empty_like(x), torch.empty_like(skew_params))
+)
 
 
 def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

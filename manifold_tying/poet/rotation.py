@@ -34,9 +34,7 @@ def orthogonal_blocks(
     return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]
 
 
-def both_blocks(
-    spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None
-) -> tuple[Blocks, Blocks]:
+def both_blocks(spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None) -> tuple[Blocks, Blocks]:
     """Blocks of R and of P; ``low`` is the matmul dtype of :func:`orthogonal_blocks`."""
     of_R, of_P = spec.split(skew_params)
     return (

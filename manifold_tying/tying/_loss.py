@@ -87,7 +87,9 @@ def _loss_and_gradients(
     piece = max(1, -(-len(logits) // pieces))
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        h_part = torch.where(counted[part], h[part], 0)  # Inf in an ignored row would become NaN in the table's gradient
+        h_part = torch.where(
+            counted[part], h[part], 0
+        )  # Inf in an ignored row would become NaN in the table's gradient
         p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
         if fused:
             losses.append(kernels.cross_entropy_(p, targets[part], ignore_index, any(wanted)))

@@ -21,7 +21,7 @@ ALLOWED = {
     "linalg": SHARED,
     "manifolds": {*SHARED, "linalg", "_geoopt"},
     "parametrizations": {*SHARED, "linalg", "manifolds", "_geoopt"},
-    "poet": {*SHARED, "linalg", "parametrizations", "_extra", "_json"},
+    "poet": {*SHARED, "kernels", "linalg", "parametrizations", "_extra", "_json"},
     "tying": {*SHARED, "kernels", "linalg", "manifolds", "parametrizations"},
     "huggingface": {*SHARED, "linalg", "manifolds", "parametrizations", "tying", "_extra", "_json", "_safetensors"},
     "models": {*SHARED, "linalg", "manifolds", "parametrizations", "tying"},

@@ -7,8 +7,14 @@ from torch import Tensor
 from manifold_tying import kernels
 
 pytest.importorskip("triton")
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU: test_cuda.py")
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the interpreter rounds bfloat16 towards 0
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled where there is a GPU: test_cuda.py"
+)
+ROUNDING = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-10,
+}  # the interpreter rounds bfloat16 towards 0
 
 
 @pytest.fixture(autouse=True)
