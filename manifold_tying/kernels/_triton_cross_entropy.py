@@ -1,22 +1,13 @@
 """The kernels; importing this file needs Triton."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits: Any,
-    stride: Any,
-    targets: Any,
-    losses: Any,
-    V: Any,
-    ignore_index: Any,
-    WRITE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    logits, stride, targets, losses, V, ignore_index, WRITE: tl.constexpr, BLOCK: tl.constexpr
+):
     """A program for each row: see :func:`manifold_tying.kernels.cross_entropy_`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
