@@ -38,6 +38,8 @@ def _compiles(device: torch.device) -> bool:
     except ModuleNotFoundError:
         return False
     except Exception as error:
-        warnings.warn(f"Triton cannot compile here; slower operations of PyTorch are used instead: {error}", stacklevel=2)
+        warnings.warn(
+            f"Triton cannot compile here; slower operations of PyTorch are used instead: {error}", stacklevel=2
+        )
         return False
     return True
