@@ -16,7 +16,7 @@ def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tens
     if A.dtype == total.dtype:
         return total.addmm_(A, B, beta=beta)
     if total.dtype == torch.float32 and A.dtype.itemsize == 2 and runs_eagerly_on_gpu(A):
-        return torch.addmm(total, A, B, out_dtype=torch.float32, beta=beta, out=total)  # type: ignore[call-overload]
+        return torch.addmm(total, A, B, out_dtype=torch.float32, beta=beta, out=total)
     for rows in precision.row_chunks(total):  # a block of rows at a time, which on a CPU stays in its cache
         product = A[rows] @ B
         total[rows] = product if beta == 0 else total[rows] + product

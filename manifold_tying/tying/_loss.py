@@ -17,7 +17,7 @@ CHUNKS_LOW_PRECISION = 18
 PIECES = 4  # float32 pieces per chunk
 # On a GPU, launching a kernel takes longer than running it on few logits: no pieces, and chunks of at least so many logits.
 GPU_CHUNK = 2**26
-GPU_ROWS = 128  # of a chunk: a multiple of it, since products work in tiles
+GPU_TILE = 128  # products work in tiles: a chunk has a multiple of so many tokens
 
 
 def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -72,23 +72,26 @@ def _loss_and_gradients(
     dtype = product
     counted = (targets != ignore_index)[:, None]
     scale = 1 / counted.sum().clamp_min(1).to(wide)
-    index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
     losses = [torch.zeros(0, dtype=wide, device=h.device)]
+    if not fused:
+        index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
     # float16 gradients of a mean over many tokens underflow until the backward multiplies them by the loss scale.
     held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
-    grad_table = torch.zeros_like(table, dtype=wide) if wanted[1] else None
+    grad_table = (torch.empty_like if len(h) else torch.zeros_like)(table, dtype=wide) if wanted[1] else None
     rows = max(1, -(-len(h) * vocabulary.world_size // parts))
     if h.is_cuda:
-        rows = -(-max(rows, GPU_CHUNK // max(1, len(W))) // GPU_ROWS) * GPU_ROWS
-    logits = torch.empty(min(rows, len(h)), len(W), dtype=dtype, device=h.device)
+        rows = -(-max(rows, GPU_CHUNK // max(1, len(W))) // GPU_TILE) * GPU_TILE
+    width = -(-len(W) // GPU_TILE) * GPU_TILE if fused else len(W)  # aligned rows: fast products and loads need them
+    logits = torch.empty(min(rows, len(h)), width, dtype=dtype, device=h.device)[:, : len(W)]
     # Compiled code makes no copies, and its size is in the number of pieces.
     pieces = 1 if dtype == wide or h.is_cuda or torch.compiler.is_compiling() else PIECES
     piece = max(1, -(-len(logits) // pieces))
+    zero = h.new_zeros(())
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
         h_part = torch.where(
-            counted[part], h[part], 0
+            counted[part], h[part], zero
         )  # Inf in an ignored row would become NaN in the table's gradient
         p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
         if fused:
@@ -101,7 +104,7 @@ def _loss_and_gradients(
         if grad_hidden is not None:
             kernels.add_product_(grad_hidden[part], p, W, beta=0)
         if grad_table is not None:
-            kernels.add_product_(grad_table, p.mT, h_part)
+            kernels.add_product_(grad_table, p.mT, h_part, beta=min(start, 1))
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
     if grad_table is not None and table.dtype != wide:
