@@ -5,9 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def cross_entropy_kernel(
-    logits, stride, targets, losses, V, ignore_index, WRITE: tl.constexpr, BLOCK: tl.constexpr
-):
+def cross_entropy_kernel(logits, stride, targets, losses, V, ignore_index, WRITE: tl.constexpr, BLOCK: tl.constexpr):
     """A program for each row: see :func:`manifold_tying.kernels.cross_entropy_`."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

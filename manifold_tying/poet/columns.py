@@ -4,7 +4,7 @@ To permute the columns of x (T, n) is to move single entries; to permute the row
 transposed and permuted in one pass. All products take xᵀ as it is: the blocks are one batched product, W0 is another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def _backward(
     columns: Tensor,
     spec: RotationSpec,
     v: Tensor,
-    blocks: Sequence[Tensor],
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the skew parameters."""
     R, P = blocks[: len(spec.R.runs)], blocks[len(spec.R.runs) :]
@@ -88,7 +88,8 @@ class _ByColumns(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         args, (v, *blocks) = autograd.saved(ctx)
         with precision.disable_autocast(grad.device):
-            grad_x, grad_skew = _backward(grad, *args, v, blocks)
+            x, W0, skew_params, rows, columns, spec = args
+            grad_x, grad_skew = _backward(grad, x, W0, skew_params, rows, columns, spec, v, blocks)
         return grad_x, None, grad_skew, None, None, None
 
 
@@ -162,7 +163,7 @@ def _spec(sizes: list[int]) -> RotationSpec:
     return RotationSpec(BlockSpec(*sizes[:3]), BlockSpec(*sizes[3:6]), sizes[6] or None)
 
 
-def _rotated(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
+def _rotated(blocks: Blocks, x: Tensor) -> Tensor:
     """G_j x_j block by block for x (n, T); the remaining rows are unchanged."""
     parts = [torch.bmm(G, x_j).flatten(0, 1) for G, x_j in zip(blocks, _rows(x, blocks), strict=True)]
     done = sum(map(len, parts))
@@ -170,12 +171,12 @@ def _rotated(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _outer(g: Tensor, x: Tensor, blocks: Sequence[Tensor]) -> Blocks:
+def _outer(g: Tensor, x: Tensor, blocks: Blocks) -> Blocks:
     """g_j x_jᵀ, the gradient of G_j in G_j x_j, for g and x (n, T)."""
     return [torch.bmm(g_j, x_j.mT) for g_j, x_j in zip(_rows(g, blocks), _rows(x, blocks), strict=True)]
 
 
-def _rows(x: Tensor, blocks: Sequence[Tensor]) -> Iterator[Tensor]:
+def _rows(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
     """For each run of blocks, its rows of x (n, T) as (k, b, T)."""
     start = 0
     for G in blocks:

@@ -1,0 +1,98 @@
+"""The kernels of POET layers by Triton's interpreter, on a CPU, and the layers that use them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying import kernels, linalg
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled where there is a GPU: test_cuda.py"
+)
+# What rotates: both sides in equal blocks, in blocks with a smaller last one, one side, a part, blocks of two sizes.
+LAYERS: dict[str, dict[str, Any]] = {
+    "equal": {"block_size": 8, "terms": 2},
+    "ragged": {"block_size": 9, "terms": 2},
+    "inputs": {"block_size": 8, "terms": 2, "sides": "in"},
+    "outputs": {"block_size": 8, "terms": 2, "sides": "out"},
+    "full": {"scheme": "full", "fraction": 0.5, "terms": 2},
+    "two sizes": {"block_size": 8, "terms": 2, "out_share": 0.7},
+    "four terms": {"block_size": 8, "terms": 4},
+    "exact": {"block_size": 8},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("T", "n"), [(1, 1), (5, 7), (64, 64), (70, 130)])
+def test_transposes_with_a_permutation(dtype: torch.dtype, T: int, n: int) -> None:
+    x, place = torch.randn(T, n).to(dtype), torch.randperm(n)
+    v = kernels.to_columns(x, place)
+    assert v.shape[1] % 8 == 0
+    assert torch.equal(v[place, :T], x.mT) and not v[:, T:].any()
+    assert torch.equal(kernels.from_columns(v, place, T), x)
+    assert torch.equal(kernels.to_columns(x, place[:0])[:, :T], x.mT)
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("k", "b"), [(2, 2), (2, 5), (3, 32), (1, 70)])
+def test_blocks_and_their_gradient(low: torch.dtype, k: int, b: int) -> None:
+    vectors = 0.1 * torch.randn(k, b * (b - 1) // 2) / b**0.5
+    leaf, eye = vectors.double().requires_grad_(), torch.eye(b, dtype=torch.float64)
+    A = linalg.skew(leaf, b)
+    expected = (eye + A) @ (eye + A + A @ A)
+    weights = torch.randn(k, b, b)
+    (gradient,) = torch.autograd.grad((expected * weights.double()).sum(), leaf)
+    tolerance = 1e-6 if low == torch.float32 else 1e-3
+    blocks = kernels.cubic_blocks(vectors, b, torch.float32, low)
+    torch.testing.assert_close(blocks.double(), expected.detach(), rtol=0, atol=0.1 * tolerance)
+    found = kernels.cubic_gradient(vectors, weights, low)
+    torch.testing.assert_close(found.double(), gradient, rtol=tolerance, atol=tolerance)
+
+
+def outcome(layer: Any, forward: Any, x: Tensor, cotangent: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    stored = layer.parametrizations.weight.original
+    return [y.detach(), *torch.autograd.grad(y, (x, stored), cotangent.to(y.dtype))]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take the path that is for GPUs, here as well."""
+    monkeypatch.setattr("manifold_tying.poet.parametrization.is_for_gpu", lambda *_: True)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_product_with_its_weight(name: str) -> None:
+    layer: Any = mt.equivalence(nn.Linear(40, 24), seed=1, **LAYERS[name])
+    with torch.no_grad():
+        layer.parametrizations.weight.original.normal_(0, 0.03)
+    x, cotangent = torch.randn(2, 13, 40), torch.randn(2, 13, 24)
+    # The weight itself is formed without the kernels.
+    expected = outcome(layer, lambda x: nn.functional.linear(x, layer.weight, layer.bias), x, cotangent)
+    for found, own in zip(outcome(layer, layer, x, cotangent), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+    if layer.parametrizations.weight[0].spec.terms == 2:
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for found, own in zip(outcome(layer, compiled, x, cotangent), expected, strict=True):
+            torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_low_precision_rounds_activations_only() -> None:
+    layer: Any = mt.equivalence(nn.Linear(40, 24), seed=1, block_size=8, terms=2)
+    with torch.no_grad():
+        layer.parametrizations.weight.original.normal_(0, 0.03)
+    x, cotangent = torch.randn(13, 40), torch.randn(13, 24)
+    expected = outcome(layer, layer, x, cotangent)
+    with torch.autocast("cpu", torch.float16):
+        found = outcome(layer, layer, x, cotangent)
+    assert found[0].dtype == torch.float16
+    for own, full in zip(found, expected, strict=True):
+        assert torch.dist(own.float(), full) < 2e-3 * full.norm()
