@@ -2,6 +2,6 @@
 
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
 from manifold_tying.kernels._cross_entropy import cross_entropy_
-from manifold_tying.kernels._products import add_product_
+from manifold_tying.kernels._products import add_product_, split_product, splits
 
-__all__ = ["add_product_", "cross_entropy_", "runs_eagerly_on_gpu", "runs_triton"]
+__all__ = ["add_product_", "cross_entropy_", "runs_eagerly_on_gpu", "runs_triton", "split_product", "splits"]
