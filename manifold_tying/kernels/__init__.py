@@ -2,7 +2,7 @@
 
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
 from manifold_tying.kernels._cross_entropy import cross_entropy_
-from manifold_tying.kernels._products import add_product_
+from manifold_tying.kernels._products import add_product_, split_product, splits
 from manifold_tying.kernels._rotation import aligned, cubic_blocks, cubic_gradient, from_columns, to_columns
 
 __all__ = [
@@ -14,5 +14,7 @@ __all__ = [
     "from_columns",
     "runs_eagerly_on_gpu",
     "runs_triton",
+    "split_product",
+    "splits",
     "to_columns",
 ]

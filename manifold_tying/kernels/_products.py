@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices with results in float32."""
+"""Products of 16-bit matrices with results in float32, and float32 products by sums of them."""
 
 import torch
 from torch import Tensor
@@ -21,3 +21,33 @@ def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tens
         product = A[rows] @ B
         total[rows] = product if beta == 0 else total[rows] + product
     return total
+
+
+def splits(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether :func:`split_product` serves for x: eagerly on a CUDA device, if what follows rounds to one of these 16-bit dtypes.
+
+    bfloat16 products are some 15 times faster than float32 products there, so two to six of them are faster than one.
+    """
+    return min(dtype.itemsize for dtype in dtypes) == 2 and runs_eagerly_on_gpu(x)
+
+
+def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
+    """A B in float32, without a gradient, by products of bfloat16 matrices that sum to A (n, k) and to B (k, p).
+
+    One part has 8 bits: the error is about 2^(-8 parts) ‖A‖ ‖B‖, by parts (parts + 1) / 2 products; by fewer if A or B already is
+    bfloat16, which is a single part.
+    """
+    left, right = _parts(A, parts), _parts(B, parts)
+    total = torch.empty(len(A), B.shape[1], dtype=torch.float32, device=A.device)
+    pairs = [(a, b) for i, a in enumerate(left) for j, b in enumerate(right) if i + j < parts]
+    for beta, (a, b) in enumerate(pairs):
+        add_product_(total, a, b, beta=min(beta, 1))
+    return total
+
+
+def _parts(A: Tensor, count: int) -> list[Tensor]:
+    parts = [A.to(torch.bfloat16)]
+    for _ in range(0 if A.dtype == torch.bfloat16 else count - 1):
+        A = A - parts[-1]
+        parts.append(A.to(torch.bfloat16))
+    return parts

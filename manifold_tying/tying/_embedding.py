@@ -5,7 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import distributed, precision
+from manifold_tying import distributed, kernels, precision
 from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pseudo_inverse import InverseGram, divide
 from manifold_tying.tying._vocabulary import distinct_rows
@@ -86,8 +86,9 @@ class PITEmbedding(nn.Embedding):
                 "with FSDP2 call the model, which gathers the weight; in tensor parallelism use RowwiseParallel"
             )
         check_ids(ids, len(W))
+        split = kernels.splits(ids, precision.autocast_dtype(W))
         with precision.full_precision(W.device):
-            e = distinct_rows(ids, W, lambda rows: divide(rows, W, self._inverse)).to(W.dtype)
+            e = distinct_rows(ids, W, lambda rows: divide(rows, W, self._inverse, split)).to(W.dtype)
         if self.padding_idx is not None and torch.is_grad_enabled():
             e = torch.where((ids == self.padding_idx)[..., None], e.detach(), e)
         # The factor has the model's dtype, as in Gemma 3.

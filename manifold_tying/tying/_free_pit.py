@@ -82,9 +82,9 @@ class FreePIT(PIT):
     def _table(self) -> Tensor:
         return self.table
 
-    def _divide(self, rows: Tensor) -> Tensor:
+    def _divide(self, rows: Tensor, split: bool) -> Tensor:
         """rows (WᵀW)⁻¹."""
-        return divide(rows, self.table, self._inverse)
+        return divide(rows, self.table, self._inverse, split)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         check_hidden(hidden, self.hidden_size)

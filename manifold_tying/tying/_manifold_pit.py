@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import autograd, distributed, precision
+from manifold_tying import autograd, distributed, kernels, precision
 from manifold_tying.manifolds import Retraction, Stiefel
 from manifold_tying.parametrizations import (
     Bounds,
@@ -98,9 +98,9 @@ class ManifoldPIT(PIT):
     def _table(self) -> Tensor:
         return self.memory
 
-    def _divide(self, rows: Tensor) -> Tensor:
-        """rows T⁻¹, by two triangular solves."""
-        return _divide(rows, self.cholesky_factor)
+    def _divide(self, rows: Tensor, split: bool) -> Tensor:
+        """rows T⁻¹, by two triangular solves, or by a product with T⁻¹ in parts."""
+        return (_split_divide if split else _divide)(rows, self.cholesky_factor)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """h T and Z.
@@ -116,8 +116,11 @@ class ManifoldPIT(PIT):
     def _readout(self, hidden: Tensor, divisor: float = 1.0) -> Tensor:
         """h T / divisor, computed in float32, in the dtype of h."""
         check_hidden(hidden, self.hidden_size)
+        split = kernels.splits(hidden, precision.autocast_dtype(hidden))
         with precision.full_precision(hidden.device):
             L = self.cholesky_factor
+            if split:
+                return _split_multiply(hidden.reshape(-1, len(L)), L, divisor).view_as(hidden)
             h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
             few = not torch.compiler.is_exporting() and len(h) < len(L)  # an export serves any number of tokens
             h = (h @ L) @ L.mT if few else h @ (L @ L.mT)  # whichever is cheaper
@@ -176,6 +179,54 @@ class _Divide(torch.autograd.Function):
         return grad_rows, grad_L
 
 
+class _SplitDivide(torch.autograd.Function):
+    """:class:`_Divide` by products of bfloat16 matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, L: Tensor) -> Tensor:
+        half = torch.linalg.solve_triangular(L, precision.eye_like(L), upper=False)
+        inverse = kernels.split_product(half.mT, half)
+        quotient = kernels.split_product(rows, inverse)
+        autograd.save(ctx, (rows, L), quotient, inverse)
+        return quotient
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (_, L), (quotient, inverse) = autograd.saved(ctx)
+        times = kernels.split_product
+        grad_rows = times(grad, inverse) if ctx.needs_input_grad[0] else None
+        grad_L = None
+        if ctx.needs_input_grad[1]:
+            product = times(times(quotient.mT, grad), inverse) if grad_rows is None else times(quotient.mT, grad_rows)
+            grad_L = times(product + product.mT, L).neg_()
+        return grad_rows, grad_L
+
+
+class _SplitMultiply(torch.autograd.Function):
+    """h L Lᵀ / divisor, in the dtype of h, by products of bfloat16 matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, L: Tensor, divisor: float) -> Tensor:
+        T = kernels.split_product(L, L.mT).div_(divisor)
+        autograd.save(ctx, (h, L, divisor), T)
+        return kernels.split_product(h, T).to(h.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (h, L, divisor), (T,) = autograd.saved(ctx)
+        grad_h = grad_L = None
+        if ctx.needs_input_grad[0]:
+            grad_h = kernels.split_product(grad, T).to(h.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_T = kernels.split_product(h.mT, grad).div_(divisor)
+            grad_L = kernels.split_product(grad_T + grad_T.mT, L)
+        return grad_h, grad_L, None
+
+
+def _multiply(h: Tensor, L: Tensor, divisor: float) -> Tensor:
+    return (h.to(L.dtype) @ (L @ L.mT) / divisor).to(h.dtype)
+
+
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
     # (T⁻¹ rowsᵀ)ᵀ gives a row-major result. Compiled for a CPU, torch up to 2.13 silently miscomputes the norm of a
     # column-major one and its gradient (pytorch/pytorch#185702).
@@ -184,3 +235,5 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
 
 
 _divide = autograd.custom_gradient(_Divide, _solve, differentiable=True)
+_split_divide = autograd.custom_gradient(_SplitDivide, _solve)
+_split_multiply = autograd.custom_gradient(_SplitMultiply, _multiply)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, cast, get_args
 import torch
 from torch import Tensor
 
-from manifold_tying import distributed, linalg, precision
+from manifold_tying import distributed, kernels, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Bounds, Diagonal, dtype_after
 from manifold_tying.tying._loss import linear_cross_entropy
@@ -28,7 +28,7 @@ class PIT(TokenInterface):
       :mod:`manifold_tying.optim`. See :class:`ManifoldPIT`.
 
     Parameters are float32 (float64 after ``.double()``) regardless of the model's dtype. The maps by T and T⁻¹ run in that
-    dtype, with autocast off.
+    dtype, with autocast off. Only where 16-bit products follow, on a GPU, they are sums of bfloat16 products, to about 2^-16.
 
     Args:
         vocab_size: V >= d.
@@ -147,16 +147,18 @@ class PIT(TokenInterface):
         T⁻¹ is applied once to each distinct token where they can be counted without a sync, see ``distinct_rows``.
         """
         check_ids(ids, self.vocab_size)
+        table = self._table()
+        split = kernels.splits(ids, self.embedding_dtype, precision.autocast_dtype(table))
         with precision.full_precision(ids.device):
-            e = distinct_rows(ids, self._table(), self._divide)
+            e = distinct_rows(ids, table, lambda rows: self._divide(rows, split))
         return e.to(self.embedding_dtype)
 
     def _table(self) -> Tensor:
         """The stored matrix (V, d) that tokens index."""
         raise NotImplementedError
 
-    def _divide(self, rows: Tensor) -> Tensor:
-        """Map rows of the table (n, d) to rows of E."""
+    def _divide(self, rows: Tensor, split: bool) -> Tensor:
+        """Map rows of the table (n, d) to rows of E, if ``split`` by split products."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Rows of the pseudo-inverse E = W (WᵀW)⁻¹ of a table W (V, d), so that Wᵀ E = I."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manifold_tying import autograd, distributed, precision
+from manifold_tying import autograd, distributed, kernels, precision
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Required ratio of the smallest to the largest diagonal entry of the Cholesky factor of WᵀW, an upper bound on 1 / cond(W).
@@ -33,11 +34,11 @@ class InverseGram:
         return cached[1]  # not the attribute: threads may share it
 
 
-def divide(rows: Tensor, table: Tensor, inverse: InverseGram) -> Tensor:
-    """rows (WᵀW)⁻¹ of rows (n, d) of the table, in float32 or wider; differentiable in both."""
+def divide(rows: Tensor, table: Tensor, inverse: InverseGram, split: bool) -> Tensor:
+    """rows (WᵀW)⁻¹ of rows (n, d) of the table, in float32 or wider, if ``split`` by split products; differentiable in both."""
     wide = rows.to(precision.compute_dtype(rows.dtype))
     known = None if autograd.in_transform() else inverse(table)
-    return _divide(wide, distributed.to_local(table), known, VocabularyShard.of(table))
+    return _divide(wide, distributed.to_local(table), known, VocabularyShard.of(table), split)
 
 
 @torch.no_grad()
@@ -77,27 +78,31 @@ class _Divide(torch.autograd.Function):
     """rows G⁻¹ with G = WᵀW. With e = rows G⁻¹ and Y = ē G⁻¹ the gradients are Y for rows and -W (eᵀY + Yᵀe) for W."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard) -> Tensor:
-        e = (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
-        autograd.save(ctx, (rows, W, inverse, vocabulary), e)
+    def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard, split: bool) -> Tensor:
+        # In WᵀE an error of E counts cond(W)² times: three parts here, two in the gradient.
+        e = kernels.split_product(rows, inverse, 3) if split else (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
+        autograd.save(ctx, (rows, W, inverse, vocabulary, split), e)
         return e
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (_, W, inverse, _), (e,) = autograd.saved(ctx)
-        Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (_, W, inverse, _, split), (e,) = autograd.saved(ctx)
+        times: Callable[[Tensor, Tensor], Tensor] = kernels.split_product if split else torch.matmul
+        Y = times(grad if split else grad.to(inverse.dtype), inverse).to(grad.dtype)
         grad_W = None
         if ctx.needs_input_grad[1]:
-            S = e.mT @ Y
+            S = times(e.mT, Y)
             S = (S + S.mT).neg_()
-            if W.dtype == S.dtype:
+            if W.dtype == S.dtype and not split:
                 grad_W = W @ S
-            else:  # a 16-bit table, one block of rows at a time
-                grad_W = torch.cat([(W[rows].to(S.dtype) @ S).to(W.dtype) for rows in precision.row_chunks(W)])
-        return Y, grad_W, None, None
+            else:  # one block of rows at a time: of a 16-bit table in float32, or of the table in parts
+                grad_W = torch.empty_like(W)
+                for rows in precision.row_chunks(W):
+                    grad_W[rows] = times(W[rows] if split else W[rows].to(S.dtype), S)
+        return Y, grad_W, None, None, None
 
 
-def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: VocabularyShard) -> Tensor:
+def _plain(rows: Tensor, W: Tensor, inverse: Tensor | None, vocabulary: VocabularyShard, split: bool) -> Tensor:
     wide = W.double()
     L = torch.linalg.cholesky(vocabulary.reduce_from_ranks(wide.mT @ wide))
     return torch.cholesky_solve(rows.double().mT, L).mT.to(rows.dtype)
