@@ -34,7 +34,7 @@ wheels:
 
 # A worker per core, each test in one thread; a file's tests stay together, since what they share is made once per worker.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 40
 
 # All property tests with 20 times the examples and a new seed. Repeat a failure with SEED=. An hour; not in CI.
 SEED ?= $(shell date +%s)
