@@ -19,14 +19,12 @@ class Equivalence(Constraint):
 
     Buffers: ``ordered_base``, W0 as a matrix in the layer's dtype, with rows and columns in rotation order, so that activations
     are permuted only at the input and the output; ``out_order`` and ``in_order``, the rows and columns that rotate; ``seed``
-    and ``merges``, which determine the next permutations. Not saved: ``out_place`` and ``in_place``, see :func:`places`.
+    and ``merges``, which determine the next permutations.
     """
 
     ordered_base: Tensor
     out_order: Tensor
     in_order: Tensor
-    out_place: Tensor
-    in_place: Tensor
     seed: Tensor
     merges: Tensor
 
@@ -40,8 +38,7 @@ class Equivalence(Constraint):
         out_order, in_order = self._draw(seed, 0)
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
-        self.register_buffer("out_place", places(self.out_order, spec.R.n), persistent=False)
-        self.register_buffer("in_place", places(self.in_order, spec.P.n), persistent=False)
+        self._known: tuple[list[tuple[Tensor, int]], tuple[Tensor, Tensor]] | None = None
         base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
         self.register_buffer("ordered_base", base)
 
@@ -53,12 +50,18 @@ class Equivalence(Constraint):
             self.merges.zero_()
             for order, drawn in zip((self.out_order, self.in_order), self._draw(self._initial_seed, 0), strict=True):
                 order.copy_(drawn)
-            self._set_places()
         return self
 
-    def _set_places(self) -> None:
-        self.out_place.copy_(places(self.out_order, self.spec.R.n))
-        self.in_place.copy_(places(self.in_order, self.spec.P.n))
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The place of each row and of each column in rotation order; computed again when an order has changed."""
+        orders = (self.out_order, self.in_order)
+        if torch.compiler.is_compiling() or self.out_order.is_inference():  # which have no versions
+            return places(orders[0], self.spec.R.n), places(orders[1], self.spec.P.n)
+        key = [(order, order._version) for order in orders]
+        if self._known is None or any(a is not b or v != w for (a, v), (b, w) in zip(self._known[0], key, strict=True)):
+            self._known = key, (places(orders[0], self.spec.R.n), places(orders[1], self.spec.P.n))
+        return self._known[1]
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.ordered_base]
@@ -66,7 +69,7 @@ class Equivalence(Constraint):
     @property
     def perms(self) -> Permutations:
         """Permutations of W's rows and columns to rotation order."""
-        return Permutations.of(self.out_place, self.in_place)
+        return Permutations.of(*self.places)
 
     @property
     def base(self) -> Tensor:
@@ -91,8 +94,6 @@ class Equivalence(Constraint):
                 rest[-1].append(f"{prefix}{side}: rows or columns stand there twice; were integer buffers averaged?")
                 return
         super()._load_from_state_dict(state, prefix, *rest)
-        if autograd.has_data(self.out_place):
-            self._set_places()
         self.dtype = self.ordered_base.dtype  # assign=True may have brought another
         if base is not None:
             self.ordered_base.copy_(self._to_rotation_order(base))
@@ -116,7 +117,7 @@ class Equivalence(Constraint):
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
         if is_for_gpu(x, stored, self.spec):
-            return poet_linear_on_gpu(x, self.ordered_base, stored, self.out_place, self.in_place, self.spec, bias)
+            return poet_linear_on_gpu(x, self.ordered_base, stored, *self.places, self.spec, bias)
         tokens = x.numel() // x.shape[-1]
         any_number = torch.compiler.is_exporting()  # of tokens: nothing may depend on it
         input_centric = not any_number and prefers_input_centric(
@@ -150,7 +151,6 @@ class Equivalence(Constraint):
         """Set W0 to ``base``, in the layer's order, and the dimensions that rotate."""
         self.out_order.copy_(out_order)
         self.in_order.copy_(in_order)
-        self._set_places()
         self.ordered_base.copy_(self._to_rotation_order(base))
 
     @staticmethod
