@@ -46,7 +46,7 @@ def custom_gradient(
 
     def call(*args: Any) -> Any:
         # Strict export drops the gradient of a Function.
-        return plain(*args) if in_transform() or torch.compiler.is_exporting() else function.apply(*args)
+        return plain(*args) if in_transform() or is_exporting() else function.apply(*args)
 
     return call
 
@@ -68,7 +68,7 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _plain_gradients(plain, ctx, gradients)
 
     def call(*args: Any) -> Tensor:
-        if in_transform() or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if in_transform() or not torch.is_grad_enabled() or is_exporting():
             return plain(*args)
         if torch.compiler.is_compiling():
             return cast(Tensor, checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False))
@@ -114,6 +114,11 @@ def in_transform() -> bool:
 def is_tracing() -> bool:
     """Whether operations are recorded (compile, autograd, transforms): then no out= and no branches on values."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or in_transform()
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces. In code that torch 2.11 compiles, ``torch.compiler.is_exporting`` is always true."""
+    return torch.compiler._is_exporting_flag
 
 
 def has_data(x: Tensor) -> bool:

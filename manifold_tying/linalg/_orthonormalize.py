@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
+from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, is_exporting, save, saved
 from manifold_tying.linalg._polar import polar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram
 
@@ -26,7 +26,7 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     if method == "polar":
         return polar(Y)[0]
     W = Y.to(compute_dtype(Y.dtype))
-    if torch.compiler.is_exporting():  # plain operations: the program runs where this package is not installed
+    if is_exporting():  # plain operations: the program runs where this package is not installed
         return _householder_qr(W.double())[0].to(Y.dtype)
     opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
     return (_opaque if opaque else _by_qr)(W, method == "cholesky-qr").to(Y.dtype)

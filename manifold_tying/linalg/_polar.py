@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, save, saved
+from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, is_exporting, save, saved
 from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_by_matmuls, mean_eigenvalue, series
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram, sym
@@ -34,7 +34,7 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     check_tall(Y)
     W = Y.to(compute_dtype(Y.dtype))
     opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
-    factors = _exportable if torch.compiler.is_exporting() else _opaque if opaque else _factors
+    factors = _exportable if is_exporting() else _opaque if opaque else _factors
     U, H = factors(W)
     return U.to(Y.dtype), H.to(Y.dtype)
 

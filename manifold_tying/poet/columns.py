@@ -25,7 +25,7 @@ def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
     """
     if skew_params.dtype != torch.float32:
         return False
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not autograd.is_exporting():
         return x.is_cuda and spec.terms == 2 and not autograd.in_transform()
     return runs_triton(x)
 

@@ -119,7 +119,7 @@ class Equivalence(Constraint):
         if is_for_gpu(x, stored, self.spec):
             return poet_linear_on_gpu(x, self.ordered_base, stored, *self.places, self.spec, bias)
         tokens = x.numel() // x.shape[-1]
-        any_number = torch.compiler.is_exporting()  # of tokens: nothing may depend on it
+        any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
         input_centric = not any_number and prefers_input_centric(
             tokens,
             self.spec,

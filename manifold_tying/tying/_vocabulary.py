@@ -146,7 +146,7 @@ def distinct_rows(ids: Tensor, table: Tensor, f: Callable[[Tensor], Tensor]) -> 
     if ids.device.type == "cpu" and countable:
         rows, index = ids.unique(return_inverse=True)
         return F.embedding(index, f(vocab_embedding(rows, table)))
-    if not torch.compiler.is_exporting() and ids.numel() > len(table) and not distributed.is_dtensor(table):
+    if not autograd.is_exporting() and ids.numel() > len(table) and not distributed.is_dtensor(table):
         # A view: Dynamo refuses one tensor as two arguments of a Function.
         return F.embedding(ids, f(table.view_as(table)))
     return f(vocab_embedding(ids.flatten(), table)).reshape(*ids.shape, table.shape[1])
