@@ -5,27 +5,23 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.library import wrap_triton
 
 _ALIGNED = 8  # rows of a multiple of 16 bytes
 _TILE = (64, 64)  # tokens and columns of a transpose
 
 
-def aligned(T: int) -> int:
-    """T rounded up to what products of 16-bit floats need to be fast."""
-    return -(-T // _ALIGNED) * _ALIGNED
-
-
 def to_columns(x: Tensor, place: Tensor) -> Tensor:
-    """(n, width) with row place[c] = x[:, c] for x (T, n); zeros follow up to :func:`aligned`.
+    """(n, width) with row place[c] = x[:, c] for x (T, n); zeros pad T to a multiple of 8.
 
     An empty ``place`` stands for the identity.
     """
     T, n = x.shape
     place = place if len(place) else torch.arange(n, device=x.device)
-    x, width = x.contiguous(), aligned(T)
+    x, width = x.contiguous(), -(-T // _ALIGNED) * _ALIGNED
     out = x.new_empty(n, width)
-    _kernels().permuted_transpose[_grid(width, n)](x, place, out, T, n, width, *_TILE)
+    _launch("permuted_transpose", _grid(width, n), x, place, out, T, n, width, *_TILE)
     return out
 
 
@@ -34,35 +30,40 @@ def from_columns(v: Tensor, place: Tensor, T: int) -> Tensor:
     n, width = v.shape
     place = place if len(place) else torch.arange(n, device=v.device)
     out = v.new_empty(T, n)
-    _kernels().transpose_back[_grid(T, n)](v, place, out, T, n, width, *_TILE)
+    _launch("transpose_back", _grid(T, n), v, place, out, T, n, width, *_TILE)
     return out
 
 
-def cubic_blocks(vectors: Tensor, b: int, dtype: torch.dtype, low: torch.dtype) -> Tensor:
-    """I + 2A + 2A² + A³ (k, b, b) in ``dtype``, for skew A from float32 vectors (k, b(b-1)/2); products in ``low``."""
+def cubic_blocks(vectors: Tensor, b: int, dtype: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor]:
+    """I + 2A + 2A² + A³ (k, b, b) in ``dtype`` for skew A from float32 vectors (k, b(b-1)/2), and A in ``low``.
+
+    The products A² and A³ are in ``low``.
+    """
     grid, B = _tiles(len(vectors), b)
-    skews, blocks = _skews(vectors, b, low), vectors.new_empty(len(vectors), b, b, dtype=dtype)
+    skews, blocks = (vectors.new_empty(len(vectors), b, b, dtype=each) for each in (low, dtype))
     squares = torch.empty_like(skews)
-    _kernels().square[grid](skews, squares, b, B)
-    _kernels().cubic[grid](vectors, skews, squares, blocks, b, B)
-    return blocks
+    _launch("skew", grid, vectors, skews, b, B)
+    _launch("square", grid, skews, squares, b, B)
+    _launch("cubic", grid, vectors, skews, squares, blocks, b, B)
+    return blocks, skews
 
 
-def cubic_gradient(vectors: Tensor, grad: Tensor, low: torch.dtype) -> Tensor:
+def cubic_gradient(skews: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the vectors of :func:`cubic_blocks` from that of the blocks (k, b, b)."""
-    grid, B = _tiles(len(vectors), b := grad.shape[-1])
-    skews, out = _skews(vectors, b, low), torch.empty_like(vectors)
+    k, b, _ = skews.shape
+    grid, B = _tiles(k, b)
+    out = skews.new_empty(k, b * (b - 1) // 2, dtype=torch.float32)
     product = torch.empty_like(skews)
-    _kernels().gradient_product[grid](skews, grad, product, b, B)
-    _kernels().cubic_gradient[grid](skews, grad, product, out, b, B)
+    _launch("gradient_product", grid, skews, grad, product, b, B)
+    _launch("cubic_gradient", grid, skews, grad, product, out, b, B)
     return out
 
 
-def _skews(vectors: Tensor, b: int, dtype: torch.dtype) -> Tensor:
-    grid, B = _tiles(len(vectors), b)
-    out = vectors.new_empty(len(vectors), b, b, dtype=dtype)
-    _kernels().skew[grid](vectors, out, b, B)
-    return out
+def _launch(name: str, grid: tuple[int, ...], first: Tensor, *args: Any) -> None:
+    kernel = getattr(_kernels(), name)
+    if type(first) not in (Tensor, nn.Parameter):  # torch.compile: the launch becomes part of its graph
+        kernel = wrap_triton(kernel)
+    kernel[grid](first, *args)
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from manifold_tying import autograd, precision
-from manifold_tying.kernels import aligned, cubic_blocks, cubic_gradient, from_columns, runs_triton, to_columns
+from manifold_tying.kernels import cubic_blocks, cubic_gradient, from_columns, runs_triton, to_columns
 from manifold_tying.poet.linear import plain_input_centric
 from manifold_tying.poet.rotation import Blocks, both_blocks, matmul_dtype, transposed
 from manifold_tying.poet.spec import BlockSpec, Permutations, RotationSpec
@@ -21,7 +21,7 @@ from manifold_tying.poet.spec import BlockSpec, Permutations, RotationSpec
 def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
     """Whether :func:`poet_linear_on_gpu` is for these.
 
-    Compiled code, which on a GPU needs Triton anyway, calls it as an opaque operation; that cannot use autograd inside.
+    Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation.
     """
     if skew_params.dtype != torch.float32:
         return False
@@ -37,7 +37,7 @@ def poet_linear_on_gpu(
     x = x.to(precision.autocast_dtype(x))
     flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
     if torch.compiler.is_compiling():
-        y = _opaque(flat, W0, skew_params, rows, columns, _sizes(spec))[0]
+        y = _compiled(flat, W0, skew_params, rows, columns, _sizes(spec))[0]
     else:
         y = _by_columns(flat, W0, skew_params, rows, columns, spec)
     y = y.view(*x.shape[:-1], len(W0))
@@ -46,11 +46,12 @@ def poet_linear_on_gpu(
 
 def _forward(
     x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """y with yᵀ = R W0 P xᵀ, W0 P xᵀ, and the blocks of R and P in x's dtype."""
-    R, P = _blocks(spec, skew_params, x.dtype)
+) -> list[Tensor]:
+    """y with yᵀ = R W0 P xᵀ, and what the backward needs: W0 P xᵀ, and the blocks of R and P in x's dtype."""
+    blocks, skews = _blocks(spec, skew_params, x.dtype)
+    R, P = blocks[: len(spec.R.runs)], blocks[len(spec.R.runs) :]
     v = torch.mm(W0.to(x.dtype), _rotated(P, to_columns(x, columns)))
-    return from_columns(_rotated(R, v), rows, len(x)), v, [*R, *P]
+    return [from_columns(_rotated(R, v), rows, len(x)), v, *blocks, *skews]
 
 
 def _backward(
@@ -61,35 +62,32 @@ def _backward(
     rows: Tensor,
     columns: Tensor,
     spec: RotationSpec,
-    v: Tensor,
-    blocks: Blocks,
+    kept: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the skew parameters."""
-    R, P = blocks[: len(spec.R.runs)], blocks[len(spec.R.runs) :]
+    (v, *kept), sides = kept, (len(spec.R.runs), len(spec.R.runs) + len(spec.P.runs))
+    R, P, skews = kept[: sides[0]], kept[sides[0] : sides[1]], kept[sides[1] :]
     g = to_columns(grad, rows)
     of_R = _outer(g, v, R)
     g = torch.mm(W0.to(x.dtype).mT, _rotated(transposed(R), g))
     of_P = _outer(g, to_columns(x, columns), P)
     grad_x = from_columns(_rotated(transposed(P), g), columns, len(x))
-    return grad_x, _gradient(spec, skew_params, x.dtype, of_R + of_P)
+    return grad_x, _gradient(spec, skew_params, x.dtype, of_R + of_P, skews)
 
 
 class _ByColumns(Function):
-    """Keeps x and W0 P xᵀ for the backward, and the blocks of R and P."""
-
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with precision.disable_autocast(args[0].device):
-            y, v, blocks = _forward(*args)
-        autograd.save(ctx, args, v, *blocks)
+            y, *kept = _forward(*args)
+        autograd.save(ctx, args, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        args, (v, *blocks) = autograd.saved(ctx)
+        (x, W0, skew_params, rows, columns, spec), kept = autograd.saved(ctx)
         with precision.disable_autocast(grad.device):
-            x, W0, skew_params, rows, columns, spec = args
-            grad_x, grad_skew = _backward(grad, x, W0, skew_params, rows, columns, spec, v, blocks)
+            grad_x, grad_skew = _backward(grad, x, W0, skew_params, rows, columns, spec, kept)
         return grad_x, None, grad_skew, None, None, None
 
 
@@ -100,17 +98,16 @@ def _plain(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Te
 _by_columns = autograd.custom_gradient(_ByColumns, _plain)
 
 
-# Compiled code calls the same kernels as opaque operations.
-@torch.library.custom_op("manifold_tying::poet_linear", mutates_args=())
-def _opaque(
+# Compiled code: the compiler sees the kernels within these operations, and launches them itself.
+@torch.library.triton_op("manifold_tying::poet_linear", mutates_args={})
+def _compiled(
     x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, v, blocks = _forward(x, W0, skew_params, rows, columns, _spec(sizes))
-    return y, v, torch.cat([G.flatten() for G in blocks])
+) -> list[Tensor]:
+    return _forward(x, W0, skew_params, rows, columns, _spec(sizes))
 
 
-@torch.library.custom_op("manifold_tying::poet_linear_backward", mutates_args=())
-def _opaque_backward(
+@torch.library.triton_op("manifold_tying::poet_linear_backward", mutates_args={})
+def _compiled_backward(
     grad: Tensor,
     x: Tensor,
     W0: Tensor,
@@ -118,40 +115,23 @@ def _opaque_backward(
     rows: Tensor,
     columns: Tensor,
     sizes: list[int],
-    v: Tensor,
-    flat: Tensor,
+    kept: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    spec = _spec(sizes)
-    runs = [*spec.R.runs, *spec.P.runs]
-    parts = flat.split([k * b * b for k, b in runs])
-    blocks = [part.view(k, b, b) for part, (k, b) in zip(parts, runs, strict=True)]
-    return _backward(grad, x, W0, skew_params, rows, columns, spec, v, blocks)
+    return _backward(grad, x, W0, skew_params, rows, columns, _spec(sizes), kept)
 
 
-@_opaque.register_fake
-def _(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]) -> Any:
-    spec = _spec(sizes)
-    entries = sum(k * b * b for k, b in (*spec.R.runs, *spec.P.runs))
-    return x.new_empty(len(x), len(W0)), x.new_empty(len(W0), aligned(len(x))), x.new_empty(entries)
-
-
-_opaque_backward.register_fake(
-    lambda grad, x, W0, skew_params, *_: (torch.empty_like(x), torch.empty_like(skew_params))
-)
-
-
-def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     *tensors, ctx.sizes = inputs
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _call_opaque_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *args, v, flat = ctx.saved_tensors
-    grad_x, grad_skew = _opaque_backward(grad, *args, ctx.sizes, v, flat)
+def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+    x, W0, skew_params, rows, columns, *kept = ctx.saved_tensors
+    grad_x, grad_skew = _compiled_backward(grads[0], x, W0, skew_params, rows, columns, ctx.sizes, kept)
     return grad_x, None, grad_skew, None, None, None
 
 
-_opaque.register_autograd(_call_opaque_backward, setup_context=_save_for_opaque_backward)
+_compiled.register_autograd(_call_backward, setup_context=_save)
 
 
 def _sizes(spec: RotationSpec) -> list[int]:
@@ -200,31 +180,35 @@ def _runs(spec: RotationSpec, skew_params: Tensor) -> Iterator[tuple[Tensor, int
         start += size
 
 
-def _blocks(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
-    """The blocks of R and P in ``dtype``."""
-    low, sides = matmul_dtype(dtype), len(spec.R.runs)
+def _blocks(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype) -> tuple[Blocks, list[Tensor]]:
+    """The blocks of R, then P, in ``dtype``; for each group of :func:`_runs` the skew matrices."""
+    low = matmul_dtype(dtype)
     if spec.terms != 2:
         R, P = both_blocks(spec, skew_params, low)
-        return [G.to(dtype) for G in R], [G.to(dtype) for G in P]
+        return [G.to(dtype) for G in (*R, *P)], []
     blocks: Blocks = []
+    skews: list[Tensor] = []
     for vectors, b, counts in _runs(spec, skew_params):
-        blocks += cubic_blocks(vectors, b, dtype, low or torch.float32).split(counts)
-    return blocks[:sides], blocks[sides:]
+        of_run, A = cubic_blocks(vectors, b, dtype, low or torch.float32)
+        blocks += of_run.split(counts) if len(counts) > 1 else [of_run]
+        skews.append(A)
+    return blocks, skews
 
 
-def _gradient(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, of_blocks: Blocks) -> Tensor:
+def _gradient(
+    spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, of_blocks: Blocks, skews: list[Tensor]
+) -> Tensor:
     """The gradient of the skew parameters from those of the blocks of R, then P."""
-    low = matmul_dtype(dtype)
     if spec.terms != 2:
         with torch.enable_grad():
             leaf = skew_params.detach().requires_grad_()
-            R, P = both_blocks(spec, leaf, low)
+            R, P = both_blocks(spec, leaf, matmul_dtype(dtype))
         with precision.full_precision(leaf.device):
             weights = [of.to(G.dtype) for of, G in zip(of_blocks, (*R, *P), strict=True)]
             return torch.autograd.grad((*R, *P), leaf, weights)[0]
     found = []
-    for vectors, _, counts in _runs(spec, skew_params):
+    for (_, _, counts), A in zip(_runs(spec, skew_params), skews, strict=True):
         of_run, of_blocks = of_blocks[: len(counts)], of_blocks[len(counts) :]
         grad = of_run[0] if len(of_run) == 1 else torch.cat(of_run)
-        found.append(cubic_gradient(vectors, grad, low or torch.float32).flatten())
+        found.append(cubic_gradient(A, grad).flatten())
     return found[0] if len(found) == 1 else torch.cat(found)

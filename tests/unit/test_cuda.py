@@ -125,6 +125,30 @@ def test_constrained_layers(name: str) -> None:
             torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("block_size", [8, 100])
+@pytest.mark.parametrize("terms", [2, 4, None])
+def test_a_real_device_runs_poet_layers_by_kernels(
+    dtype: torch.dtype, bound: float, block_size: int, terms: int | None, compiled: bool
+) -> None:
+    """The layer against a product with its weight, which is formed without the kernels."""
+    layer: Any = mt.equivalence(nn.Linear(240, 160, device="cuda"), block_size=block_size, terms=terms, seed=0)
+    stored = layer.parametrizations.weight.original
+    with torch.no_grad():
+        stored.normal_(0, 0.02)
+    x = torch.randn(3, 50, 240, device="cuda", requires_grad=True)
+    weights = torch.randn(3, 50, 160, device="cuda")
+    expected = nn.functional.linear(x, layer.weight, layer.bias)
+    of_expected = torch.autograd.grad((expected * weights).sum(), (x, stored))
+    torch.compiler.reset()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        y = (torch.compile(layer, fullgraph=True) if compiled else layer)(x)
+    of_y = torch.autograd.grad((y.float() * weights).sum(), (x, stored))
+    for found, own in zip((y, *of_y), (expected, *of_expected), strict=True):
+        assert torch.dist(found.float(), own) < bound * own.norm()
+
+
 @pytest.mark.parametrize("interface", [mt.Untied, mt.TransposeTying, PIT])
 @pytest.mark.parametrize("tokens", [20, 100])
 def test_token_interfaces(interface: Any, tokens: int) -> None:
