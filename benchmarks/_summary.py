@@ -23,6 +23,7 @@ HOT_PATHS = (
         "interface", "", "transpose", "the same",
         "transpose, torch linear_cross_entropy", "`F.linear_cross_entropy`",
     ),
+    ("interface", "", "transpose", "the same", "transpose, Liger", "Liger"),
     ("interface", "", "pit-frozen", "PIT, frozen memory", "transpose", "our transpose tying"),
     ("interface", "", "pit-trainable", "PIT, trainable memory", "transpose", "our transpose tying"),
     ("interface", "", "pit-free", "PIT, free table", "transpose", "our transpose tying"),
@@ -33,9 +34,13 @@ HOT_PATHS = (
     ("training_step", "", "pit-free", "the same", "pit-trainable", "PIT, trainable memory"),
     ("equivalence", "POET layer", "ours block, exact Cayley", "block", "nn.Linear", "`nn.Linear`"),
     ("equivalence", "", "ours block", "block, two terms", "nn.Linear", "`nn.Linear`"),
+    ("equivalence", "", "ours block, CUDA graph", "the same, as CUDA graphs", "nn.Linear, CUDA graph", "`nn.Linear`"),
+    ("equivalence", "", "ours block", "block, two terms", "official POET", "POET's official code"),
     ("equivalence", "", "ours full 1/2", "full 1/2, two terms", "nn.Linear", "`nn.Linear`"),
     ("equivalence", "", "ours block, P alone", "block, P alone, two terms", "PEFT OFT (P alone)", "PEFT's OFT"),
     ("poet_step", "POET training step", "poet-block 256", "block, b = 256", "adamw", "AdamW"),
+    ("poet_step", "", "poet-block 256, two terms", "the same, two terms", "adamw", "AdamW"),
+    ("poet_step", "", "poet-block 256, two terms, compiled", "the same, compiled", "adamw, compiled", "AdamW, compiled"),
     ("poet_step", "", "poet-block 64", "block, b = 64", "adamw", "AdamW"),
     ("poet_step", "", "poet-full 1/2", "full 1/2", "adamw", "AdamW"),
 )  # fmt: skip
@@ -57,6 +62,7 @@ WORDS = """## Terms
   on a CPU with AMX; the point and its Gram matrix stay float32.
 - block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: only the inputs are rotated,
   as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
+- CUDA graph: the kernels alone, replayed without the host that launches them one by one.
 - plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only variant in Hugging Face's code.
 """
 

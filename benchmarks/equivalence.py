@@ -6,7 +6,9 @@ A step is y = layer(x) and the backward of a fixed cotangent, for N tokens. It a
 model, and first drops the gradients of the previous step. The skew vectors are nonzero, as in training. In bfloat16, x is
 bfloat16 and everything runs under autocast, with float32 parameters. The reference is nn.Linear.
 
-A layer picks the cheaper of two formulations, by activations or by weight; both are also timed separately.
+On a CPU a layer picks the cheaper of two formulations, by activations or by weight; both are also timed separately. On a GPU
+it goes by activations, and the time depends on the host, which launches the kernels. "CUDA graph" is the time of the kernels
+alone, replayed without the host; their extra memory is not measured.
 
 R and P are two terms of the Neumann series, except in "exact Cayley", which is the default of `equivalence`.
 
@@ -41,6 +43,7 @@ SIZES = (
     (1376, 512, 256, 2048),
     (2048, 2048, 64, 8192),
     (4096, 4096, 256, 2048),
+    (4096, 4096, 256, 16384),
     (11008, 4096, 256, 2048),
     (4096, 11008, 256, 2048),
     (14336, 4096, 256, 2048),  # Llama 3 8B: mlp up and down projections, keys and values
@@ -63,6 +66,20 @@ class Layer:
         with self.problem.options.autocast():
             y = self.layer(self.problem.x)
         y.backward(self.problem.cotangent.to(y.dtype))
+
+
+class Graphed:
+    """A step captured as a CUDA graph; calling it replays the kernels."""
+
+    def __init__(self, step: Step) -> None:
+        for _ in range(3):
+            step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            step()
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class OneFormulation(nn.Module):
@@ -107,9 +124,12 @@ class Problem:
                 # A b x b skew matrix with standard normal entries has a norm of about 2√b.
                 stored.copy_(self.options.normal(2, stored.numel()) * (NOISE / (2 * self.b**0.5)))
         if compiled:
-            torch.compiler.reset()  # each size needs its own graph, and Dynamo gives up after eight
-            return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
+            return self.compiled(layer)
         return Layer(self, layer if input_centric is None else OneFormulation(layer, input_centric))
+
+    def compiled(self, layer: nn.Module) -> Step:
+        torch.compiler.reset()  # each size needs its own graph, and Dynamo gives up after eight
+        return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
 
     def oft(self) -> Step:
         """PEFT's orthogonal finetuning: only P, which rotates the input block by block, without a permutation."""
@@ -147,7 +167,7 @@ class Problem:
             spec, choice = layer.layer.parametrizations.weight[0].spec, layer.input_centric
         else:
             spec, low = layer.parametrizations.weight[0].spec, self.dtype == torch.bfloat16
-            choice = prefers_input_centric(self.N, spec, low_precision=low)
+            choice = self.device.type == "cuda" or prefers_input_centric(self.N, spec, low_precision=low)
         return linear_flops(self.N, spec, input_centric=choice)
 
 
@@ -159,16 +179,21 @@ def rows(options: Options) -> Iterator[Row]:
 def _row(problem: Problem) -> Row:
     ours: dict[str, Callable[[], Step]] = {
         "ours block": lambda: problem.poet(block_size=problem.b),
-        "ours block, by activations": lambda: problem.poet(True, block_size=problem.b),
-        "ours block, by weight": lambda: problem.poet(False, block_size=problem.b),
         "ours block, 4 terms": lambda: problem.poet(block_size=problem.b, terms=4),
         "ours block, exact Cayley": lambda: problem.poet(block_size=problem.b, terms=None),
         # P also gets R's parameters, so its blocks are as large as PEFT's below, minus one.
         "ours block, P alone": lambda: problem.poet(block_size=problem.b // 2, out_share=0.0),
         "ours full 1/2": lambda: problem.poet(scheme="full", fraction=0.5),
     }
-    if problem.device.type == "cuda":  # kernel launches may limit an eager layer
+    if problem.device.type == "cuda":
+        ours["nn.Linear, CUDA graph"] = lambda: Graphed(Layer(problem, problem.linear()))
+        ours["ours block, CUDA graph"] = lambda: Graphed(problem.poet(block_size=problem.b))
+        ours["PEFT OFT, CUDA graph"] = lambda: Graphed(problem.oft())
+        ours["nn.Linear, compiled"] = lambda: problem.compiled(problem.linear())
         ours["ours block, compiled"] = lambda: problem.poet(compiled=True, block_size=problem.b)
+    else:
+        ours["ours block, by activations"] = lambda: problem.poet(True, block_size=problem.b)
+        ours["ours block, by weight"] = lambda: problem.poet(False, block_size=problem.b)
     contenders = [
         Contender("nn.Linear", lambda: Layer(problem, problem.linear())),
         *(Contender(name, build, limit=LIMIT) for name, build in ours.items()),

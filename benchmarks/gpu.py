@@ -66,7 +66,7 @@ BENCHMARKS = {
     "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
     "maps": "maps --rounds 8",
     "training-step-poet-60m": f"{STEP} --preset poet-60m --tokens 16384 --sequence-length 512 --compile",
-    "poet-step-60m": f"{POET_STEP} --rows poet-60m --tokens 16384 --sequence-length 512",
+    "poet-step-60m": f"{POET_STEP} --rows poet-60m --tokens 16384 --sequence-length 512 --compile",
     "training-step-pit-0.3b": f"{STEP} --preset pit-0.3b --tokens 8192 --sequence-length 1024 --compile",
     # Two models of 1.3 B parameters with their optimizers fit into 80 GB, all six do not.
     "training-step-poet-1.3b-pit-free": f"{STEP} {BILLION} --only pit-free",

@@ -34,6 +34,7 @@ PRESETS = ("poet-60m", "poet-130m", "poet-350m", "poet-1.3b")
 BODIES: dict[str, dict[str, Any]] = {
     "adamw": {"body": "adamw"},
     "poet-block 256": {"body": "poet-block", "block_size": 256},
+    "poet-block 256, two terms": {"body": "poet-block", "block_size": 256, "cayley_terms": 2},
     "poet-block 64": {"body": "poet-block", "block_size": 64},
     "poet-full 1/2": {"body": "poet-full", "fraction": 0.5},
 }
@@ -46,6 +47,8 @@ class StepOptions(Options):
     tokens: int = 1024
     """Tokens per step."""
     sequence_length: int = 256
+    compile: bool = False
+    """Also time AdamW and two terms by torch.compile, on a GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +56,7 @@ class StepOptions(Options):
             raise ValueError(f"expected tokens to be a multiple of {self.sequence_length}, got {self.tokens}")
 
 
-def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
+def _build(name: str, compiled: bool, shape: LlamaConfig, options: StepOptions) -> Step:
     device = torch.device(options.device)
     # AdamW needs the most memory: 16 bytes per weight for weight, gradient and moments; 18.6 were measured at poet-350m.
     if name == "adamw":
@@ -65,8 +68,12 @@ def _build(name: str, shape: LlamaConfig, options: StepOptions) -> Step:
     size = (options.tokens // options.sequence_length, options.sequence_length)
     ids = torch.randint(shape.vocab_size, size, generator=generator).to(device)
 
+    if compiled:
+        torch.compiler.reset()
+    loss_of = torch.compile(model.loss) if compiled else model.loss
+
     def loss(ids: Tensor) -> Tensor:
-        return model.loss(ids, ids.roll(-1, 1))
+        return loss_of(ids, ids.roll(-1, 1))
 
     return Training(model, build_optimizer(model, config.settings), loss, [ids], options.autocast())
 
@@ -103,9 +110,12 @@ def rows(options: StepOptions) -> Iterator[Row]:
             small: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "num_layers": 1, "intermediate_size": 32}
             shape = dataclasses.replace(shape, num_heads=2, num_kv_heads=2, head_dim=8, **small)
         contenders = [
-            Contender(body, partial(_build, body, shape, options), limit=10 * LIMIT)  # time all of them fully
+            Contender(body, partial(_build, body, False, shape, options), limit=10 * LIMIT)  # time all of them fully
             for body in BODIES
         ]
+        for body in ("adamw", "poet-block 256, two terms") if options.compile else ():
+            build = partial(_build, body, True, shape, options)
+            contenders.append(Contender(f"{body}, compiled", build, limit=10 * LIMIT))
         reference = "poet-block 256" if name == PRESETS[-1] else "adamw"
         yield Row(f"{name}, {options.tokens} tokens", reference, contenders, _counts, whole_memory=True)
 
