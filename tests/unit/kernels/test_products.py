@@ -53,7 +53,7 @@ def test_interfaces_under_autocast(memory: Any, cond: float, dtype: torch.dtype,
     """E, the readout and all gradients, far closer to float64 than bfloat16 is, unless they are bfloat16."""
     pit = PIT.from_embedding(table(cond).float(), transform="head", memory=memory)
     exact = copy.deepcopy(pit).double()
-    ids, hidden = torch.randint(400, (90,)), torch.randn(50, 32).to(dtype)
+    ids, hidden = torch.randperm(400)[:90], torch.randn(50, 32).to(dtype)
     weights = torch.randn(90, 32).bfloat16()  # gradients that arrive are rounded to it
     results: list[list[Tensor]] = []
     for own, h in ((pit, hidden), (exact, hidden.double())):
