@@ -24,7 +24,7 @@ def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tens
 
 
 def splits(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether :func:`split_product` serves for x: on a CUDA device, if what follows rounds to one of these 16-bit dtypes.
+    """Whether :func:`split_product` serves for x: eagerly on a CUDA device, if one of these dtypes of what follows has 16 bits.
 
     bfloat16 products are some 15 times faster than float32 products there, so two to six of them are faster than one.
     """
@@ -34,8 +34,8 @@ def splits(x: Tensor, *dtypes: torch.dtype) -> bool:
 def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
     """A B in float32, without a gradient, by products of bfloat16 matrices that sum to A (n, k) and to B (k, p).
 
-    One part has 8 bits: the error is about 2^(-8 parts) ‖A‖ ‖B‖, by parts (parts + 1) / 2 products. A matrix in bfloat16 is a
-    single part, which takes fewer.
+    A part has 8 bits, so the error is about 2^(-8 parts) ‖A‖ ‖B‖. It takes parts (parts + 1) / 2 products, or ``parts`` if one
+    of the factors is bfloat16.
     """
     left, right = _parts(A, parts), _parts(B, parts)
     total = torch.empty(len(A), B.shape[1], dtype=torch.float32, device=A.device)

@@ -82,7 +82,7 @@ def _loss_and_gradients(
     rows = max(1, -(-len(h) * vocabulary.world_size // parts))
     if h.is_cuda:
         rows = -(-max(rows, GPU_CHUNK // max(1, len(W))) // GPU_TILE) * GPU_TILE
-    width = -(-len(W) // GPU_TILE) * GPU_TILE if fused else len(W)  # aligned rows: fast products and loads need them
+    width = -(-len(W) // GPU_TILE) * GPU_TILE if fused else len(W)  # rows aligned in memory
     logits = torch.empty(min(rows, len(h)), width, dtype=dtype, device=h.device)[:, : len(W)]
     # Compiled code makes no copies, and its size is in the number of pieces.
     pieces = 1 if dtype == wide or h.is_cuda or torch.compiler.is_compiling() else PIECES
@@ -90,9 +90,7 @@ def _loss_and_gradients(
     zero = h.new_zeros(())
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
-        h_part = torch.where(
-            counted[part], h[part], zero
-        )  # Inf in an ignored row would become NaN in the table's gradient
+        h_part = torch.where(counted[part], h[part], zero)  # 0 Inf is NaN, in the table's gradient
         p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
         if fused:
             losses.append(kernels.cross_entropy_(p, targets[part], ignore_index, any(wanted)))

@@ -193,11 +193,11 @@ class _SplitDivide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (_, L), (quotient, inverse) = autograd.saved(ctx)
-        times = kernels.split_product
+        times, grad = kernels.split_product, grad.bfloat16()  # one part of grad, as autocast rounds it in every layer
         grad_rows = times(grad, inverse) if ctx.needs_input_grad[0] else None
         grad_L = None
         if ctx.needs_input_grad[1]:
-            product = times(times(quotient.mT, grad), inverse) if grad_rows is None else times(quotient.mT, grad_rows)
+            product = times(times(quotient.mT, grad), inverse)
             grad_L = times(product + product.mT, L).neg_()
         return grad_rows, grad_L
 

@@ -1,6 +1,5 @@
 """Rows of the pseudo-inverse E = W (WᵀW)⁻¹ of a table W (V, d), so that Wᵀ E = I."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class _Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, W: Tensor, inverse: Tensor, vocabulary: VocabularyShard, split: bool) -> Tensor:
-        # In WᵀE an error of E counts cond(W)² times: three parts here, two in the gradient.
+        # In WᵀE an error of E counts cond(W)² times, hence three parts.
         e = kernels.split_product(rows, inverse, 3) if split else (rows.to(inverse.dtype) @ inverse).to(rows.dtype)
         autograd.save(ctx, (rows, W, inverse, vocabulary, split), e)
         return e
@@ -87,18 +86,22 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (_, W, inverse, _, split), (e,) = autograd.saved(ctx)
-        times: Callable[[Tensor, Tensor], Tensor] = kernels.split_product if split else torch.matmul
-        Y = times(grad if split else grad.to(inverse.dtype), inverse).to(grad.dtype)
+        if split:  # one part of grad, as autocast rounds it in every layer
+            grad = grad.bfloat16()
+            Y = kernels.split_product(grad, inverse)
+        else:
+            Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
         grad_W = None
         if ctx.needs_input_grad[1]:
-            S = times(e.mT, Y)
+            times = kernels.split_product
+            S = times(times(e.mT, grad), inverse) if split else e.mT @ Y
             S = (S + S.mT).neg_()
             if W.dtype == S.dtype and not split:
                 grad_W = W @ S
             else:  # one block of rows at a time: of a 16-bit table in float32, or of the table in parts
                 grad_W = torch.empty_like(W)
                 for rows in precision.row_chunks(W):
-                    grad_W[rows] = times(W[rows] if split else W[rows].to(S.dtype), S)
+                    grad_W[rows] = times(W[rows], S) if split else W[rows].to(S.dtype) @ S
         return Y, grad_W, None, None, None
 
 

@@ -189,14 +189,25 @@ def test_the_loss_in_several_chunks(dtype: torch.dtype, V: int, fused: bool, mon
         assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_real_device_adds_products_to_float32_without_rounding(dtype: torch.dtype) -> None:
-    A, B = torch.randn(300, 200, device="cuda").to(dtype), torch.randn(200, 70, device="cuda").to(dtype)
-    total = torch.randn(300, 70, device="cuda")
-    expected = total.double() + A.double() @ B.double()
-    rounded = total + A @ B  # negative control
-    errors = [torch.dist(t.double(), expected) / expected.norm() for t in (kernels.add_product_(total, A, B), rounded)]
-    assert errors[0] <= 1e-6 and errors[1] > 1e-4
+@pytest.mark.parametrize("memory", ["free", "frozen", "trainable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_real_device_maps_in_16_bit_parts(memory: Any, dtype: torch.dtype) -> None:
+    """Under autocast, to a hundredth of the rounding to bfloat16; not to that of float32, or nothing was split."""
+    pit = PIT(400, 48, memory=memory)
+    exact, own = copy.deepcopy(pit).double(), pit.cuda()
+    ids, hidden = torch.randint(400, (300,)), torch.randn(200, 48).to(dtype)
+    with torch.autocast("cuda", torch.bfloat16):
+        e, readout = own.embed(ids.cuda()), own._factors(hidden.cuda())[0]
+    weights = torch.randn(300, 48).bfloat16()
+    gradients = [
+        torch.autograd.grad((x * weights.to(x)).sum(), next(p for p in m.parameters() if p.requires_grad))[0]
+        for m, x in ((own, e), (exact, exact.embed(ids)))
+    ]
+    pairs = [(e, exact.embed(ids)), (gradients[0], gradients[1])]
+    errors = [float((a.detach().double().cpu() - b).norm() / b.norm()) for a, b in pairs]
+    assert max(errors) <= 2e-5 and errors[1] > 5e-7
+    y = exact._factors(hidden.double())[0]
+    assert (readout.double().cpu() - y).norm() <= {torch.float32: 2e-5, torch.float16: 5e-4}.get(dtype, 3e-3) * y.norm()
 
 
 def test_a_real_device_runs_triton() -> None:
