@@ -1,60 +1,136 @@
 """G^(-1/2) of symmetric positive definite matrices by matmuls."""
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.precision import eye_like, sym
+from manifold_tying.precision import add_symmetric_product_, eye_like
 
 _SERIES = [1.0]  # of (1 + x)^(-1/2)
 for _k in range(1, 9):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
-# A polynomial near (1 + x)^(-1/2) for x from -0.97 to 0. It leaves |x| <= 0.3; two more rounds leave 1e-15.
-_WIDE = (
-    np.polynomial.Chebyshev.interpolate(lambda x: (1 + x) ** -0.5, 4, domain=(-0.97, 0.0))
-    .convert(kind=np.polynomial.Polynomial)
-    .coef.tolist()
-)
-# Rounds of corrections. Where they do not suffice, an eigendecomposition is faster, and more accurate.
-_ROUNDS = 2
+_DEGREE, _CONDITION = 8, 24  # of the widest polynomial, and of the matrices for which it is good to a few percent
+_STEPS = range(-44, 69)  # radii 2^(k/4) for which the polynomials without a sync are prepared
+_POWERS = 4
 
 
-def inverse_sqrt_by_matmuls(G: Tensor, *, sync_free: bool = False) -> tuple[Tensor, bool] | None:
-    """G^(-1/2) and whether the condition of G may exceed 3; None if it is too large, or G is not finite.
+def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
+    """G^(-1/2) and whether the condition of G may exceed 2; None if it is too large, or G is not finite. G (..., p, p)."""
+    P, precise = near_inverse_sqrt(G)
+    if precise:
+        return P, False
+    Q, H = P.view(-1, *P.shape[-2:]), G.reshape(-1, *G.shape[-2:])
+    for _ in range(2):
+        Q, N = _corrected(Q, H, eye_like(G))
+        if _norm(N) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
+            return Q.view(G.shape), True
+    return None
 
-    P starts as a multiple of I. Each round multiplies it by I + S, a polynomial in E with P G P = I + E that approximates
-    (I + E)^(-1/2).
 
-    Args:
-        G: (..., p, p), float32 or float64.
-        sync_free: 14 matmuls without a sync or a branch on the data, for GPUs and compiled code. Sufficient for a condition of
-            about 10. Beyond, the result is too small: G^(1/2) times it is symmetric with eigenvalues between 0 and 1.
+def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> Tensor:
+    """G^(-1/2) (..., p, p) by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
+
+    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is symmetric with eigenvalues
+    between 0 and 1. With ``skip``, 0 or 1 on G's device, I instead where it is 1.
     """
-    eye, c, eps = eye_like(G), mean_eigenvalue(G), torch.finfo(G.dtype).eps
-    E = G / c - eye
-    S, size = (E, 1.0) if sync_free else series(E, eps)
-    far = not size < 0.5
-    if far:  # scale down to E between -I and 0
-        E2 = E @ E
-        shrink = 1 / (1 + torch.linalg.matrix_norm(E2 @ E2)[..., None, None] ** 0.25)
-        c, E, size = c / shrink, shrink * E + (shrink - 1) * eye, 1.0
-        E2 = E @ E
-        k0, k1, k2, k3, k4 = _WIDE
-        S = (k0 - 1) * eye + k1 * E + k2 * E2 + E2 @ (k3 * E + k4 * E2)
-    Q = S  # P = (I + Q) / √c
-    for _ in range(_ROUNDS):
-        if converges(size, eps):
-            break
-        F = E + S + E @ S  # (I + S)(I + E)(I + S) - I, from deviations to avoid cancellation
-        E = sym(F + S + S @ F)
-        S, size = series(E, eps, sync_free)
-        Q = Q + S + Q @ S
-    return (sym(eye + Q) * c.rsqrt(), far) if sync_free or converges(size, eps) else None
+    H, eye = G.reshape(-1, *G.shape[-2:]), eye_like(G)
+    c = mean_eigenvalue(H)
+    N = torch.addcdiv(eye, H, c, value=-1)
+    N2 = N @ N
+    bounds, rows = _prepared(G)
+    size = torch.linalg.vector_norm(N2 @ N2, dim=(-2, -1))  # at least r⁴
+    P = _polynomial(N, N2, rows[torch.bucketize(size, bounds)], c)
+    for _ in range(1 if G.dtype == torch.float32 else 2):
+        P, _ = _corrected(P, H, eye)
+    return (P if skip is None else torch.lerp(P, eye, skip)).view(G.shape)
+
+
+def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
+    """A polynomial in G (..., p, p), and whether it is G^(-1/2) to rounding; else it is near to it up to a condition of 24.
+
+    At most four products, fewer if the eigenvalues of G differ little.
+    """
+    H, eps = G.reshape(-1, *G.shape[-2:]), torch.finfo(G.dtype).eps
+    c = mean_eigenvalue(H)
+    N = torch.addcdiv(eye_like(H), H, c, value=-1)
+    if _norm(N) < (2 * eps) ** 0.5:
+        return torch.add(eye_like(H), N, alpha=0.5).mul_(c.rsqrt()).view(G.shape), True
+    N2 = add_symmetric_product_(torch.empty_like(N), N, N, beta=0)
+    radius = _radius(N2)
+    degree = next((k for k in range(2, _DEGREE + 1, 2) if radius < 2 * (2 * eps) ** (1 / (k + 1))), None)
+    step = int(np.ceil(4 * np.log2(radius))) if radius < 2 ** (_STEPS[-1] / 4) else _STEPS[-1]
+    rows = torch.tensor(_coefficients(step, degree or _DEGREE), dtype=G.dtype, device=G.device)
+    return _polynomial(N, N2, rows[None], c).view(G.shape), degree is not None
+
+
+def _corrected(P: Tensor, G: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
+    """P (I - N)^(-1/2) by the series up to N³, which is never too large, and N = I - P G P; P and G (m, p, p)."""
+    N = torch.baddbmm(eye, P @ G, P, alpha=-1)
+    S = torch.baddbmm(N, N, torch.baddbmm(N, N, N, beta=0.375, alpha=0.3125), beta=0.5)
+    return torch.baddbmm(P, P, S), N
+
+
+def _polynomial(N: Tensor, N2: Tensor, rows: Tensor, c: Tensor) -> Tensor:
+    """The polynomial of :func:`_coefficients` in N (m, p, p) and its square, over √c (m, 1, 1)."""
+    parts = rows[..., 1, None, None] * N[:, None]
+    parts.addcmul_(rows[..., 2, None, None], N2[:, None])
+    parts.diagonal(dim1=-2, dim2=-1).add_(rows[..., :1])
+    *lower, P, T2 = parts.unbind(1)
+    for part in reversed(lower):
+        P = add_symmetric_product_(part, P, T2)
+    return P * c.rsqrt()
+
+
+@lru_cache(maxsize=256)
+def _coefficients(step: int, degree: int) -> list[list[float]]:
+    """(1 - N)^(-1/2) for eigenvalues of N up to r = 2^(step/4) in size, by a truncated Chebyshev series.
+
+    In T, which is N shifted and scaled to [-1, 1], as b₀ + T² (b₁ + T² (b₂ + ...)): bᵢ is linear, the last one quadratic. Each
+    row has the coefficients of 1, N and N² in one bᵢ; the last row those of T².
+    """
+    highest = 1 + 2 ** (step / 4)
+    lowest = max(2 - highest, highest / _CONDITION)
+    middle, half = (highest + lowest) / 2, (highest - lowest) / 2
+    chebyshev = np.polynomial.chebyshev
+    a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5, 63)[: degree + 1])
+    shift = 1 - middle
+    T, T2 = np.array([shift, -1, 0]) / half, np.array([shift**2, -2 * shift, 1]) / half**2
+    rows = [np.array([a[k], 0, 0]) + a[k + 1] * T for k in range(0, degree, 2)]
+    rows[-1] += a[degree] * T2
+    return [row.tolist() for row in (*rows, T2)]
+
+
+_BOUNDS, _ROWS = [2.0**step for step in _STEPS[:-1]], [_coefficients(step, _DEGREE) for step in _STEPS]
+_PREPARED: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of r⁴ and the rows of coefficients between them, like G; copied to a device once, as a copy is a sync."""
+    key: Any = (G.dtype, G.device, getattr(G, "fake_mode", None))
+    compiled = torch.compiler.is_compiling()
+    if not compiled and key in _PREPARED:
+        return _PREPARED[key]
+    bounds, rows = (torch.tensor(values, dtype=G.dtype, device=G.device) for values in (_BOUNDS, _ROWS))
+    if not compiled:
+        _PREPARED[key] = bounds, rows
+    return bounds, rows
 
 
 def mean_eigenvalue(G: Tensor) -> Tensor:
     """tr G / p, (..., 1, 1), at least the smallest normal number."""
     return G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
+
+
+def _radius(N2: Tensor) -> float:
+    """The largest |eigenvalue| of N in a batch from N2 = N² (m, p, p): its upper bound √‖N²‖, or less by power iterations."""
+    p, bound = N2.shape[-1], _norm(N2) ** 0.5
+    v = torch.arange(p, dtype=torch.float64).square_().sin_()[:, None].to(N2)
+    for _ in range(_POWERS if p > 32 else 0):
+        v = N2 @ torch.nn.functional.normalize(v, dim=-2, eps=torch.finfo(N2.dtype).tiny)
+    return min(bound, 1.15 * _norm(v) ** 0.5) if p > 32 else bound
 
 
 def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, float]:

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from manifold_tying.distributed import Reduce, full_tensor, is_dtensor, no_reduce, row_reduce, to_local
-from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_by_matmuls, series
+from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_without_sync, near_inverse_sqrt, series
 from manifold_tying.linalg._polar import polar
 from manifold_tying.precision import compute_dtype, eye_like, full_precision, gram, gram_in_double, row_chunks
 
 # On a CPU, matrices of at most this many entries take less time in float64 with few operations.
 _SMALL = 2**13
+# Of products by a polynomial in YᵀY. Where they do not suffice, an eigendecomposition is faster, and more accurate.
+_ROUNDS = 4
 
 
 def reorthonormalize(Y: Tensor, reduce: Reduce = no_reduce) -> Tensor:
@@ -33,7 +35,7 @@ def reorthonormalize_(
         reduce: sums YᵀY over the ranks that share Y's rows, see :func:`row_reduce`. If float32 cannot resolve the sum, a
             rank-deficient one raises ValueError.
         sync_free: a fixed number of matmuls, without a sync and without a fallback; always on in compiled code.
-        skip: with ``sync_free``, a scalar on Y's device; unless it is 0, Y stays unchanged.
+        skip: with ``sync_free``, 0 or 1 on Y's device; with 1, Y stays unchanged.
     """
     sync_free = sync_free or torch.compiler.is_compiling()
     if Y.numel() == 0 and reduce is no_reduce:  # no matrices, so no collective either
@@ -54,22 +56,21 @@ def reorthonormalize_(
         if converges(size, eps):
             return Y.copy_(add(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
     with full_precision(Y.device):
-        G = reduce(gram(Y))
-        found = inverse_sqrt_by_matmuls(G, sync_free=sync_free)
-        if found is None:
-            return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
-        P, far = found
-        _multiply_rows_(Y, P if skip is None else torch.where(skip == 0, P, eye_like(P)))
-        if far and not sync_free:  # the rounding of G is amplified by its condition
-            _multiply_rows_(Y, 1.5 * eye_like(G) - 0.5 * reduce(gram(Y)))
-        return Y
+        if sync_free:
+            return _multiply_rows_(Y, Y, inverse_sqrt_without_sync(reduce(gram(Y)), skip))
+        Z = Y
+        for _ in range(_ROUNDS):
+            P, precise = near_inverse_sqrt(reduce(gram(Z)))
+            if precise:
+                return _multiply_rows_(Y, Z, P)
+            Z = Z @ P
+        return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
 
 
-def _multiply_rows_(Y: Tensor, P: Tensor) -> Tensor:
-    """Y <- Y P in place for Y (..., n, p) and P (..., p, p), one block of rows at a time."""
+def _multiply_rows_(Y: Tensor, Z: Tensor, P: Tensor) -> Tensor:
+    """Y <- Z P in place for Y, Z (..., n, p) and P (..., p, p), one block of rows at a time."""
     for rows in row_chunks(Y):
-        part = Y[..., rows, :]
-        part.copy_(part @ P)
+        Y[..., rows, :].copy_(Z[..., rows, :] @ P)
     return Y
 
 

@@ -19,7 +19,7 @@ SecondMoment = Literal["element", "row", "matrix"]
 SYNC_FREE_DEVICES = ("cuda",)
 # In sync-free mode, sync every so many steps to check that the fixed number of iterations still converges.
 SYNC_EVERY = 100
-# The fixed number of iterations costs 8 extra p x p products; above this width a sync is cheaper.
+# The fixed number of iterations costs 6 to 9 extra p x p products; above this width a sync is cheaper.
 SYNC_FREE_MAX_COLUMNS = 2048
 
 

@@ -47,7 +47,8 @@ class NonFiniteGuard:
             gradients = [
                 g if g.numel() else g.new_zeros(1) for g in gradients
             ]  # the maximum of an empty tensor is undefined
-            bad = _on_any_rank(~torch.stack(torch._foreach_norm(gradients, float("inf"))).isfinite(), reduce)
+            largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
+            bad = _on_any_rank((largest < float("inf")).logical_not_(), reduce)  # also where it is NaN
             self.found_inf = bad.any().float()
             event = torch.cuda.Event() if bad.is_cuda else None
             self._pending.append((bad.to("cpu", non_blocking=True), names, event))

@@ -82,6 +82,27 @@ def test_a_fixed_number_of_steps_suffices_up_to_condition_ten(p: int) -> None:
                 torch.testing.assert_close(X.double(), expected, rtol=0, atol=2 * bound)
 
 
+def test_a_wide_spectrum_without_a_sync() -> None:
+    """As a step of length 0.45 from a square point gives it, whose direction has independent entries: condition 16."""
+    Y = torch.eye(256, dtype=torch.float64) - 0.45 / 16 * torch.randn(256, 256, dtype=torch.float64)
+    h = torch.linalg.svdvals(Y)
+    assert (h.max() / h.min()) ** 2 > 12
+    for fixed, (dtype, bound) in itertools.product((True, False), ((torch.float32, 1e-6), (torch.float64, 1e-14))):
+        X = linalg.reorthonormalize_(Y.to(dtype, copy=True), sync_free=fixed)
+        assert linalg.defect(X) <= bound
+        np.testing.assert_allclose(X.double().numpy(), polar_np(Y.numpy()), rtol=0, atol=2 * bound)
+
+
+def test_long_steps_of_a_square_point_do_not_add_up() -> None:
+    p = as_point(nn.Parameter(orthonormal(200, 200).float()))
+    optimizer = RiemannianAdam([p], lr=0.03, betas=(0.0, 0.9))  # as long as 1e-2 at 2000 columns
+    for t in range(200):
+        before = p.detach().clone()
+        drive(optimizer, [p], 1, lambda *at: seeded(*at).sign(), start=t)
+        assert linalg.defect(p.detach()) <= 1e-6
+    assert torch.linalg.matrix_norm(p.detach() - before, 2) > 0.4
+
+
 def test_beyond_it_falls_short_and_never_over() -> None:
     """UᵀX of the polar factor U has eigenvalues between 0 and 1: such a step shortens directions and reverses none."""
     for condition in (1.0, 30.0, 300.0, 1e4, 1e6):
