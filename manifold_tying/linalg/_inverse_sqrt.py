@@ -22,19 +22,20 @@ def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
     P, precise = near_inverse_sqrt(G)
     if precise:
         return P, False
-    Q, H = P.view(-1, *P.shape[-2:]), G.reshape(-1, *G.shape[-2:])
+    eye = eye_like(G)
+    D, E = P.view(-1, *P.shape[-2:]) - eye, G.reshape(-1, *G.shape[-2:]) - eye
     for _ in range(2):
-        Q, N = _corrected(Q, H, eye_like(G))
+        D, N = _corrected(D, E)
         if _norm(N) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
-            return Q.view(G.shape), True
+            return (eye + D).view(G.shape), True
     return None
 
 
 def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> Tensor:
-    """G^(-1/2) (..., p, p) by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
+    """G^(-1/2) - I (..., p, p) by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
 
-    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is symmetric with eigenvalues
-    between 0 and 1. With ``skip``, 0 or 1 on G's device, I instead where it is 1.
+    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times G^(-1/2) is symmetric with
+    eigenvalues between 0 and 1. With ``skip``, 0 or 1 on G's device, 0 instead where it is 1.
     """
     H, eye = G.reshape(-1, *G.shape[-2:]), eye_like(G)
     c = mean_eigenvalue(H)
@@ -42,10 +43,10 @@ def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> Tensor:
     N2 = N @ N
     bounds, rows = _prepared(G)
     size = torch.linalg.vector_norm(N2 @ N2, dim=(-2, -1))  # at least r⁴
-    P = _polynomial(N, N2, rows[torch.bucketize(size, bounds)], c)
+    D = _polynomial(N, N2, rows[torch.bucketize(size, bounds)], c) - eye
     for _ in range(1 if G.dtype == torch.float32 else 2):
-        P, _ = _corrected(P, H, eye)
-    return (P if skip is None else torch.lerp(P, eye, skip)).view(G.shape)
+        D, _ = _corrected(D, H - eye)
+    return (D if skip is None else D.mul_(1 - skip)).view(G.shape)
 
 
 def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
@@ -66,11 +67,15 @@ def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
     return _polynomial(N, N2, rows[None], c).view(G.shape), degree is not None
 
 
-def _corrected(P: Tensor, G: Tensor, eye: Tensor) -> tuple[Tensor, Tensor]:
-    """P (I - N)^(-1/2) by the series up to N³, which is never too large, and N = I - P G P; P and G (m, p, p)."""
-    N = torch.baddbmm(eye, P @ G, P, alpha=-1)
+def _corrected(D: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
+    """For P = I + D and G = I + E: P (I - N)^(-1/2) - I by the series up to N³, never too large, and N = I - P G P.
+
+    From deviations: a GPU adds the entries of a product one by one, and would round each sum to the precision of 1.
+    """
+    F = torch.baddbmm(D + E, D, E)  # P G - I
+    N = torch.baddbmm(F + D, F, D, beta=-1, alpha=-1)
     S = torch.baddbmm(N, N, torch.baddbmm(N, N, N, beta=0.375, alpha=0.3125), beta=0.5)
-    return torch.baddbmm(P, P, S), N
+    return torch.baddbmm(D + S, D, S), N
 
 
 def _polynomial(N: Tensor, N2: Tensor, rows: Tensor, c: Tensor) -> Tensor:
