@@ -94,7 +94,7 @@ def _coefficients(step: int, degree: int) -> list[list[float]]:
     highest = 1 + 2 ** (step / 4)
     lowest = max(2 - highest, highest / _CONDITION)
     middle, half = (highest + lowest) / 2, (highest - lowest) / 2
-    chebyshev = np.polynomial.chebyshev
+    chebyshev: Any = np.polynomial.chebyshev
     a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5, 63)[: degree + 1])
     shift = 1 - middle
     T, T2 = np.array([shift, -1, 0]) / half, np.array([shift**2, -2 * shift, 1]) / half**2
