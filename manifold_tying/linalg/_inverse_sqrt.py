@@ -22,20 +22,20 @@ def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
     P, precise = near_inverse_sqrt(G)
     if precise:
         return P, False
-    eye = eye_like(G)
-    D, E = P.view(-1, *P.shape[-2:]) - eye, G.reshape(-1, *G.shape[-2:]) - eye
+    eye, c = eye_like(G), mean_eigenvalue(G)
+    D, E = P * c.sqrt() - eye, G / c - eye
     for _ in range(2):
         D, N = _corrected(D, E)
         if _norm(N) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
-            return (eye + D).view(G.shape), True
+            return (eye + D) * c.rsqrt(), True
     return None
 
 
-def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> Tensor:
-    """G^(-1/2) - I (..., p, p) by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
+def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """D (..., p, p) and r (..., 1, 1) with G^(-1/2) = r (I + D), by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
 
-    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times G^(-1/2) is symmetric with
-    eigenvalues between 0 and 1. With ``skip``, 0 or 1 on G's device, 0 instead where it is 1.
+    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is symmetric with eigenvalues
+    between 0 and 1. With ``skip``, 0 or 1 on G's device, it is I where that is 1.
     """
     H, eye = G.reshape(-1, *G.shape[-2:]), eye_like(G)
     c = mean_eigenvalue(H)
@@ -43,10 +43,13 @@ def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> Tensor:
     N2 = N @ N
     bounds, rows = _prepared(G)
     size = torch.linalg.vector_norm(N2 @ N2, dim=(-2, -1))  # at least r⁴
-    D = _polynomial(N, N2, rows[torch.bucketize(size, bounds)], c) - eye
+    D = _polynomial(N, N2, rows[torch.bucketize(size, bounds)]) - eye
     for _ in range(1 if G.dtype == torch.float32 else 2):
-        D, _ = _corrected(D, H - eye)
-    return (D if skip is None else D.mul_(1 - skip)).view(G.shape)
+        D, _ = _corrected(D, -N)
+    r = c.rsqrt().view(*G.shape[:-2], 1, 1)
+    if skip is not None:
+        D, r = D * (1 - skip), torch.where(skip == 0, r, 1)
+    return D.view(G.shape), r
 
 
 def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
@@ -64,29 +67,29 @@ def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
     degree = next((k for k in range(2, _DEGREE + 1, 2) if radius < 2 * (2 * eps) ** (1 / (k + 1))), None)
     step = int(np.ceil(4 * np.log2(radius))) if radius < 2 ** (_STEPS[-1] / 4) else _STEPS[-1]
     rows = torch.tensor(_coefficients(step, degree or _DEGREE), dtype=G.dtype, device=G.device)
-    return _polynomial(N, N2, rows[None], c).view(G.shape), degree is not None
+    return (_polynomial(N, N2, rows[None]) * c.rsqrt()).view(G.shape), degree is not None
 
 
 def _corrected(D: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-    """For P = I + D and G = I + E: P (I - N)^(-1/2) - I by the series up to N³, never too large, and N = I - P G P.
+    """For P = I + D and G = I + E (..., p, p): P (I - N)^(-1/2) - I by the series up to N³, never too large, and N = I - P G P.
 
     From deviations: a GPU adds the entries of a product one by one, and would round each sum to the precision of 1.
     """
-    F = torch.baddbmm(D + E, D, E)  # P G - I
-    N = torch.baddbmm(F + D, F, D, beta=-1, alpha=-1)
-    S = torch.baddbmm(N, N, torch.baddbmm(N, N, N, beta=0.375, alpha=0.3125), beta=0.5)
-    return torch.baddbmm(D + S, D, S), N
+    F = D + E + D @ E  # P G - I
+    N = -(F + D + F @ D)
+    S = N @ (0.375 * N + 0.3125 * (N @ N)) + 0.5 * N
+    return D + S + D @ S, N
 
 
-def _polynomial(N: Tensor, N2: Tensor, rows: Tensor, c: Tensor) -> Tensor:
-    """The polynomial of :func:`_coefficients` in N (m, p, p) and its square, over √c (m, 1, 1)."""
+def _polynomial(N: Tensor, N2: Tensor, rows: Tensor) -> Tensor:
+    """The polynomial of :func:`_coefficients` in N (m, p, p) and its square."""
     parts = rows[..., 1, None, None] * N[:, None]
     parts.addcmul_(rows[..., 2, None, None], N2[:, None])
     parts.diagonal(dim1=-2, dim2=-1).add_(rows[..., :1])
     *lower, P, T2 = parts.unbind(1)
     for part in reversed(lower):
         P = add_symmetric_product_(part, P, T2)
-    return P * c.rsqrt()
+    return P
 
 
 @lru_cache(maxsize=256)
@@ -99,7 +102,7 @@ def _coefficients(step: int, degree: int) -> list[list[float]]:
     highest = 1 + 2 ** (step / 4)
     lowest = max(2 - highest, highest / _CONDITION)
     middle, half = (highest + lowest) / 2, (highest - lowest) / 2
-    chebyshev = np.polynomial.chebyshev
+    chebyshev: Any = np.polynomial.chebyshev
     a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5, 63)[: degree + 1])
     shift = 1 - middle
     T, T2 = np.array([shift, -1, 0]) / half, np.array([shift**2, -2 * shift, 1]) / half**2

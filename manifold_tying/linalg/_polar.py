@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, is_exporting, save, saved
-from manifold_tying.linalg._inverse_sqrt import converges, inverse_sqrt_by_matmuls, mean_eigenvalue, series
+from manifold_tying.linalg._inverse_sqrt import inverse_sqrt_by_matmuls, near_inverse_sqrt
 from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram, sym
 
@@ -219,20 +219,16 @@ def polar_matmuls(Y: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor | None] 
 
 
 def _orthogonal_factor(Y: Tensor, G: Tensor) -> Tensor | None:
-    """The polar factor of a square Y near a multiple of an orthogonal matrix, else None.
+    """The polar factor of a square Y whose condition is not too large, else None.
 
-    E = UᵀU - I by the product costs less here than what :func:`inverse_sqrt_by_matmuls` does.
+    UᵀU by the product costs less here than what :func:`inverse_sqrt_by_matmuls` does.
     """
-    eye, c, eps = eye_like(G), mean_eigenvalue(G), torch.finfo(G.dtype).eps
-    U, E = Y / c.sqrt(), G / c - eye
-    for _ in range(4):
-        S, size = series(E, eps)
-        if not size < 0.9:  # also where it is NaN
-            break
-        U = U + U @ S
-        if converges(size, eps):
-            return U
-        E = gram(U) - eye
+    for _ in range(3):
+        P, precise = near_inverse_sqrt(G)
+        Y = Y @ P
+        if precise:
+            return Y
+        G = gram(Y)
     return None
 
 

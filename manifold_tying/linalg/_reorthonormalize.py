@@ -57,9 +57,10 @@ def reorthonormalize_(
             return Y.copy_(add(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
     with full_precision(Y.device):
         if sync_free:
-            D = inverse_sqrt_without_sync(reduce(gram(Y)), skip)
+            D, r = inverse_sqrt_without_sync(reduce(gram(Y)), skip)
             for rows in row_chunks(Y):  # Y + Y D rounds less than Y (I + D) where sums are sequential
-                Y[..., rows, :] += Y[..., rows, :] @ D
+                part = Y[..., rows, :]
+                part.add_(part @ D).mul_(r)
             return Y
         Z = Y
         for _ in range(_ROUNDS):
