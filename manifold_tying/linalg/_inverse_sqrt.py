@@ -116,12 +116,13 @@ _PREPARED: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
 def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of r⁴ and the rows of coefficients between them, like G; copied to a device once, as a copy is a sync."""
+    """Bounds of r⁴ and the rows of coefficients between them, like G; copied to a device once."""
     key: Any = (G.dtype, G.device, getattr(G, "fake_mode", None))
     compiled = torch.compiler.is_compiling()
     if not compiled and key in _PREPARED:
         return _PREPARED[key]
-    bounds, rows = (torch.tensor(values, dtype=G.dtype, device=G.device) for values in (_BOUNDS, _ROWS))
+    on_host = (torch.tensor(values, dtype=G.dtype) for values in (_BOUNDS, _ROWS))
+    bounds, rows = (values.to(G.device, non_blocking=True) for values in on_host)
     if not compiled:
         _PREPARED[key] = bounds, rows
     return bounds, rows
