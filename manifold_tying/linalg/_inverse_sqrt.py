@@ -32,10 +32,10 @@ def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
 
 
 def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """D (..., p, p) and r (..., 1, 1) with G^(-1/2) = r (I + D), by 10 matmuls, 15 in float64, without a branch on the data, for GPUs and compiled code.
+    """D (..., p, p) and r (..., 1, 1) with G^(-1/2) = r (I + D): no branch on the data, for GPUs and compiled code.
 
-    Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is symmetric with eigenvalues
-    between 0 and 1. With ``skip``, 0 or 1 on G's device, it is I where that is 1.
+    By 10 matmuls, 15 in float64. Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is
+    symmetric with eigenvalues between 0 and 1. With ``skip``, 0 or 1 on G's device, it is I where that is 1.
     """
     H, eye = G.reshape(-1, *G.shape[-2:]), eye_like(G)
     c = mean_eigenvalue(H)
