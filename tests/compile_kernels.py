@@ -12,7 +12,9 @@ from manifold_tying.kernels import _triton_cross_entropy, _triton_rotation
 
 INTEGERS = {"stride", "V", "ignore_index", "T", "n", "width", "b"}
 POINTERS = {"targets": "*i64", "place": "*i64", "losses": "*fp32", "vectors": "*fp32"}
-CONSTANTS = {"WRITE": True, "BLOCK": 8192, "BT": 64, "BC": 64, "B": 64}
+CONSTANTS = {"WRITE": True, "BLOCK": 8192, "BT": 64, "BC": 64}
+TILES = {"bf16": 64, "fp32": 32}
+SHARED = 99 * 1024  # bytes that a program may have on an RTX 30 or 40; an H200 has 227 KB
 
 
 def kernels(module: ModuleType) -> list[JITFunction]:
@@ -21,17 +23,19 @@ def kernels(module: ModuleType) -> list[JITFunction]:
 
 
 def compile_for(kernel: JITFunction, dtype: str) -> None:
+    constants = {**CONSTANTS, "B": TILES[dtype]}
     signature = {}
     for name in inspect.signature(kernel.fn).parameters:
         known = "i32" if name in INTEGERS else POINTERS.get(name, f"*{dtype}")
-        signature[name] = "constexpr" if name in CONSTANTS else known
-    constants = {(i,): CONSTANTS[name] for i, name in enumerate(signature) if name in CONSTANTS}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["cubin"]
+        signature[name] = "constexpr" if name in constants else known
+    values = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
+    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED, (kernel, dtype, compiled.metadata.shared)
 
 
 if __name__ == "__main__":
     for module in (_triton_cross_entropy, _triton_rotation):
         for kernel in kernels(module):
-            compile_for(kernel, "bf16")
+            for dtype in TILES:
+                compile_for(kernel, dtype)
             print(kernel.__name__)

@@ -39,7 +39,7 @@ def cubic_blocks(vectors: Tensor, b: int, dtype: torch.dtype, low: torch.dtype) 
 
     The products A² and A³ are in ``low``.
     """
-    grid, B = _tiles(len(vectors), b)
+    grid, B = _tiles(len(vectors), b, low)
     skews, blocks = (vectors.new_empty(len(vectors), b, b, dtype=each) for each in (low, dtype))
     squares = torch.empty_like(skews)
     _launch("skew", grid, vectors, skews, b, B)
@@ -51,7 +51,7 @@ def cubic_blocks(vectors: Tensor, b: int, dtype: torch.dtype, low: torch.dtype) 
 def cubic_gradient(skews: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the vectors of :func:`cubic_blocks` from that of the blocks (k, b, b)."""
     k, b, _ = skews.shape
-    grid, B = _tiles(k, b)
+    grid, B = _tiles(k, b, skews.dtype)
     out = skews.new_empty(k, b * (b - 1) // 2, dtype=torch.float32)
     product = torch.empty_like(skews)
     _launch("gradient_product", grid, skews, grad, product, b, B)
@@ -76,7 +76,7 @@ def _grid(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // _TILE[0]), -(-columns // _TILE[1])
 
 
-def _tiles(k: int, b: int) -> tuple[tuple[int, int, int], int]:
-    """The grid, and the side of a square tile, for k matrices (b, b)."""
-    B = 32 if b <= 32 else 64
+def _tiles(k: int, b: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int]:
+    """The grid, and the side of a square tile, for products of k matrices (b, b) in ``dtype``."""
+    B = 32 if b <= 32 or dtype.itemsize > 2 else 64  # more float32 entries do not fit into a small GPU's shared memory
     return (k, -(-b // B), -(-b // B)), B
