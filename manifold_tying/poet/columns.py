@@ -15,7 +15,7 @@ from manifold_tying import autograd, precision
 from manifold_tying.kernels import cubic_blocks, cubic_gradient, from_columns, runs_triton, to_columns
 from manifold_tying.poet.linear import plain_input_centric
 from manifold_tying.poet.rotation import Blocks, both_blocks, matmul_dtype, transposed
-from manifold_tying.poet.spec import BlockSpec, Permutations, RotationSpec
+from manifold_tying.poet.spec import Permutations, RotationSpec
 
 
 def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
@@ -37,14 +37,16 @@ def poet_linear_on_gpu(
     x = x.to(precision.autocast_dtype(x))
     flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
     if torch.compiler.is_compiling():
-        y = _compiled(flat, W0, skew_params, rows, columns, _sizes(spec))[0]
+        from manifold_tying.poet.compiled import compiled_linear  # which imports the compiler
+
+        y = compiled_linear(flat, W0, skew_params, rows, columns, spec)
     else:
         y = _by_columns(flat, W0, skew_params, rows, columns, spec)
     y = y.view(*x.shape[:-1], len(W0))
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _forward(
+def forward(
     x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec
 ) -> list[Tensor]:
     """y with yᵀ = R W0 P xᵀ, and what the backward needs: W0 P xᵀ, and the blocks of R and P in x's dtype."""
@@ -54,7 +56,7 @@ def _forward(
     return [from_columns(_rotated(R, v), rows, len(x)), v, *blocks, *skews]
 
 
-def _backward(
+def backward(
     grad: Tensor,
     x: Tensor,
     W0: Tensor,
@@ -79,7 +81,7 @@ class _ByColumns(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with precision.disable_autocast(args[0].device):
-            y, *kept = _forward(*args)
+            y, *kept = forward(*args)
         autograd.save(ctx, args, *kept)
         return y
 
@@ -87,7 +89,7 @@ class _ByColumns(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, W0, skew_params, rows, columns, spec), kept = autograd.saved(ctx)
         with precision.disable_autocast(grad.device):
-            grad_x, grad_skew = _backward(grad, x, W0, skew_params, rows, columns, spec, kept)
+            grad_x, grad_skew = backward(grad, x, W0, skew_params, rows, columns, spec, kept)
         return grad_x, None, grad_skew, None, None, None
 
 
@@ -96,51 +98,6 @@ def _plain(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Te
 
 
 _by_columns = autograd.custom_gradient(_ByColumns, _plain)
-
-
-# Compiled code: the compiler sees the kernels within these operations, and launches them itself.
-@torch.library.triton_op("manifold_tying::poet_linear", mutates_args={})
-def _compiled(
-    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]
-) -> list[Tensor]:
-    return _forward(x, W0, skew_params, rows, columns, _spec(sizes))
-
-
-@torch.library.triton_op("manifold_tying::poet_linear_backward", mutates_args={})
-def _compiled_backward(
-    grad: Tensor,
-    x: Tensor,
-    W0: Tensor,
-    skew_params: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    sizes: list[int],
-    kept: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    return _backward(grad, x, W0, skew_params, rows, columns, _spec(sizes), kept)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    *tensors, ctx.sizes = inputs
-    ctx.save_for_backward(*tensors, *output[1:])
-
-
-def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    x, W0, skew_params, rows, columns, *kept = ctx.saved_tensors
-    grad_x, grad_skew = _compiled_backward(grads[0], x, W0, skew_params, rows, columns, ctx.sizes, kept)
-    return grad_x, None, grad_skew, None, None, None
-
-
-_compiled.register_autograd(_call_backward, setup_context=_save)
-
-
-def _sizes(spec: RotationSpec) -> list[int]:
-    R, P = spec.R, spec.P
-    return [R.n, R.block, R.num_rotated, P.n, P.block, P.num_rotated, spec.terms or 0]
-
-
-def _spec(sizes: list[int]) -> RotationSpec:
-    return RotationSpec(BlockSpec(*sizes[:3]), BlockSpec(*sizes[3:6]), sizes[6] or None)
 
 
 def _rotated(blocks: Blocks, x: Tensor) -> Tensor:
