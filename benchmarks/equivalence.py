@@ -131,6 +131,14 @@ class Problem:
         torch.compiler.reset()  # each size needs its own graph, and Dynamo gives up after eight
         return Layer(self, cast(nn.Module, torch.compile(layer, fullgraph=True)))
 
+    def only_on(self, device: str, build: Callable[[], Step]) -> Callable[[], Step]:
+        def checked() -> Step:
+            if self.device.type != device:
+                raise Unavailable(f"is for device {device}")
+            return build()
+
+        return checked
+
     def oft(self) -> Step:
         """PEFT's orthogonal finetuning: only P, which rotates the input block by block, without a permutation."""
         peft = load("peft", "peft")
@@ -185,15 +193,19 @@ def _row(problem: Problem) -> Row:
         "ours block, P alone": lambda: problem.poet(block_size=problem.b // 2, out_share=0.0),
         "ours full 1/2": lambda: problem.poet(scheme="full", fraction=0.5),
     }
-    if problem.device.type == "cuda":
-        ours["nn.Linear, CUDA graph"] = lambda: Graphed(Layer(problem, problem.linear()))
-        ours["ours block, CUDA graph"] = lambda: Graphed(problem.poet(block_size=problem.b))
-        ours["PEFT OFT, CUDA graph"] = lambda: Graphed(problem.oft())
-        ours["nn.Linear, compiled"] = lambda: problem.compiled(problem.linear())
-        ours["ours block, compiled"] = lambda: problem.poet(compiled=True, block_size=problem.b)
-    else:
-        ours["ours block, by activations"] = lambda: problem.poet(True, block_size=problem.b)
-        ours["ours block, by weight"] = lambda: problem.poet(False, block_size=problem.b)
+    on_gpu: dict[str, Callable[[], Step]] = {
+        "nn.Linear, CUDA graph": lambda: Graphed(Layer(problem, problem.linear())),
+        "ours block, CUDA graph": lambda: Graphed(problem.poet(block_size=problem.b)),
+        "PEFT OFT, CUDA graph": lambda: Graphed(problem.oft()),
+        "nn.Linear, compiled": lambda: problem.compiled(problem.linear()),
+        "ours block, compiled": lambda: problem.poet(compiled=True, block_size=problem.b),
+    }
+    on_cpu: dict[str, Callable[[], Step]] = {
+        "ours block, by activations": lambda: problem.poet(True, block_size=problem.b),
+        "ours block, by weight": lambda: problem.poet(False, block_size=problem.b),
+    }
+    ours |= {name: problem.only_on("cuda", build) for name, build in on_gpu.items()}
+    ours |= {name: problem.only_on("cpu", build) for name, build in on_cpu.items()}
     contenders = [
         Contender("nn.Linear", lambda: Layer(problem, problem.linear())),
         *(Contender(name, build, limit=LIMIT) for name, build in ours.items()),

@@ -53,6 +53,8 @@ ABLATION = (
     "--steps 800 --eval-every 100 --checkpoint-every 100"
 )
 STEP, POET_STEP = (f"{name} --dtype bfloat16 --rounds 5" for name in ("training_step", "poet_step"))
+LAYERS = "nn.Linear 'ours block' 'PEFT OFT (P alone)'"
+GRAPHS = "'nn.Linear, CUDA graph' 'ours block, CUDA graph' 'PEFT OFT, CUDA graph' 'nn.Linear, compiled' 'ours block, compiled'"
 FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt 'geoopt, medium' POGO"
 MUONS = "'torch Muon' 'Emerging-Optimizers Muon' 'Emerging-Optimizers Spel'"
 LARGE = "V=8192 V=32000 V=151936 V=2048 '4 x (' 'V=96 d' 'V=16 d'"
@@ -60,11 +62,13 @@ BILLION = "--preset poet-1.3b --tokens 4096 --sequence-length 512"
 LAST = "riemannian-step-slow"  # after the ablations, since a row takes minutes
 # Commands below benchmarks/, most important first.
 BENCHMARKS = {
-    "equivalence": "equivalence --dtype bfloat16 --rounds 10",
+    "equivalence": f"equivalence --dtype bfloat16 --rounds 10 --only {LAYERS} {GRAPHS}",
     "interface": "interface --dtype bfloat16 --rounds 10",
     "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {MUONS}",
     "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
     "maps": "maps --rounds 8",
+    # The official layer compiles for up to two minutes at each size.
+    "equivalence-official": f"equivalence --dtype bfloat16 --rows x40 --only {LAYERS} 'official POET'",
     "training-step-poet-60m": f"{STEP} --preset poet-60m --tokens 16384 --sequence-length 512 --compile",
     "poet-step-60m": f"{POET_STEP} --rows poet-60m --tokens 16384 --sequence-length 512 --compile",
     "training-step-pit-0.3b": f"{STEP} --preset pit-0.3b --tokens 8192 --sequence-length 1024 --compile",
