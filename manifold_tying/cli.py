@@ -11,28 +11,21 @@ from types import ModuleType
 
 from manifold_tying._extra import needs_extra
 
-# command: (configuration class, function), imported only when the command runs
 COMMANDS = {
-    "train": ("TrainConfig", "run_train"),
-    "ablate": ("AblateConfig", "run_ablate"),
-    "reproduce": ("ReproduceConfig", "run_reproduce"),
-    "report": ("ReportConfig", "run_report"),
-    "sample": ("SampleConfig", "run_sample"),
-    "convert": ("ConvertConfig", "run_convert"),
-    "export": ("ExportConfig", "run_export"),
-    "inspect": ("InspectConfig", "run_inspect"),
+    "train": "Train one model.",
+    "ablate": "Train several arms on the same data and compare them.",
+    "reproduce": "Run one of the papers' comparisons; needs a checkout.",
+    "report": "Draw the curves of ablations and runs on one page.",
+    "sample": "Continue a text with the model of a run.",
+    "convert": "Replace the tied tables of a transformers checkpoint with a PIT interface.",
+    "export": "Write a converted checkpoint as a stock one, or a run's weights as one file.",
+    "inspect": "Show a saved model's token interface.",
 }
-HELP = """\
+_LISTED = "\n".join(f"  {name:9}  {what}" for name, what in COMMANDS.items())
+HELP = f"""\
 usage: manifold-tying COMMAND [-h] ...
 
-  train      Train one model.
-  ablate     Train several arms on the same data and compare them.
-  reproduce  Run one of the papers' comparisons; needs a checkout.
-  report     Draw the curves of ablations and runs on one page.
-  sample     Continue a text with the model of a run.
-  convert    Replace the tied tables of a transformers checkpoint with a PIT interface.
-  export     Write a converted checkpoint as a stock one, or a run's weights as one file.
-  inspect    Show a saved model's token interface.
+{_LISTED}
 
 manifold-tying COMMAND --help lists a command's options.
 Models (--preset): bytes, nano and mini for a CPU; pit-0.3b, pit-0.6b, pit-1.2b; poet-60m, poet-130m, poet-350m, poet-1.3b;
@@ -68,16 +61,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(name: str, arguments: list[str]) -> None:
-    kind, function = COMMANDS[name]
+    """Run ``run_NAME`` with a ``NameConfig``; both are imported only here."""
     with needs_extra("train", "training and the command line need"):
         from rich.console import Console
 
         from manifold_tying.training.arguments import parsed
 
         command = _experiments() if name == "reproduce" else importlib.import_module("manifold_tying.training.commands")
-    config = parsed(getattr(command, kind), name, arguments)
+    config = parsed(getattr(command, f"{name.capitalize()}Config"), name, arguments)
     # No markup, because text contains user-chosen names: "[/x]" would raise an error, "[final]" would vanish.
-    getattr(command, function)(config, Console(markup=False, emoji=False))
+    getattr(command, f"run_{name}")(config, Console(markup=False, emoji=False))
 
 
 def _experiments() -> ModuleType:

@@ -1,5 +1,6 @@
 """Measure how well the embedding and the unembedding of a language model agree."""
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,9 +49,11 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _call(module: nn.Module, method: str) -> Any:
-    """The result of a method without arguments; None if the module lacks it."""
+    """The result of a method without arguments; None if the module lacks it, or has only transformers' placeholder."""
     found: Any = getattr(module, method, None)
-    return found() if callable(found) else None
+    with suppress(NotImplementedError):
+        return found() if callable(found) else None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from manifold_tying._json import read_object
 from manifold_tying._safetensors import DAMAGED, WHOLE, read_shapes, read_tensors, weight_map
+from manifold_tying.diagnostics.interface import embedding_and_head
 from manifold_tying.huggingface.folder import build_empty, read_config, recorded_mark
 from manifold_tying.tying import PIT, FreePIT
 
@@ -59,9 +60,7 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
     elif (folder / "config.json").exists():
         found = _of_hugging_face(folder)
     else:
-        raise ValueError(
-            f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or saved model"
-        )
+        raise ValueError(f"{folder} has neither checkpoints/, state.json nor config.json: expected a run or model")
     for name, table in zip(("E", "W_out"), found[0][:2], strict=True):
         if table.ndim != 2 or not table.is_floating_point() or not torch.isfinite(table).all():
             raise ValueError(
@@ -76,7 +75,9 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     if not (folder / WHOLE).exists() and any(folder.glob("shard-*")):
         tensors = _of_shards(folder, state)
     else:
-        tensors = _below(_OURS, folder, dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE))
+        where = dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE)
+        tensors = read_tensors(folder, where, [name for name in where if name.startswith(_OURS)])
+    tensors = {name.removeprefix(_OURS): tensor for name, tensor in tensors.items()}
     if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
         raise ValueError(
@@ -94,12 +95,6 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
         return SavedTables(tensors["embedding"], scale * tensors["head"].mT, f"{kind}, untied"), None
     pit = _pit(tensors, folder, config)
     return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
-
-
-def _below(prefix: str, folder: Path, where: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the tensors whose names start with the prefix; removes it from the names."""
-    names = [name for name in where if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(folder, where, names).items()}
 
 
 def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -120,7 +115,7 @@ def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
-    return {name.removeprefix(_OURS): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) -> PIT:
@@ -143,18 +138,17 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     config, converted = read_config(folder), recorded_mark(folder) is not None
     where = weight_map(folder)
+    has = _some(where)
     family = f"Hugging Face {config.get('model_type', 'model')}"
     embedding, head, tied = _table_names(folder, where)
     if embedding is None:
-        raise ValueError(f"no embedding table among the parameters of {folder}; it has {_some(where)}")
+        raise ValueError(f"no embedding table among the parameters of {folder}; it has {has}")
     E = read_tensors(folder, where, [embedding])[embedding]
     if E.ndim != 2:
         raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
     if converted:
         if not (head is None and tied):
-            raise ValueError(
-                f"config.json says that {folder} is converted, but it has two tables; it has {_some(where)}"
-            )
+            raise ValueError(f"config.json says that {folder} is converted, but it has two tables; it has {has}")
         pit = FreePIT.share(E)
         try:
             return SavedTables(*pit.materialize(), f"{family}, PIT"), pit
@@ -163,9 +157,7 @@ def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     if head is None and tied:
         return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
     if head is None:
-        raise ValueError(
-            f"config.json says that {folder} is untied, but it has no head; a shard may be missing: {_some(where)}"
-        )
+        raise ValueError(f"config.json says that {folder} is untied, but it has no head; a shard may be missing: {has}")
     table = read_tensors(folder, where, [head])[head]
     if table.shape != E.shape:
         raise ValueError(f"expected {head} to have {embedding}'s shape {tuple(E.shape)}, got {tuple(table.shape)}")
@@ -183,26 +175,16 @@ def _table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, st
     By what the model's class calls them.
     """
     model = build_empty(folder)
-    names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = _accessed(model, "input"), _accessed(model, "output")
-    if id(embedding) not in names or id(head) not in names:
-        raise ValueError(
-            f"expected a language model in {folder}, but {type(model).__name__} has no embedding or no head "
-            "(get_input_embeddings, get_output_embeddings)"
-        )
-    inside, outside = f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        inside, outside = (f"{names[module]}.weight" for module in embedding_and_head(model))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     pairs: Mapping[str, str] = model.all_tied_weights_keys
     source = pairs.get(inside, inside)
     tied = {source, *(target for target, of in pairs.items() if of == source)} - {inside}
     table, score = _stored(model, (inside, *sorted(tied)), where), _stored(model, (outside,), where)
     return table, None if score == table else score, outside in tied
-
-
-def _accessed(model: Any, side: str) -> Any:
-    try:
-        return getattr(model, f"get_{side}_embeddings")()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:

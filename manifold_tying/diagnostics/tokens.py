@@ -90,8 +90,7 @@ def _others(states: Tensor, table: Tensor, own: Tensor, k: int) -> Tensor:
 
 
 def _directions(rows: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return rows / torch.where(norms == 0, 1, norms)
+    return torch.nn.functional.normalize(rows, eps=1e-300)  # zero stays zero
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Save, load and export converted models."""
 
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,15 +12,47 @@ import torch
 from torch import Tensor
 
 from manifold_tying._safetensors import read_shapes, read_tensors, weight_map
-from manifold_tying.huggingface._import import import_transformers
-from manifold_tying.huggingface.files import write as write
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
-from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
+from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+
+
+def write(model: "PreTrainedModel", path: Path) -> None:
+    """``save_pretrained`` to a temporary folder, then replace the old files and remove stale shards.
+
+    The temporary folder is hidden inside ``path``, because files move only within a file system and ``path`` may be a mount.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder to write to, but {path} is a file")
+    new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
+    try:
+        model.save_pretrained(draft)
+        written = {file.name for file in draft.iterdir()}
+        if not any(draft.glob("model*.safetensors")):
+            raise ValueError(
+                f"expected {type(model).__name__}.save_pretrained to write model.safetensors, but it wrote "
+                f"{', '.join(sorted(written)) or 'nothing'}; {path} is unchanged"
+            )
+        for name in written:
+            os.replace(draft / name, path / name)
+        for pattern in _WEIGHTS:
+            for file in path.glob(pattern):
+                if file.name not in written:
+                    file.unlink()
+    finally:
+        shutil.rmtree(draft)
+        if new and not any(path.iterdir()):
+            path.rmdir()
 
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
@@ -80,16 +114,9 @@ def _check_table(model: "PreTrainedModel") -> None:
 
 
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
-    """Load a stock checkpoint in the class that its config.json names; no tensor is randomly initialized.
+    """Load a stock checkpoint as :func:`load` does a converted one; ValueError for a quantized or pickled one.
 
     Skips masks and modules that the class lacks, such as a pooler, with a warning.
-
-    Args:
-        folder: folder of the checkpoint.
-        options: as for :func:`load`.
-
-    Raises:
-        ValueError: the checkpoint is converted, quantized or pickled, or its parts disagree.
     """
     if recorded_mark(folder) is not None:
         raise ValueError(f"{folder} is already converted; export it first to convert it with other options")
@@ -156,9 +183,7 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
     check_adapters(model)
     pit_embedding(model)
     if getattr(model, "is_quantized", False):
-        raise ValueError(
-            f"expected a floating-point body, got {type(model).__name__} quantized; export the model before"
-        )
+        raise ValueError(f"expected a floating-point body, got {type(model).__name__} quantized; export it before")
     if away := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ValueError(
             f"expected the model in memory, but {', '.join(away)} are offloaded or on the meta device; load the model "

@@ -7,18 +7,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from manifold_tying.huggingface.native import is_built_again, mark, tie, unhooked
-from manifold_tying.huggingface.rotation import (
-    Rotation,
-    check_plain,
-    check_rotated,
-    even_gain,
-    logits_with_gain,
-    rotate_body,
-    rotation,
-)
+from manifold_tying.huggingface.rotation import check_plain, rotate, rotation
 from manifold_tying.huggingface.tables import Source, StockTables, is_called, read_tables, undisturbed
 from manifold_tying.tying import PIT, FreePIT, PITEmbedding, Transform
 
@@ -85,13 +77,12 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
             "cannot be converted and is unchanged"
         )
     if tables.untied:
-        warnings.warn(
-            f"{type(model).__name__} had two tables; kept the {source} table. Train the model again", stacklevel=2
-        )
+        warnings.warn(f"{type(model).__name__} had two tables; kept the {source} table. Train it again", stacklevel=2)
     if turned is None:
         _install(tables, W)
     else:
-        _rotate(model, tables, W, turned)
+        with undisturbed(model), _restored_on_error(tables):
+            rotate(model, turned, lambda: _install(tables, W))
     _own_config(model)
     mark(model.config, tables.scale, rotated=turned is not None)
     tie(model)
@@ -131,21 +122,6 @@ def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[No
             vars(embedding).update(attributes)  # hooks, too
             embedding.weight, head.weight = weights
             tables.weight.data = data
-
-
-def _rotate(model: "PreTrainedModel", tables: StockTables, W: Tensor, turned: Rotation) -> None:
-    """Install W and rotate the body; if the logits do not stay, restore both and raise ValueError."""
-    changes: list[tuple[nn.Parameter, Tensor]] = []
-    with undisturbed(model), _restored_on_error(tables):
-        reference = logits_with_gain(model, even_gain(turned))
-        _install(tables, W)
-        try:
-            rotate_body(model, turned, changes)
-            check_rotated(model, turned, reference)
-        except BaseException:
-            for parameter, data in reversed(changes):
-                parameter.data = data
-            raise
 
 
 def _own_config(model: "PreTrainedModel") -> None:

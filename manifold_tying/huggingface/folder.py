@@ -8,20 +8,17 @@ import torch
 
 from manifold_tying._json import read_object
 from manifold_tying._safetensors import DAMAGED
-from manifold_tying.huggingface._import import import_transformers
-from manifold_tying.huggingface.native import MARK, check_mark
+from manifold_tying.huggingface.native import MARK, check_mark, import_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"expected the folder of a transformers checkpoint, but {folder / 'config.json'} does not exist"
-        )
-    return read_object(folder / "config.json", DAMAGED)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"expected the folder of a transformers checkpoint, but {file} does not exist")
+    return read_object(file, DAMAGED)
 
 
 def recorded_mark(folder: Path) -> Mapping[str, Any] | None:
@@ -65,7 +62,6 @@ def read_transformers_config(folder: Path) -> Any:
 
 
 def build_empty(folder: Path) -> "PreTrainedModel":
-    """Build the stock model from config.json on the meta device."""
     kind, config = model_class(folder), read_transformers_config(folder)
     try:
         with torch.device("meta"):

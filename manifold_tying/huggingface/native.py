@@ -5,6 +5,7 @@ transformers builds from a marked config gets that class, in ``from_pretrained``
 """
 
 import copy
+import importlib
 import logging
 import math
 import sys
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from manifold_tying.huggingface._import import is_too_old
+from manifold_tying._extra import needs_extra
 from manifold_tying.tying import FreePIT, PITEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_OLDEST = 5  # major version of transformers; 4.x has neither `all_tied_weights_keys` nor dicts of tied names
 MARK = "manifold_tying"
 """The config's entry {"scale": factor of the embedding's result, "rotated": whether the residual stream was rotated}."""
 GUARD = {
@@ -31,6 +33,20 @@ GUARD = {
     "manifold_tying is imported. manifold-tying export writes a checkpoint for other programs.",
 }
 """The config's ``quantization_config``: without a method in it, transformers refuses the checkpoint."""
+
+
+def import_transformers() -> Any:
+    """The module transformers; ModuleNotFoundError if it is missing or too old."""
+    with needs_extra("huggingface", "Hugging Face models need"):
+        transformers = importlib.import_module("transformers")
+        if is_too_old(found := transformers.__version__):
+            raise ModuleNotFoundError(f"expected transformers >= {_OLDEST}.0, found {found}", name="transformers")
+    return transformers
+
+
+def is_too_old(version: str) -> bool:
+    major = version.partition(".")[0]
+    return major.isdigit() and int(major) < _OLDEST
 
 
 def mark(config: "PreTrainedConfig", scale: float, rotated: bool) -> None:
@@ -137,8 +153,11 @@ def tie(model: "PreTrainedModel") -> None:
     model.tie_weights(recompute_mapping=False)
 
 
-def adopt(model: "PreTrainedModel") -> None:
+def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any, kwargs: Any) -> None:
     """Give a newly built model with a marked config its embedding; parts without an embedding are left as they are."""
+    wrapped(*args, **kwargs)
+    if not hasattr(model.config, MARK):
+        return
     entry = check_mark(getattr(model.config, MARK))
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
@@ -168,12 +187,6 @@ def register() -> None:
         wrapt.wrap_function_wrapper(quantizers, "AutoHfQuantizer.supports_quant_method", _supports)
     except Exception:
         logging.getLogger(__name__).warning("Cannot register converted models with transformers.", exc_info=True)
-
-
-def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any, kwargs: Any) -> None:
-    wrapped(*args, **kwargs)
-    if hasattr(model.config, MARK):
-        adopt(model)
 
 
 def _save(wrapped: Callable[..., Any], model: "PreTrainedModel", args: Any, kwargs: Any) -> Any:

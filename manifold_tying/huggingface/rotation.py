@@ -1,5 +1,6 @@
 """Rotate the residual stream, and the learning rates that follow from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,21 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
     return Rotation(Q, (table.double() @ Q).to(table.dtype), squares, gain)
 
 
-def logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
+def rotate(model: "PreTrainedModel", by: Rotation, install: Callable[[], None]) -> None:
+    """Rotate the body, and ``install`` embedding and head; if the logits do not stay, restore the body and raise ValueError."""
+    before = {parameter: parameter.data for parameter in model.parameters()}
+    reference = _logits_with_gain(model, _even_gain(by))
+    install()
+    try:
+        _rotate_body(model, by)
+        _check_rotated(model, by, reference)
+    except BaseException:
+        for parameter, data in before.items():
+            parameter.data = data
+        raise
+
+
+def _logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
     """Logits on random tokens with ``gain`` in the final norm, in float64; ValueError if the model does not run on them."""
     final = final_norm(model).weight
     before = final.data
@@ -75,40 +90,36 @@ def logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
         final.data = before
 
 
-def check_rotated(model: "PreTrainedModel", by: Rotation, reference: Tensor) -> None:
+def _check_rotated(model: "PreTrainedModel", by: Rotation, reference: Tensor) -> None:
     """ValueError unless rotation preserved the logits, compared with an even gain, for which it is exact."""
-    error = logits_with_gain(model, by.squares * even_gain(by)) - reference
+    dtype, error = final_norm(model).weight.dtype, _logits_with_gain(model, by.squares * _even_gain(by)) - reference
     relative = float(error.norm() / reference.norm())
-    bound = BOUNDS.get(final_norm(model).weight.dtype, BOUNDS[torch.bfloat16])
+    bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
     if not relative <= bound:
         raise ValueError(
             f"expected transform='rotation' to change logits by at most {bound:g} (relative, on random tokens), got "
             f"{relative:.2g}: {type(model).__name__} uses the residual stream where it cannot be rotated, for instance "
             'between the final norm and the head. Choose transform="head" or "identity"'
         )
-    if not torch.isfinite(logits_with_gain(model, by.gain)).all():
-        raise ValueError(
-            f"transform='rotation' makes activations overflow {final_norm(model).weight.dtype}; convert in torch.bfloat16 or "
-            "torch.float32"
-        )
+    if not torch.isfinite(_logits_with_gain(model, by.gain)).all():
+        raise ValueError(f"transform='rotation' makes activations overflow {dtype}; convert in bfloat16 or float32")
 
 
-def even_gain(by: Rotation) -> float:
+def _even_gain(by: Rotation) -> float:
     """A scalar gain of about the true gain's size, so that the check runs in the same range."""
     return float(by.gain.abs().max() / by.squares.max())
 
 
 @torch.no_grad()
-def rotate_body(model: "PreTrainedModel", by: Rotation, changes: list[tuple[nn.Parameter, Tensor]]) -> None:
+def _rotate_body(model: "PreTrainedModel", by: Rotation) -> None:
     """Rotate all layers that read or write the residual stream; the caller replaces the embedding and head.
 
-    Appends every changed parameter with its old data to ``changes``. Embedding and head must be
-    ``PIT.from_embedding(by.table, transform="embedding")``; a head that used the table itself would be off by Λ².
+    Embedding and head must be ``PIT.from_embedding(by.table, transform="embedding")``; a head that used the table itself would
+    be off by Λ².
     """
     blocks, final = _parts(model)
 
     def change(parameter: nn.Parameter, value: Tensor) -> None:
-        changes.append((parameter, parameter.data))
         parameter.data = value.to(parameter.dtype)
 
     for block in blocks:
@@ -132,7 +143,7 @@ def final_norm(model: "PreTrainedModel") -> Any:
 
 
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
-    """The blocks and the final norm; ValueError for other names than Llama's. :func:`check_rotated` tests what they compute."""
+    """The blocks and the final norm; ValueError for other names than Llama's. :func:`_check_rotated` tests the rest."""
     body = getattr(model, model.base_model_prefix, None)
     blocks: Any = getattr(body, "layers", None)
     final = getattr(body, "norm", None)

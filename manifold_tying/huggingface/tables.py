@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from manifold_tying.huggingface._import import import_transformers
+from manifold_tying.huggingface.native import import_transformers
 from manifold_tying.tying import PITEmbedding
 
 if TYPE_CHECKING:
@@ -55,18 +55,12 @@ def check_adapters(model: "PreTrainedModel") -> None:
 
 
 def read_tables(model: "PreTrainedModel", source: Source | None = None) -> StockTables:
-    """Read the tables of a stock model; ValueError with the reason if it cannot be converted.
+    """Read the tables of a stock model, tied or with a ``source``; ValueError with the reason if it cannot be converted.
 
     Ignores module names: runs the embedding on a small table instead.
-
-    Args:
-        model: a model with an embedding and a head, tied unless ``source`` is given.
-        source: which of two untied tables to keep.
     """
     if source is not None and source not in get_args(Source):
-        raise ValueError(
-            f"unknown source {source!r}; choose one of {', '.join(get_args(Source))}, or None for a tied model"
-        )
+        raise ValueError(f"unknown source {source!r}; choose {', '.join(get_args(Source))}, or None for a tied model")
     check_model(model)
     kind = type(model).__name__
     try:
@@ -204,7 +198,6 @@ def _examples(model: "PreTrainedModel") -> Iterator[dict[str, Any]]:
 
 
 def _is_finite(model: "PreTrainedModel", inputs: dict[str, Any]) -> bool:
-    """Whether the model runs on these inputs and no floating-point output has NaN."""
     try:
         found = model(**inputs)
     except Exception:

@@ -1,7 +1,8 @@
 """Configuration of the reference model, and presets: the two papers' architectures and three small ones for CPUs."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from manifold_tying import precision
 
@@ -68,47 +69,21 @@ class LlamaConfig:
             )
 
 
-def _pit(d: int, layers: int, heads: int, kv_heads: int, intermediate: int, head_dim: int = 64) -> LlamaConfig:
-    """A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, because the paper counts "scale and shift"."""
-    return LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=d,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        norm="layernorm",
-        parallel_block=True,
-        gated_attention=True,
-    )
+def _sized(*sizes: int, **options: Any) -> LlamaConfig:
+    """A config from its sizes, in the order of ``_SIZES``."""
+    named: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    return LlamaConfig(**named, **options)
+
+
+# PIT's architecture at CPU size, with RMSNorm; the mlp is 8/3 d wide, rounded up to a multiple of 64.
+_small = partial(_sized, parallel_block=True, gated_attention=True)
+# A row of PIT's Table 3: parallel block, gated GQA, SwiGLU, and LayerNorm, because the paper counts "scale and shift".
+_pit = partial(_small, 32_000, head_dim=64, norm="layernorm")
 
 
 def _poet(d: int, layers: int, heads: int, intermediate: int) -> LlamaConfig:
     """A column of POET's Table 8: a plain Llama without GQA; eps as in the GaLore configurations POET builds on."""
-    return LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=d,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        intermediate_size=intermediate,
-        norm_eps=1e-6,
-    )
-
-
-def _small(vocab: int, d: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> LlamaConfig:
-    """PIT's architecture at CPU size, with RMSNorm; the mlp is 8/3 d wide, rounded up to a multiple of 64."""
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=d,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate,
-        parallel_block=True,
-        gated_attention=True,
-    )
+    return _sized(32_000, d, layers, heads, heads, intermediate, norm_eps=1e-6)
 
 
 PRESETS: dict[str, LlamaConfig] = {

@@ -53,11 +53,10 @@ def _hidden(interface: TokenInterface, draw: Draw, shape: tuple[int, ...]) -> Te
 def _tables_have_their_shapes(subject: Subject, draw: Draw) -> None:
     interface = subject.moved(draw)
     E, W_out = interface.materialize()
-    expected = (interface.vocab_size, interface.hidden_size)
-    if (tuple(E.shape), tuple(W_out.shape)) != (expected, expected[::-1]):
-        raise AssertionError(
-            f"expected E {expected} and W_out {expected[::-1]}, got {tuple(E.shape)}, {tuple(W_out.shape)}"
-        )
+    V, d = interface.vocab_size, interface.hidden_size
+    if (E.shape, W_out.shape) != ((V, d), (d, V)):
+        found = f"{tuple(E.shape)}, {tuple(W_out.shape)}"
+        raise AssertionError(f"expected E {(V, d)} and W_out {(d, V)}, got {found}")
     if E.requires_grad or W_out.requires_grad:
         raise AssertionError("materialize() returns tables with requires_grad")
 

@@ -1,6 +1,5 @@
 """The contract of a manifold."""
 
-import functools
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,11 +17,7 @@ from manifold_tying.testing._manifold_subject import (
     assert_on_manifold,
     assert_tangent,
     close,
-    event,
     implemented,
-    inner,
-    metric_condition,
-    projected,
     require_near,
 )
 from manifold_tying.testing._moves import MOVE_LAWS
@@ -31,12 +26,12 @@ from manifold_tying.testing._strategies import BATCHES, SEEDS, ambient, points, 
 
 def _projection_lands(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
-    assert_on_manifold(subject.manifold, projected(subject, x + draw(st.sampled_from([0.1, 1e-6, 0.5]), "factor") * v))
+    assert_on_manifold(subject.manifold, subject.projected(x + draw(st.sampled_from([0.1, 1e-6, 0.5]), "factor") * v))
 
 
 def _projection_keeps(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
-    y = projected(subject, x + 0.3 * v)
+    y = subject.projected(x + 0.3 * v)
     close(subject.manifold.projx(x), x, "projx(x) - x")
     close(subject.manifold.projx(y), y, "projx(projx(y)) - projx(y)")
 
@@ -44,10 +39,10 @@ def _projection_keeps(subject: Subject, draw: Draw) -> None:
 def _projection_is_nearest(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     outside = x + 0.1 * v
-    nearest = projected(subject, outside)
+    nearest = subject.projected(outside)
 
     def distance(y: Tensor) -> Tensor:
-        return (outside - y).square().sum(event(subject)).sqrt()
+        return (outside - y).square().sum(subject.event()).sqrt()
 
     tangents = [subject.tangent(draw, nearest, size) for size in (0.3, 1e-2)]
     downhill = subject.manifold.proju(nearest, outside - nearest)
@@ -70,7 +65,7 @@ def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
     """The derivatives of projx at x are the tangent vectors, whatever proju says."""
     x, v = subject.draw(draw)
     h = 1e-5
-    u = (projected(subject, x + h * v) - projected(subject, x - h * v)) / (2 * h)
+    u = (subject.projected(x + h * v) - subject.projected(x - h * v)) / (2 * h)
     require_near(subject.manifold.proju(x, u), u, 1e-5, "proju(x, u) - u for a derivative u of projx at x")
 
 
@@ -78,26 +73,26 @@ def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
     normal = v - subject.manifold.proju(x, v)
-    product = inner(subject, x, normal, u)
-    close(product, torch.zeros_like(product), "<v - proju(x, v), u>", metric_condition(subject, x))
+    product = subject.inner(x, normal, u)
+    close(product, torch.zeros_like(product), "<v - proju(x, v), u>", subject.metric_condition(x))
 
 
 def _gradient_is_for_the_metric(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
-    product = inner(subject, x, subject.manifold.egrad2rgrad(x, v), u)
-    close(product, (v * u).sum(event(subject)), "<egrad2rgrad(x, v), u>_x - tr vᵀu", metric_condition(subject, x))
+    product = subject.inner(x, subject.manifold.egrad2rgrad(x, v), u)
+    close(product, (v * u).sum(subject.event()), "<egrad2rgrad(x, v), u>_x - tr vᵀu", subject.metric_condition(x))
 
 
 def _inner_is_a_metric(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
     u, v, w = (subject.tangent(draw, x) for _ in range(3))
-    product, condition = functools.partial(inner, subject), metric_condition(subject, x)
+    product, condition = subject.inner, subject.metric_condition(x)
     close(product(x, u, v), product(x, v, u), "<u, v> - <v, u>", condition)
     separate = product(x, u, v) + 2 * product(x, w, v)
     close(product(x, u + 2 * w, v), separate, "<u + 2w, v> - <u, v> - 2<w, v>", condition)
     close(product(x, u), product(x, u, u), "<u> - <u, u>", condition)
-    lengths, moved = product(x, u), u.abs().amax(event(subject)) > 1e-6
+    lengths, moved = product(x, u), u.abs().amax(subject.event()) > 1e-6
     if (lengths[moved] <= 0).any() or (lengths < -1e-12).any():
         raise AssertionError(f"<u, u> is {lengths.min().item():.3g} for a tangent u that is not 0")
 
@@ -107,11 +102,11 @@ def _batch_is_its_elements(subject: Subject, draw: Draw) -> None:
     v = draw(ambient((3, *subject.shape), device=subject.device), "ambient vectors")
     u = subject.manifold.proju(x, v)
     maps: dict[str, Callable[..., Tensor]] = {
-        "projx": lambda x, u, v: projected(subject, x + 0.01 * v),
+        "projx": lambda x, u, v: subject.projected(x + 0.01 * v),
         "proju": lambda x, u, v: subject.manifold.proju(x, v),
         "egrad2rgrad": lambda x, u, v: subject.manifold.egrad2rgrad(x, v),
         "retr": lambda x, u, v: subject.manifold.retr(x, 0.3 * u),
-        "inner": lambda x, u, v: inner(subject, x, u, u),
+        "inner": lambda x, u, v: subject.inner(x, u, u),
     }
     for name, function in maps.items():
         together, alone = function(x, u, v), torch.stack([function(*one) for one in zip(x, u, v, strict=True)])

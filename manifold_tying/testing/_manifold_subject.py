@@ -38,6 +38,35 @@ class Subject:
     def tangent(self, draw: Draw, x: Tensor, size: float = 1.0) -> Tensor:
         return draw(tangent_vectors(self.manifold, x, size=size), "tangent vector")
 
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
+        product = self.manifold.inner(x, u, v)
+        found, batch = tuple(product.shape), tuple(x.shape[: -len(self.shape)])
+        if found != batch:
+            raise AssertionError(f"inner of points {tuple(x.shape)} has the shape {found}, not {batch}")
+        return product
+
+    def projected(self, outside: Tensor) -> Tensor:
+        """projx; it may raise ValueError if no nearest point exists, e.g. for -1 and positive definite matrices."""
+        try:
+            return self.manifold.projx(outside)
+        except ValueError:
+            raise NotApplicable from None
+
+    def event(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.shape), 0))
+
+    def unit_vector(self, draw: Draw, x: Tensor) -> Tensor:
+        """A tangent vector of length 1 in the metric, shortened until no entry exceeds 1."""
+        v = draw(ambient(tuple(x.shape), dtype=x.dtype, device=x.device), "ambient vector")
+        u = unit(self.manifold, x, self.manifold.proju(x, v))
+        return u / u.abs().max().clamp_min(1.0)
+
+    def metric_condition(self, x: Tensor) -> float:
+        """Error amplification of the metric: the squared condition number of a matrix, the conformal factor of a vector."""
+        if len(self.shape) < 2:
+            return 1 / max(1e-6, float((1 - x.square().sum(-1)).abs().min())) ** 2
+        return float(torch.linalg.cond(x.detach()).max()) ** 2
+
 
 def assert_on_manifold(manifold: geoopt.Manifold, x: Tensor) -> None:
     """The manifold's own point check passes with a tolerance of 1000 times :func:`rounding`."""
@@ -57,42 +86,6 @@ def assert_tangent(manifold: geoopt.Manifold, x: Tensor, u: Tensor) -> None:
 
 def _allowed(x: Tensor) -> float:
     return rounding(x.dtype, max(x.shape[-2:], default=1), CHAIN)
-
-
-def inner(subject: Subject, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-    product, batch = subject.manifold.inner(x, u, v), x.shape[: -len(subject.shape)]
-    if product.shape != batch:
-        raise AssertionError(
-            f"inner of points {tuple(x.shape)} has the shape {tuple(product.shape)}, not {tuple(batch)}"
-        )
-    return product
-
-
-def projected(subject: Subject, outside: Tensor) -> Tensor:
-    """projx; it may raise ValueError if no nearest point exists, e.g. for -1 and positive definite matrices."""
-    try:
-        return subject.manifold.projx(outside)
-    except ValueError:
-        raise NotApplicable from None
-
-
-def event(subject: Subject) -> tuple[int, ...]:
-    return tuple(range(-len(subject.shape), 0))
-
-
-def unit_vector(subject: Subject, draw: Draw, x: Tensor) -> Tensor:
-    """A tangent vector of length 1 in the metric, shortened until no entry exceeds 1."""
-    v = draw(ambient(tuple(x.shape), dtype=x.dtype, device=x.device), "ambient vector")
-    u = subject.manifold.proju(x, v)
-    u = unit(subject.manifold, x, u)
-    return u / u.abs().max().clamp_min(1.0)
-
-
-def metric_condition(subject: Subject, x: Tensor) -> float:
-    """Error amplification of the metric: the squared condition number of a matrix, the conformal factor of a vector."""
-    if len(subject.shape) < 2:
-        return 1 / max(1e-6, float((1 - x.square().sum(-1)).abs().min())) ** 2
-    return float(torch.linalg.cond(x.detach()).max()) ** 2
 
 
 def implemented(method: Callable[..., Tensor]) -> Callable[..., Tensor]:

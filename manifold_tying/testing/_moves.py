@@ -1,6 +1,6 @@
 """Laws of the maps that move points and vectors: retractions, geodesics and transport."""
 
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from manifold_tying.testing._manifold_subject import (
     assert_tangent,
     close,
     implemented,
-    metric_condition,
     require_near,
-    unit_vector,
 )
 
 LENGTHS = (1.0, 0.0, 1e-9, 0.1, 3.0, 1e4)  # of tangent vectors passed to retr
@@ -24,7 +22,7 @@ LENGTHS = (1.0, 0.0, 1e-9, 0.1, 3.0, 1e4)  # of tangent vectors passed to retr
 
 def _retraction_lands(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
-    u = draw(st.sampled_from(LENGTHS), "length") * unit_vector(subject, draw, x)
+    u = draw(st.sampled_from(LENGTHS), "length") * subject.unit_vector(draw, x)
     assert_on_manifold(subject.manifold, subject.manifold.retr(x, u))
 
 
@@ -33,25 +31,17 @@ def _retraction_starts_at_the_point(subject: Subject, draw: Draw) -> None:
     close(subject.manifold.retr(x, torch.zeros_like(x)), x, "retr(x, 0) - x")
 
 
-def _retraction_moves_along(subject: Subject, draw: Draw) -> None:
-    _moves_along(subject, draw, subject.manifold.retr, "retr")
-
-
-def _geodesic_moves_along(subject: Subject, draw: Draw) -> None:
-    _moves_along(subject, draw, implemented(subject.manifold.expmap), "expmap")
-
-
-def _moves_along(subject: Subject, draw: Draw, move: Callable[[Tensor, Tensor], Tensor], name: str) -> None:
+def _moves_along(name: str, subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
-    u, h = unit_vector(subject, draw, x), 1e-4
+    u, h, move = subject.unit_vector(draw, x), 1e-4, implemented(getattr(subject.manifold, name))
     difference = (move(x, h * u) - move(x, -h * u)) / (2 * h)
     require_near(difference, u, 1e-5, f"the derivative of {name}(x, t u) at t = 0, minus u,")
 
 
 def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
-    u = draw(st.sampled_from([0.0, 0.3]), "length") * unit_vector(subject, draw, x)
-    direction = unit_vector(subject, draw, x)
+    u = draw(st.sampled_from([0.0, 0.3]), "length") * subject.unit_vector(draw, x)
+    direction = subject.unit_vector(draw, x)
     leaf, h = u.clone().requires_grad_(), 1e-5
     (subject.manifold.retr(x, leaf) * v).sum().backward()
     if leaf.grad is None:
@@ -64,7 +54,7 @@ def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
 def _retraction_has_its_order(subject: Subject, draw: Draw) -> None:
     expmap = implemented(subject.manifold.expmap)
     x, _ = subject.draw(draw)
-    u = unit_vector(subject, draw, x)
+    u = subject.unit_vector(draw, x)
     times = np.logspace(-2.5, -1.5, 5)
     errors = [(subject.manifold.retr(x, t * u) - expmap(x, t * u)).abs().max().item() for t in times]
     if max(errors) < 1e-12:
@@ -80,7 +70,7 @@ def _retraction_has_its_order(subject: Subject, draw: Draw) -> None:
 def _logarithm_inverts(subject: Subject, draw: Draw) -> None:
     logmap, expmap = implemented(subject.manifold.logmap), implemented(subject.manifold.expmap)
     x, _ = subject.draw(draw)
-    u = 0.5 * unit_vector(subject, draw, x)
+    u = 0.5 * subject.unit_vector(draw, x)
     require_near(logmap(x, expmap(x, u)), u, 1e-6, "logmap(x, expmap(x, u)) - u")
 
 
@@ -98,21 +88,21 @@ def _transport_is_linear(subject: Subject, draw: Draw) -> None:
 def _transport_in_place_is_nothing(subject: Subject, draw: Draw) -> None:
     x, _ = subject.draw(draw)
     u = subject.tangent(draw, x)
-    close(implemented(subject.manifold.transp)(x, x, u), u, "transp(x, x, u) - u", metric_condition(subject, x))
+    close(implemented(subject.manifold.transp)(x, x, u), u, "transp(x, x, u) - u", subject.metric_condition(x))
 
 
 def _transported(subject: Subject, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     x, _ = subject.draw(draw)
-    return x, subject.manifold.retr(x, 0.7 * unit_vector(subject, draw, x)), subject.tangent(draw, x)
+    return x, subject.manifold.retr(x, 0.7 * subject.unit_vector(draw, x)), subject.tangent(draw, x)
 
 
 MOVE_LAWS: tuple[Law[Subject], ...] = (
     Law("retr lands on the manifold", _retraction_lands),
     Law("retr(x, 0) is x", _retraction_starts_at_the_point),
-    Law("retr moves along the vector", _retraction_moves_along),
+    Law("retr moves along the vector", partial(_moves_along, "retr")),
     Law("retr has its order", _retraction_has_its_order),
     Law("retr has a gradient", _retraction_has_a_gradient),
-    Law("expmap moves along the vector", _geodesic_moves_along),
+    Law("expmap moves along the vector", partial(_moves_along, "expmap")),
     Law("logmap inverts expmap", _logarithm_inverts),
     Law("transp gives tangent vectors", _transport_is_tangent),
     Law("transp is linear", _transport_is_linear),

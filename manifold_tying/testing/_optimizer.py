@@ -38,7 +38,6 @@ class Subject:
         return self.over(found)
 
     def over(self, found: Sequence[Tensor]) -> tuple[list[geoopt.ManifoldParameter], Optimizer]:
-        """Copies of these points, and their optimizer."""
         params = [geoopt.ManifoldParameter(x.clone(), manifold=self.manifold) for x in found]
         return params, self.make(params)
 
@@ -118,9 +117,8 @@ def _converges(subject: Subject, draw: Draw) -> None:
     """Minimize ‖x - y‖² over the manifold from a point near y, with a learning rate that falls to zero."""
     seed = draw(SEEDS, "seed of the points")
     target = random_point(subject.manifold, subject.shape, seed, torch.float64, None)
-    u = unit(
-        subject.manifold, target, subject.manifold.proju(target, draw(ambient(subject.shape), "direction of the start"))
-    )
+    direction = draw(ambient(subject.shape), "direction of the start")
+    u = unit(subject.manifold, target, subject.manifold.proju(target, direction))
     start = subject.manifold.retr(target, 0.2 * u)
     before = (start - target).norm()
     if before < 1e-6:  # St(1, 1)

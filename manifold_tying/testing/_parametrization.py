@@ -55,7 +55,6 @@ class Subject:
         return module
 
     def assignable(self, draw: Draw) -> nn.Module:
-        """Like moved(), if the weight can be assigned."""
         module = self.moved(draw)
         if not all(hasattr(part, "right_inverse") for part in parametrized(module)[self.name]):
             raise NotApplicable
@@ -66,7 +65,6 @@ class Subject:
         return getattr(module, self.name).detach().clone()
 
     def check_weight(self, module: nn.Module) -> None:
-        """Raise if the weight violates the constraint."""
         if self.holds is None:
             raise NotApplicable
         self.holds(self.weight(module))

@@ -8,6 +8,7 @@ from typing import Any
 import geoopt
 import torch
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 from torch import Tensor, nn
 
 from manifold_tying.linalg import polar
@@ -18,13 +19,10 @@ SEEDS = st.integers(0, 2**31 - 1)
 BATCHES: Sequence[tuple[int, ...]] = ((), (1,), (3,), (2, 2))
 
 
-def tall_shapes(
-    *, max_columns: int = 8, max_extra: int = 12, batched: bool = True
-) -> st.SearchStrategy[tuple[int, ...]]:
+def tall_shapes(*, max_columns: int = 8, max_extra: int = 12) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes (..., n, p) with 1 <= p <= max_columns and p <= n <= p + max_extra."""
-    batches = st.sampled_from(BATCHES if batched else BATCHES[:1])
     sizes = st.tuples(st.integers(1, max_columns), st.integers(0, max_extra))
-    return st.builds(lambda batch, size: (*batch, sum(size), size[0]), batches, sizes)
+    return st.builds(lambda batch, size: (*batch, sum(size), size[0]), st.sampled_from(BATCHES), sizes)
 
 
 @st.composite
@@ -73,12 +71,8 @@ def skew_vectors(draw: Any, b: int, *, scale: float = 1.0, dtype: torch.dtype = 
 
 def token_ids(vocab_size: int, *, max_dims: int = 2, max_side: int = 5) -> st.SearchStrategy[Tensor]:
     """int64 ids below vocab_size, of 0 to ``max_dims`` dimensions; some are empty."""
-    shapes = st.lists(st.integers(0, max_side), max_size=max_dims)
-    return shapes.flatmap(
-        lambda shape: st.lists(
-            st.integers(0, vocab_size - 1), min_size=math.prod(shape), max_size=math.prod(shape)
-        ).map(lambda ids: torch.tensor(ids, dtype=torch.int64).view(shape))
-    )
+    shapes = array_shapes(min_dims=0, max_dims=max_dims, min_side=0, max_side=max_side)
+    return arrays("int64", shapes, elements=st.integers(0, vocab_size - 1)).map(torch.from_numpy)
 
 
 @st.composite
@@ -186,6 +180,5 @@ def token_interfaces(draw: Any, *, vocab_size: int = 11, hidden_size: int = 4) -
             return PIT(vocab_size, hidden_size, memory=memory)
         U, H = polar(torch.randn(vocab_size, hidden_size))
         table = U @ (H + 0.5 * torch.eye(hidden_size))  # well-conditioned enough for float32
-        return PIT.from_embedding(
-            table, memory=memory, transform=draw(st.sampled_from(["identity", "head", "embedding"]))
-        )
+        transform = draw(st.sampled_from(["identity", "head", "embedding"]))
+        return PIT.from_embedding(table, memory=memory, transform=transform)

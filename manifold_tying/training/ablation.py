@@ -12,15 +12,7 @@ import torch
 
 from manifold_tying._json import read_object
 from manifold_tying.training.arms import ARMS, BODIES, parse_arm, run_folder
-from manifold_tying.training.config import (
-    CORPUS,
-    POET_SETTINGS,
-    Settings,
-    TrainConfig,
-    differing,
-    other_text,
-    unused_settings,
-)
+from manifold_tying.training.config import CORPUS, POET_SETTINGS, Settings, TrainConfig, check_same, unused_settings
 from manifold_tying.training.files import check_writable, locked, read_own, write_atomic, writing_to
 from manifold_tying.training.loop import Diverged, Observer, train
 from manifold_tying.training.machine import called_as, machine
@@ -70,9 +62,7 @@ class AblateConfig:
         size = self.settings.tokens_per_step
         counts = budgets_of(self.tokens, size)
         if self.settings.steps != Settings.steps:
-            raise ValueError(
-                f"expected steps or tokens, got both: {self.settings.steps} and {self.tokens}; leave one out"
-            )
+            raise ValueError(f"expected steps or tokens, got both: {self.settings.steps} and {self.tokens}; drop one")
         settings = {count: dataclasses.replace(self.settings, steps=round(count / size)) for count in counts}
         return [
             dataclasses.replace(self, out=self.out / f"tokens-{count}", tokens=None, settings=settings[count])
@@ -107,7 +97,6 @@ def budgets_of(tokens: str, least: int) -> list[int]:
 
 
 def _check_different(arms: Mapping[str, TrainConfig]) -> None:
-    """Raises ValueError if two arms would train the same model."""
     first: dict[str, str] = {}
     for name, run in arms.items():
         unused = unused_settings(run.interface, run.settings)
@@ -197,12 +186,7 @@ def check_folder(run: TrainConfig, corpus: Mapping[str, Any] | None = None) -> N
     if path.exists():
         saved = read_object(path, "restore it, or choose another --out")
         current = json.loads(json.dumps({**run.as_json(), CORPUS: corpus}))
-        names = differing(saved, current)
-        if names == [CORPUS]:
-            raise ValueError(other_text(str(run.out), saved, current))
-        if names:
-            listed = ", ".join(f"{name} (saved {saved.get(name)}, now {current.get(name)})" for name in names)
-            raise ValueError(f"{run.out} holds a run with another {listed}; choose another --out")
+        check_same(str(run.out), "holds a run with another", saved, current)
 
 
 def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = None) -> list[dict[str, Any]]:

@@ -14,12 +14,7 @@ _Sections = make_dataclass("_Sections", _SECTIONS, frozen=True, kw_only=True)
 
 
 def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
-    """Parse the configuration of a command.
-
-    Raises:
-        SystemExit: after --help, or if an argument has the wrong type.
-        ValueError: a value is invalid.
-    """
+    """Parse the configuration of a command. SystemExit after --help or for a wrong type, ValueError for a wrong value."""
     names = [field.name for field in fields(kind)]
     # tyro would print a ValueError in a box, under a name that the user never wrote, so we validate after it.
     unchecked = make_dataclass(

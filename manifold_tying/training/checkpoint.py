@@ -20,28 +20,19 @@ from torch import Tensor, nn
 from manifold_tying import distributed
 from manifold_tying._json import parsed, read_bytes
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
-from manifold_tying.training.config import CORPUS, differing, other_text
+from manifold_tying.training.config import check_same
 from manifold_tying.training.files import Damaged, digest
 from manifold_tying.training.probes import Probes
-from manifold_tying.training.processes import Processes
+from manifold_tying.training.processes import ALONE, Processes
 
 FORMAT = 3
 FOLDER = "checkpoints"
 STATE = "state.json"
-_ALONE = Processes()
 
 
 def checkpoints(run: str | Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     return sorted((Path(run) / FOLDER).glob("step-*"))
-
-
-def find_checkpoint(run: Path, name: str) -> Path:
-    """The checkpoint with this name; a ValueError lists the existing ones."""
-    existing = {path.name: path for path in checkpoints(run)}
-    if name not in existing:
-        raise ValueError(f"{run} has no checkpoint {name!r}; available: {', '.join(existing) or 'none'}")
-    return existing[name]
 
 
 def set_newer_aside(path: Path) -> None:
@@ -67,7 +58,7 @@ def load_checkpoint(
     *,
     schedule: MergeSchedule | None = None,
     probes: Probes | None = None,
-    processes: Processes = _ALONE,
+    processes: Processes = ALONE,
 ) -> int:
     """Load a checkpoint into the model and the other objects given, and return its step.
 
@@ -102,9 +93,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{STATE} cannot be read ({error})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         got = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"checkpoint {path} has format {got!r}, this version reads format {FORMAT}; use the version that wrote it"
-        )
+        raise ValueError(f"checkpoint {path} has format {got!r}, expected {FORMAT}; use the version that wrote it")
     unchanged = json.dumps(state, indent=1) == text  # the digest of the values would miss changed formatting
     if state.pop("digest", None) != digest_of_state(state) or not unchanged:
         raise _damaged(path, f"{STATE} was changed")
@@ -116,7 +105,7 @@ def digest_of_state(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _ALONE) -> None:
+def check_files(path: Path, state: Mapping[str, Any], processes: Processes = ALONE) -> None:
     """Raise Damaged unless every file has its recorded digest; the ranks divide the files among them."""
     existing = {file.name for file in path.glob("*.safetensors")}
     if extra := existing - set(state["files"]):
@@ -130,12 +119,7 @@ def check_files(path: Path, state: Mapping[str, Any], processes: Processes = _AL
 
 def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) -> dict[str, Any]:
     state = read_state(path)
-    different = differing(state["config"], config)
-    if different == [CORPUS]:
-        raise ValueError(other_text(f"checkpoint {path}", state["config"], config))
-    if different:
-        details = ", ".join(f"{k} (saved {state['config'].get(k)!r}, now {config.get(k)!r})" for k in different)
-        raise ValueError(f"checkpoint {path} has another configuration: {details}. Use its settings, or another folder")
+    check_same(f"checkpoint {path}", "has another configuration:", state["config"], config)
     check_files(path, state, processes)
     return state
 

@@ -152,15 +152,11 @@ class ExportConfig:
 
 def run_convert(config: ConvertConfig, console: Console) -> None:
     if any((config.model / name).is_file() for name in (METRICS, STATE)):
-        raise ValueError(
-            f"{config.model} is a run of train or ablate; convert takes transformers checkpoints, use export for runs"
-        )
+        raise ValueError(f"{config.model} is a run of train or ablate, no transformers checkpoint; use export for runs")
     model = load_stock(config.model)
     _check_out(config.model, config.out)
     if (config.out / "config.json").exists() and recorded_mark(config.out) is None:
-        raise ValueError(
-            f"{config.out} already holds a model that is not converted; choose another folder, or delete it"
-        )
+        raise ValueError(f"{config.out} already holds a model that is not converted; choose another, or delete it")
     convert(model, transform=config.transform, source=config.source)
     save(model, config.out)
     _copy_rest(config.model, config.out)
@@ -170,9 +166,7 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
 def run_export(config: ExportConfig, console: Console) -> None:
     _check_out(config.model, config.out)
     if found := [name for name in ("config.json", "model.safetensors") if (config.out / name).exists()]:
-        raise ValueError(
-            f"{config.out} already holds a model ({', '.join(found)}); choose another folder, or delete it"
-        )
+        raise ValueError(f"{config.out} already holds a model ({', '.join(found)}); choose another, or delete it")
     saved = [config.model] if (config.model / STATE).exists() else checkpoints(config.model)
     if saved or (config.model / METRICS).exists():
         saved_interface(config.model)  # raises before anything is written
@@ -202,9 +196,6 @@ def _copy_rest(model: Path, out: Path) -> None:
         shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
 
 
-WARNING = "warning"
-
-
 @dataclass(frozen=True)
 class InspectConfig:
     """Show size, tying, conditioning and consistency of a saved model's token interface, from its safetensors only."""
@@ -218,18 +209,16 @@ def run_inspect(config: InspectConfig, console: Console) -> None:
 
 
 def interface_summary(path: Path) -> Table:
-    """The table that inspect prints."""
-    numbers = interface_numbers(path)
-    table = Table(title=Text(str(path)), show_header=False, caption_justify="left")
-    for label, value, note in numbers:
-        if label != WARNING:
-            table.add_row(label, value, note)
-    table.caption = Text("\n".join(f"Warning: {note}." for label, _, note in numbers if label == WARNING))
+    numbers, warnings = interface_numbers(path)
+    caption = Text("\n".join(f"Warning: {text}." for text in warnings))
+    table = Table(title=Text(str(path)), show_header=False, caption=caption, caption_justify="left")
+    for row in numbers:
+        table.add_row(*row)
     return table
 
 
-def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
-    """(label, value, explanation) for each row of the summary of a saved model's token interface."""
+def interface_numbers(path: Path) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """(label, value, explanation) for each row of the summary of a saved model's token interface, and warnings."""
     (E, W_out, description), pit = saved_interface(path)
     V, d = E.shape
     squares = [_squared_singular_values(table) for table in (E, W_out.mT)]
@@ -246,10 +235,8 @@ def interface_numbers(path: Path) -> list[tuple[str, str, str]]:
         numbers.append(("defect", f"{diagnostics.defect(pit.memory.detach()).item():.1e}", "‖ZᵀZ - I‖ / √d"))
     consistency = diagnostics.interface_consistency(E, W_out)
     numbers += [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
-    if pit is not None:
-        measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti}
-        numbers += [(WARNING, "", text) for text in health_warnings(measured).values()]
-    return numbers
+    measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti} if pit is not None else {}
+    return numbers, list(health_warnings(measured).values())
 
 
 def _squared_singular_values(table: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from manifold_tying._safetensors import weight_map
 from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark
@@ -53,11 +53,8 @@ class Settings(  # a dataclass lists the fields of its last base first
         if self.init_from is None:
             if given := self.changed(names_of(sections.Checkpoint)):
                 raise ValueError(f"{given} needs init_from, the folder of the checkpoint to continue from")
-        else:
-            if given := self.changed((*names_of(sections.Model), "table_std", "input_gradient_scale", "logit_scale")):
-                raise ValueError(
-                    f"{given} cannot be set with init_from: the checkpoint defines shape, tables and body. Leave it out"
-                )
+        elif given := self.changed((*names_of(sections.Model), "table_std", "input_gradient_scale", "logit_scale")):
+            raise ValueError(f"{given} cannot be set with init_from, which fixes shape, tables and body. Leave it out")
 
     def changed(self, names: tuple[str, ...]) -> str:
         """The names whose values are not the defaults, comma-separated."""
@@ -94,7 +91,6 @@ _TYPES = get_type_hints(Settings, include_extras=True)
 
 
 def names_of(section: type) -> tuple[str, ...]:
-    """The names of a section's settings."""
     return tuple(field.name for field in dataclasses.fields(section))
 
 
@@ -163,21 +159,13 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     return names if pit else names | {"init_transform"}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a checkpoint, read without its weights.
-
-    Attributes:
-        vocab_size: V.
-        hidden_size: d.
-        max_positions: the longest sequence; None without a limit.
-        mark: what a converted checkpoint records, see ``huggingface.native``; None for a stock one.
-    """
+class Shape(NamedTuple):
+    """Sizes of a checkpoint, read without its weights."""
 
     vocab_size: int
     hidden_size: int
-    max_positions: int | None
-    mark: Mapping[str, Any] | None
+    max_positions: int | None  # the longest sequence; None without a limit
+    mark: Mapping[str, Any] | None  # of a converted checkpoint, see ``huggingface.native``; None for a stock one
 
 
 def read_shape(folder: Path) -> Shape:
@@ -190,21 +178,14 @@ def read_shape(folder: Path) -> Shape:
     return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), mark)
 
 
-def differing(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The names of the settings that differ.
-
-    CORPUS is listed only if nothing else differs, since another ``data`` implies another text, and if ``current`` knows it.
-    """
-    names = sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k))
-    text = current.get(CORPUS)
-    return names or ([CORPUS] if text is not None and text != saved.get(CORPUS) else [])
-
-
-def other_text(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """The error message for a run whose text has changed."""
-    before, now = saved.get(CORPUS) or {}, current[CORPUS]
-    names = ", ".join(k for k in now if before.get(k) != now[k])
-    return (
-        f"{where} was trained on another text than {current['data']} is now: {names} differ, so losses are not comparable. "
-        "Restore the text, or choose another --out"
-    )
+def check_same(where: str, differs: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises ValueError if a setting differs, or else the text, if ``current`` knows it: another ``data`` is another text."""
+    if names := sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k)):
+        listed = ", ".join(f"{k} (saved {saved.get(k)!r}, now {current.get(k)!r})" for k in names)
+        raise ValueError(f"{where} {differs} {listed}; choose another --out, or use its settings")
+    before, now = saved.get(CORPUS) or {}, current.get(CORPUS) or {}
+    if changed := [k for k in now if before.get(k) != now[k]]:
+        raise ValueError(
+            f"{where} was trained on another text than {current['data']} is now: {', '.join(changed)} differ, so losses are "
+            "not comparable. Restore the text, or choose another --out"
+        )

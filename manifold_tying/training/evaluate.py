@@ -80,8 +80,8 @@ def health_warnings(metrics: Mapping[str, Any]) -> dict[str, str]:
         return {}
     found, advice = {}, "Train with a lower --transform-lr (with a free table, --table-lr)"
     if condition > LARGEST_CONDITION:
-        what = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits"
-        found["cond_transform"] = f"{what}. {advice}"
+        text = f"cond(T) is {condition:.2g}, above {LARGEST_CONDITION:g}: W_out E = I loses digits. {advice}"
+        found["cond_transform"] = text
     if delta_ti is not None and delta_ti > LARGEST_DELTA_TI:
         what = f"ΔTI = ‖W_out E - I‖ is {delta_ti:.2g}, above {LARGEST_DELTA_TI:g}: W_out no longer inverts E"
         found["delta_ti"] = f"{what} to working accuracy. {advice}"
@@ -91,9 +91,7 @@ def health_warnings(metrics: Mapping[str, Any]) -> dict[str, str]:
 class InterfaceCheck:
     """Warns once about each interface metric outside its limits, and stops a run that has lost W_out E = I."""
 
-    def __init__(
-        self, model: Model, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
-    ) -> None:
+    def __init__(self, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter) -> None:
         self._config, self._arm, self._processes, self._writer = config, arm, processes, writer
         self._warned: set[str] = set()
 

@@ -57,7 +57,6 @@ class TrainState:
         writer.write(lambda: stage_checkpoint(*saved, schedule=self.merges, probes=self.probes, processes=processes))
 
     def load(self, path: Path, processes: Processes) -> int:
-        """Load a checkpoint and return its step."""
         loaded = self.model, self.optimizer, self.identity
         return load_checkpoint(path, *loaded, schedule=self.merges, probes=self.probes, processes=processes)
 
@@ -98,9 +97,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         writer = stack.enter_context(
             CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints)
         )
-        state.step, record = open_folder(
-            config, arm, state.identity, processes, load=lambda path: state.load(path, processes)
-        )
+        state.step, record = open_folder(config, arm, state.identity, processes, state.load)
         if record:
             write_atomic(config.out / TOKENIZER, (tokens.directory / TOKENIZER).read_bytes())
             stack.callback(record.close)
@@ -110,7 +107,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             group.setdefault("peak_lr", group["lr"])
         stop = stack.enter_context(termination(announced=processes.is_main))
         measure = partial(evaluate, model, data.held_out, device, processes, lambda: stop.requested)
-        check_interface = InterfaceCheck(model, config, arm, processes, writer)
+        check_interface = InterfaceCheck(config, arm, processes, writer)
 
         if state.step == 0:
             probed = state.probes.measure()
@@ -119,7 +116,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
         elif _evaluates(state.step, settings) and processes.from_main(lambda: record and "val_loss" not in record.last):
             measured = measure()  # a signal interrupted it
             if measured is None:
-                _exit_early(stop, state.step, config, processes, evaluated=False)
+                _exit_early(stop, state.step, config, processes, measured=False)
             if record:
                 record.complete(measured)
             check_interface(state.step, measured)
@@ -159,7 +156,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
                 state.save(writer, processes)
             if stopping and not (ends and measured):
                 writer.wait()
-                _exit_early(stop, state.step, config, processes, evaluated=measured is not None)
+                _exit_early(stop, state.step, config, processes, measured=measured is not None)
 
         writer.wait()
         row = processes.from_main(lambda: write_row(config, arm, state.identity, model, record))
@@ -244,7 +241,6 @@ def _evaluates(step: int, settings: Settings) -> bool:
 def _nan_message(
     state: TrainState, loss: float, config: TrainConfig, arm: str, processes: Processes, writer: CheckpointWriter
 ) -> str:
-    """The error message for NaN or Inf gradients."""
     kept = writer.kept()
     grads = {name: distributed.to_local(p.grad) for name, p in state.model.named_parameters() if p.grad is not None}
     bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
@@ -260,12 +256,10 @@ def _nan_message(
     return f"{text}. Lower the learning rate{skip}"
 
 
-def _exit_early(
-    stop: Termination, step: int, config: TrainConfig, processes: Processes, *, evaluated: bool
-) -> NoReturn:
+def _exit_early(stop: Termination, step: int, config: TrainConfig, processes: Processes, *, measured: bool) -> NoReturn:
     """Exit with the signal's status; the run is saved."""
     if processes.is_main:
-        missing = "" if evaluated else ", whose evaluation the resumed run repeats,"
+        missing = "" if measured else ", whose evaluation the resumed run repeats,"
         print(
             f"{stop.name}: saved step {step} of {config.settings.steps}{missing} in {config.out}. "
             "The same command resumes it; train needs --resume"

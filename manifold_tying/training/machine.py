@@ -6,6 +6,7 @@ import re
 import resource
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,14 @@ def check_device(device: str) -> torch.device:
     except RuntimeError as error:  # the device number overflows
         raise ValueError(f"unknown device {device!r}: {error}") from error
     if found.type == "cuda" and (not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(
-            f"device {device!r} does not exist: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
-        )
+        raise ValueError(f"device {device!r} does not exist: torch sees {torch.cuda.device_count()} CUDA ones; use cpu")
     return found
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Processor, cores, device and versions, for the report."""
     return {
-        "processor": _processor(),
+        "processor": _entry(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -48,31 +47,24 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.init()  # before this, the device has no index
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR.exists():
-        try:
+        with suppress(OSError):  # some containers forbid it; the peak then includes everything before
             _CLEAR.write_text("5")  # Linux: resets the high-water mark of resident memory
-        except OSError:
-            return  # some containers forbid it; the peak then includes everything before
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: largest memory allocated on a CUDA device, else largest resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if found := _entry(_STATUS, "VmHWM"):
+        return int(found.split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def _entry(path: Path, name: str) -> str:
+    """The first value of this name in a file of Linux; empty if there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def called_as(*subcommands: str) -> str | None:

@@ -44,9 +44,8 @@ class Probes:
 
     def _find_equivalences(self) -> None:
         """Repeated at each use: FSDP2 replaces the parameters while they are gathered."""
-        self._equivalences = {
-            path.removesuffix(".weight"): (part, stored) for path, part, stored in equivalences(self._model)
-        }
+        found = equivalences(self._model)
+        self._equivalences = {path.removesuffix(".weight"): (part, stored) for path, part, stored in found}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -86,7 +85,6 @@ class Probes:
         return {**state, "errors": self._errors}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the accumulated tensors in place."""
         for key, value in self.state_dict().items():
             value.copy_(state[key])
 

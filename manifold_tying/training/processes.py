@@ -165,6 +165,9 @@ class Processes:
         return self.all_gather(result)[0]
 
 
+ALONE = Processes()
+
+
 def without_sync(loss_of: LossOf, wanted: bool) -> AbstractContextManager[None]:
     """DDP's ``no_sync`` if wanted: gradients accumulate without communication."""
     return loss_of.no_sync() if wanted and isinstance(loss_of, DistributedDataParallel) else nullcontext()

@@ -73,11 +73,9 @@ def _continued(config: TrainConfig) -> dict[str, Any]:
     settings, interface = config.settings, config.interface
     assert settings.init_from is not None
     shape = read_shape(settings.init_from)
-    if settings.sequence_length > (shape.max_positions or settings.sequence_length):
-        raise ValueError(
-            f"expected sequence_length <= {shape.max_positions}, the maximum of {settings.init_from}, got "
-            f"{settings.sequence_length}"
-        )
+    length, most = settings.sequence_length, shape.max_positions
+    if most is not None and length > most:
+        raise ValueError(f"expected sequence_length <= {most}, the maximum of {settings.init_from}, got {length}")
     if shape.mark is not None:
         _check_converted(settings, interface)
     narrowing = WIDTH / shape.hidden_size

@@ -8,9 +8,7 @@ from manifold_tying.training.config import Settings, TrainConfig
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
 from manifold_tying.training.data.tokens import identity_of
 from manifold_tying.training.evaluate import Batch
-from manifold_tying.training.processes import Processes
-
-_ALONE = Processes()
+from manifold_tying.training.processes import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
 
 
 def load_data(
-    config: TrainConfig, processes: Processes = _ALONE, progress: Callable[[str], None] | None = None
+    config: TrainConfig, processes: Processes = ALONE, progress: Callable[[str], None] | None = None
 ) -> TokenData:
     """A run's tokens; rank 0 prepares them if they are not cached. ``progress`` receives messages."""
     if processes.size > 1:

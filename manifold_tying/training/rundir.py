@@ -16,7 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from manifold_tying._json import parsed, read_bytes
-from manifold_tying.training.checkpoint import advice, checkpoints, find_checkpoint, set_aside, set_newer_aside
+from manifold_tying.training.checkpoint import advice, checkpoints, set_aside, set_newer_aside
 from manifold_tying.training.config import ARM, CORPUS, TrainConfig
 from manifold_tying.training.files import Damaged, check_writable, read_own, write_atomic, writing_to
 from manifold_tying.training.hf_model import OUT, HuggingFaceModel, Model
@@ -49,7 +49,11 @@ class Log:
 
 
 def open_folder(
-    config: TrainConfig, arm: str, identity: dict[str, Any], processes: Processes, load: Callable[[Path], int]
+    config: TrainConfig,
+    arm: str,
+    identity: dict[str, Any],
+    processes: Processes,
+    load: Callable[[Path, Processes], int],
 ) -> "tuple[int, Record | None]":
     """Create the run's folder, or ``load`` its newest intact checkpoint. Returns the step and, on rank 0, the logs.
 
@@ -59,7 +63,7 @@ def open_folder(
     start, damaged = 0, {}
     for path in processes.from_main(lambda: _candidates(config)):
         try:
-            start, found = load(path), path
+            start, found = load(path, processes), path
             break
         except Damaged as error:
             if config.resume_from is not None:
@@ -98,9 +102,12 @@ def _candidates(config: TrainConfig) -> list[Path]:
     Raises ValueError if the folder holds a config.json of something else, or a run and ``resume`` is off.
     """
     read_own(config.out / CONFIG, ("interface", "seed"))
-    if config.resume_from is not None:
-        return [find_checkpoint(config.out, config.resume_from)]
     saved = checkpoints(config.out)
+    if (name := config.resume_from) is not None:
+        if not (chosen := [path for path in saved if path.name == name]):
+            listed = ", ".join(path.name for path in saved) or "none"
+            raise ValueError(f"{config.out} has no checkpoint {name!r}; available: {listed}")
+        return chosen
     if not config.resume and (saved or (config.out / METRICS).exists()):
         raise ValueError(f"{config.out} already holds a run; continue it with --resume, or choose another --out")
     return saved[::-1]
@@ -125,30 +132,22 @@ def read_logs(directory: Path, start: int) -> list[Log]:
 
 
 class Record:
-    """Appends to the logs of a run and to its TensorBoard events.
-
-    Attributes:
-        seconds: training time so far, including before a resume.
-        losses: training losses so far, without skipped steps.
-        skipped: number of skipped steps in a row before the resume.
-        last: metrics of the newest step.
-    """
+    """Appends to the logs of a run and to its TensorBoard events."""
 
     def __init__(self, directory: Path, logs: list[Log], start: int) -> None:
         for log in logs:
             log.cut()
         metrics, timing, _ = (log.entries for log in logs)
-        self.losses = [line["loss"] for line in metrics if not line.get("skipped")]
+        self.losses = [line["loss"] for line in metrics if not line.get("skipped")]  # without skipped steps
         taken = [line["step"] for line in metrics if not line.get("skipped")]
-        self.skipped = start - (taken[-1] if taken else 0)
-        self.last: dict[str, Any] = metrics[-1] if metrics else {}
-        self.seconds: float = timing[-1]["seconds"] if timing else 0.0
+        self.skipped = start - (taken[-1] if taken else 0)  # steps in a row before the resume
+        self.last: dict[str, Any] = metrics[-1] if metrics else {}  # of the newest step
+        self.seconds: float = timing[-1]["seconds"] if timing else 0.0  # of training, including before a resume
         self._directory = directory
         self._metrics, self._timing, self._probes = (log.path.open("a", encoding="utf-8") for log in logs)
         self._events = SummaryWriter(str(directory), purge_step=start + 1)
 
     def write(self, metrics: dict[str, Any], seconds: float) -> None:
-        """Append a step's metrics and its time."""
         if not metrics.get("skipped"):
             self.losses.append(metrics["loss"])
         self.last = metrics
@@ -176,7 +175,6 @@ class Record:
                 self._events.add_scalar(name, value, metrics["step"])
 
     def write_probes(self, step: int, tokens: int, weights: dict[str, Any]) -> None:
-        """Append the probes of single weights."""
         with _named(self._directory):
             self._probes.write(json.dumps({"step": step, "tokens": tokens, "weights": weights}) + "\n")
 

@@ -24,24 +24,13 @@ from torch.optim import Optimizer
 
 from manifold_tying import distributed
 from manifold_tying.optim import MergeSchedule
-from manifold_tying.training.checkpoint import (
-    FOLDER,
-    FORMAT,
-    STATE,
-    check_files,
-    checkpoints,
-    digest_of_state,
-    read_shapes,
-    read_state,
-    read_tensors,
-)
+from manifold_tying.training import checkpoint as reading
 from manifold_tying.training.files import digest, flush_to_disk
 from manifold_tying.training.probes import Probes
-from manifold_tying.training.processes import Processes
+from manifold_tying.training.processes import ALONE, Processes
 
 KEPT = 2  # number of newest checkpoints kept by default
 _MODEL, _OPTIMIZER, _PROBES = "model.safetensors", "optimizer.safetensors", "probes.safetensors"
-_ALONE = Processes()
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ def stage_checkpoint(
     *,
     schedule: MergeSchedule | None = None,
     probes: Probes | None = None,
-    processes: Processes = _ALONE,
+    processes: Processes = ALONE,
 ) -> Staged:
     """Copy the state to the CPU. Not collective.
 
@@ -74,7 +63,7 @@ def stage_checkpoint(
         _PROBES: {f"probes.{k}": v for k, v in probes.state_dict().items()} if probes else {},
     }
     content = {
-        "format": FORMAT, "step": step, "config": config, "param_groups": state["param_groups"],
+        "format": reading.FORMAT, "step": step, "config": config, "param_groups": state["param_groups"],
         "schedule": schedule.state_dict() if schedule else None,
     }  # fmt: skip
     if not processes.is_main and not _sharded(parts):
@@ -86,13 +75,13 @@ def stage_checkpoint(
     return Staged(step, copies, copy.deepcopy(content))
 
 
-def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE, *, keep: int | None = KEPT) -> Path:
+def write_checkpoint(run: Path, staged: Staged, processes: Processes = ALONE, *, keep: int | None = KEPT) -> Path:
     """Write ``RUN/checkpoints/step-STEP`` and delete all but the newest ``keep``. Collective.
 
     The folder appears complete or not at all. If one rank cannot write, all raise ValueError or OSError, and the earlier
     checkpoints remain.
     """
-    final = run / FOLDER / f"step-{staged.step:08d}"
+    final = run / reading.FOLDER / f"step-{staged.step:08d}"
     draft = final.with_name(f".{final.name}.draft")
     try:
         processes.from_main(lambda: _make_empty(draft))
@@ -112,18 +101,18 @@ def write_checkpoint(run: Path, staged: Staged, processes: Processes = _ALONE, *
 
 def export_model(path: Path, out: Path) -> None:
     """Write a checkpoint's model, unsharded, to ``OUT/model.safetensors``, and its configuration to ``OUT/state.json``."""
-    state = read_state(path)
-    check_files(path, state)
-    found = {k: v for k, v in read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
+    state = reading.read_state(path)
+    reading.check_files(path, state)
+    found = {k: v for k, v in reading.read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
     tensors = {k: torch.empty(shape, dtype=dtype) for k, (shape, dtype) in found.items()}
-    read_tensors(path, tensors)
+    reading.read_tensors(path, tensors)
     out.mkdir(parents=True, exist_ok=True)
-    content = {"format": FORMAT, "step": state["step"], "config": state["config"]}
+    content = {"format": reading.FORMAT, "step": state["step"], "config": state["config"]}
     _make_empty(draft := out.with_name(f".{out.name}.draft"))
     try:
         write_file(tensors, draft / _MODEL)
         _write_state(draft, {**content, "files": {_MODEL: digest(draft / _MODEL)}})
-        for name in (_MODEL, STATE):
+        for name in (_MODEL, reading.STATE):
             os.replace(draft / name, out / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -145,15 +134,15 @@ def _publish(draft: Path, final: Path, content: dict[str, Any], keep: int | None
     _remove(final)
     os.replace(draft, final)
     flush_to_disk(final.parent)
-    for old in checkpoints(final.parent.parent)[: -keep if keep else 0]:
+    for old in reading.checkpoints(final.parent.parent)[: -keep if keep else 0]:
         _remove(old)
     for left in final.parent.glob(".*.old"):  # from a killed process
         shutil.rmtree(left)
 
 
 def _write_state(folder: Path, content: dict[str, Any]) -> None:
-    (folder / STATE).write_text(json.dumps({**content, "digest": digest_of_state(content)}, indent=1))
-    flush_to_disk(folder / STATE)
+    (folder / reading.STATE).write_text(json.dumps({**content, "digest": reading.digest_of_state(content)}, indent=1))
+    flush_to_disk(folder / reading.STATE)
 
 
 def _remove(path: Path) -> None:
@@ -168,13 +157,8 @@ class CheckpointWriter:
     """Writes checkpoints to ``RUN/checkpoints``, one at a time. Leaving its ``with`` block waits for the last one.
 
     Every rank has one and calls it at the same steps. The threads have their own process group, since collectives of one
-    group must run in the same order on all ranks.
-
-    Args:
-        run: the run's folder.
-        processes: the run's ranks.
-        timeout: seconds that a thread waits for the other ranks' threads.
-        keep: number of newest checkpoints to keep; None keeps all.
+    group must run in the same order on all ranks. ``timeout``: seconds that a thread waits for the other ranks' threads.
+    ``keep``: number of newest checkpoints to keep; None keeps all.
     """
 
     def __init__(self, run: Path, processes: Processes, timeout: float, keep: int | None) -> None:
@@ -203,7 +187,7 @@ class CheckpointWriter:
     def kept(self) -> list[str]:
         """Names of the existing checkpoints, oldest first."""
         self.wait()
-        return self._processes.from_main(lambda: [path.name for path in checkpoints(self._run)])
+        return self._processes.from_main(lambda: [path.name for path in reading.checkpoints(self._run)])
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -222,7 +206,6 @@ class CheckpointWriter:
 
 
 def write_tensors(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Write one file per part and return their digests."""
     for name, tensors in parts.items():
         write_file(tensors, draft / name)
     return {name: digest(draft / name) for name in parts}

@@ -5,19 +5,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 
+@dataclass
 class Termination:
-    """The signal that has arrived, if any.
+    """The signal that has arrived, if any."""
 
-    Args:
-        announced: print a line when it arrives; for rank 0.
-    """
-
-    def __init__(self, announced: bool = True) -> None:
-        self.arrived: signal.Signals | None = None
-        self._announced = announced
+    announced: bool = True  # print a line when it arrives; for rank 0
+    arrived: signal.Signals | None = None
 
     @property
     def requested(self) -> bool:
@@ -37,7 +34,7 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self._announced and not self.requested:
+        if self.announced and not self.requested:
             text = f"\n{signal.Signals(number).name}: finishing the step, then saving. Ctrl-C again stops at once.\n"
             os.write(2, text.encode())  # print() is not reentrant
         self.arrived = signal.Signals(number)

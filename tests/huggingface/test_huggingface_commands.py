@@ -72,7 +72,7 @@ def test_convert_export_and_inspect(
 def test_what_inspect_shows(tmp_path: Path) -> None:
     def numbers(model: Any, name: str) -> dict[str, str]:
         model.save_pretrained(tmp_path / name)
-        return {label: value for label, value, _ in interface_numbers(tmp_path / name)}
+        return {label: value for label, value, _ in interface_numbers(tmp_path / name)[0]}
 
     stock = numbers(build(), "stock")
     assert stock["V x d"] == "96 x 16" and 5 < float(stock["cond(E)"]) < 50

@@ -76,7 +76,8 @@ def prepare(
     corpus = open_corpus(spec)
     limit = None if tokens_needed is None or not corpus.streamed else (tokens_needed, held_out_needed)
     root = cache_directory() if cache is None else Path(cache)
-    final = root / f"{kind}-{_key(corpus, vocab_size, limit, given)[:20]}"
+    tokens_of = [FORMAT, corpus.identity, vocab_size, limit, None if given is None else sha256(given)]
+    final = root / f"{kind}-{sha256(json.dumps(tokens_of).encode())[:20]}"
     if not final.exists():
         root.mkdir(parents=True, exist_ok=True)
         draft = root / f".{final.name}"  # never taken for a corpus, even if this process is killed
@@ -108,12 +109,6 @@ def _check_given(directory: Path, vocab_size: int, given: bytes | None) -> Path:
     return directory
 
 
-def _key(corpus: Corpus, vocab_size: int, limit: Limit | None, given: bytes | None) -> str:
-    """A hash of everything that determines the tokens."""
-    tokenizer = None if given is None else sha256(given)
-    return sha256(json.dumps([FORMAT, corpus.identity, vocab_size, limit, tokenizer]).encode())
-
-
 def _build(
     directory: Path,
     corpus: Corpus,
@@ -143,9 +138,7 @@ def _build(
         count = f"{len(corpus.skipped)} file{'s' if len(corpus.skipped) > 1 else ''}"
         progress(f"{corpus.spec}: skipped {count} not in UTF-8, such as {corpus.skipped[0]}")
     if not counts["documents"]:
-        raise ValueError(
-            f"the corpus {corpus.spec!r} holds no text: every document is empty or not UTF-8, or there is none"
-        )
+        raise ValueError(f"the corpus {corpus.spec!r} holds no text: no documents, or all are empty or not UTF-8")
     if not counts["val_tokens"]:
         if counts["train_tokens"] < HELD_OUT_EVERY:
             raise ValueError(

@@ -33,29 +33,20 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 class Corpus:
     """A source of documents.
 
-    Attributes:
-        spec: the spec as the user wrote it
-        identity: serializable to JSON; corpora with equal identities have the same documents. Local files are identified
-            by path, size and modification time, so that a prepared corpus is recognized without reading it
-        streamed: whether it may be too large to read whole, and is read only as far as needed
-        documents: starts a new pass over the documents. Each is a sequence of texts to join, which are in memory one at a
-            time
-        skipped: files in a folder of texts that are not UTF-8; filled by a pass over the documents
+    ``identity`` is serializable to JSON; corpora with equal identities have the same documents. Local files are identified
+    by path, size and modification time, so that a prepared corpus is recognized without reading it. ``documents()`` starts a
+    new pass. Each document is a sequence of texts to join, which are in memory one at a time.
     """
 
-    spec: str
+    spec: str  # as the user wrote it
     identity: list[object]
-    streamed: bool
+    streamed: bool  # it may be too large to read whole, and is read only as far as needed
     documents: Callable[[], Iterator[Iterable[str]]]
-    skipped: list[Path] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)  # not UTF-8, in a folder of texts; filled by a pass
 
 
 def open_corpus(spec: str) -> Corpus:
-    """The corpus that a spec names (in any form but ``tokens:``), without reading its text.
-
-    Raises:
-        ValueError: the spec has an unknown form, or a path in it does not exist.
-    """
+    """The corpus that a spec names (in any form but ``tokens:``), without reading its text."""
     kind, colon, rest = spec.partition(":")
     malformed = {"stdlib": bool(colon), "docstrings": bool(colon) and not rest}.get(kind, not colon)
     if kind not in _OPENERS or malformed:
@@ -260,12 +251,7 @@ def _document(file: Path) -> str | None:
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates, another version's syntax
         return None
-    text = "\n\n".join(_docstrings_of(tree))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
+    text = "\n\n".join(filter(None, found))
     return text if len(text) >= SHORTEST else None
-
-
-def _docstrings_of(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node):
-                yield text

@@ -75,11 +75,7 @@ def _short_words(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:
-    """Load a tokenizer from the content of a ``tokenizer.json``.
-
-    Raises:
-        ValueError: it is not a tokenizer, has ids beyond vocab_size, or has no end-of-document token.
-    """
+    """Load the content of a ``tokenizer.json``; ValueError if it has ids beyond vocab_size or no end-of-document token."""
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -93,10 +89,8 @@ def load_tokenizer(content: bytes, where: str, vocab_size: int) -> Tokenizer:
 
 def separator_id(tokenizer: Tokenizer, where: str) -> int:
     """The id of the end-of-document token; raises ValueError if the tokenizer has none."""
-    for name in _SEPARATORS:
-        identifier = tokenizer.token_to_id(name)
-        if identifier is not None:
-            return identifier
+    if found := [identifier for name in _SEPARATORS if (identifier := tokenizer.token_to_id(name)) is not None]:
+        return found[0]
     raise ValueError(f"{where} has none of {', '.join(_SEPARATORS)}; add one of them to separate documents")
 
 

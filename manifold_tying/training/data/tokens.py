@@ -24,22 +24,13 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """The content of ``meta.json``.
+    """The content of ``meta.json``; the hashes are those of ``tokenizer.json``, ``train.bin`` and ``val.bin``."""
 
-    Attributes:
-        corpus: the spec that the tokens were made from
-        vocab_size: every token id is below it; the tokenizer may have fewer tokens
-        dtype: "uint16" or "uint32"
-        documents: number of documents in both splits
-        train_tokens, val_tokens: tokens per split, including separators
-        tokenizer_sha256, train_sha256, val_sha256: of ``tokenizer.json``, ``train.bin`` and ``val.bin``
-    """
-
-    corpus: str
-    vocab_size: int
-    dtype: str
-    documents: int
-    train_tokens: int
+    corpus: str  # the spec that the tokens were made from
+    vocab_size: int  # every token id is below it; the tokenizer may have fewer tokens
+    dtype: str  # "uint16" or "uint32"
+    documents: int  # in both splits
+    train_tokens: int  # including separators
     val_tokens: int
     tokenizer_sha256: str
     train_sha256: str
@@ -57,7 +48,6 @@ class TokenData:
     val: np.ndarray
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
 
@@ -85,7 +75,6 @@ def write_meta(directory: Path, meta: Meta) -> None:
 
 
 def sha256(content: bytes) -> str:
-    """SHA-256 in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -113,21 +102,18 @@ def _read_meta(path: Path) -> Meta:
 
 
 def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
+    again = _again(directory)
     path, dtype, tokens = directory / f"{split}.bin", DTYPES[meta.dtype], getattr(meta, f"{split}_tokens")
     if not path.is_file():
-        raise ValueError(f"{path} is missing: meta.json says {tokens} {split} tokens; {_again(directory)}")
+        raise ValueError(f"{path} is missing: meta.json says {tokens} {split} tokens; {again}")
     expected, found = tokens * dtype.itemsize, path.stat().st_size
     if found != expected:
-        raise ValueError(
-            f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; {_again(directory)}"
-        )
+        raise ValueError(f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; {again}")
     largest, digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
     if digest != getattr(meta, f"{split}_sha256"):
-        raise ValueError(f"{path} does not have the hash in meta.json; {_again(directory)}")
+        raise ValueError(f"{path} does not have the hash in meta.json; {again}")
     if largest >= meta.vocab_size:
-        raise ValueError(
-            f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {_again(directory)}"
-        )
+        raise ValueError(f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {again}")
     return np.memmap(path, dtype=dtype, mode="r")
 
 

@@ -44,7 +44,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def merged(experiments: Mapping[str, Experiment]) -> Experiment:
-    """Merge experiments given by folder name."""
     named = experiments.items()
     arms = {f"{name}/{arm}": {**one.settings, **own} for name, one in named for arm, own in one.arms.items()}
     values = {key: [own.get(key) for own in arms.values()] for own in arms.values() for key in own}

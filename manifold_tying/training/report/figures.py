@@ -125,9 +125,7 @@ def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def curve(
-    frames: Sequence[pd.DataFrame], x: str, y: str, window: int = 1, positive: bool = False
-) -> pd.DataFrame | None:
+def curve(frames: list[pd.DataFrame], x: str, y: str, window: int = 1, positive: bool = False) -> pd.DataFrame | None:
     """Mean and range of y over seeds, at the steps that all seeds with y have; None if no seed has it.
 
     If seeds differ in x (as in seconds), a step is at their mean. NaN and Inf are gaps, as are values <= 0 if ``positive``
@@ -232,7 +230,6 @@ def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
 
 
 def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
-    """The caption: how to read the figure, its smoothing and its missing arms."""
     sentences, (low, high) = [figure.reading], (frame.seeds.min(), frame.seeds.max())
     if figure.smooth:
         over = f"Smoothed: each point is the mean over the last {window} steps."

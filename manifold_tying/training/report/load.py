@@ -192,7 +192,6 @@ def _row(value: object, where: str) -> Row:
 
 
 def _run(folder: Path, row: Row) -> Run:
-    """Read a run's metrics.jsonl, timing.jsonl and probes.jsonl."""
     metrics = _frame(read_lines(folder / "metrics.jsonl", ("step", "tokens"), COURSE), ("step", "tokens", *COURSE))
     timing = _frame(read_lines(folder / "timing.jsonl", ("step", "seconds")), ("step", "seconds"))
     metrics = metrics.merge(timing, on="step", how="left")

@@ -54,9 +54,7 @@ class Table:
 
     @property
     def _names(self) -> list[str]:
-        return [
-            heading.replace("\N{NO-BREAK SPACE}", " ") + f" ({unit})" * bool(unit) for heading, unit in self.columns
-        ]
+        return [name.replace("\N{NO-BREAK SPACE}", " ") + f" ({unit})" * bool(unit) for name, unit in self.columns]
 
     def csv(self) -> str:
         """CSV with all digits and a column for each spread."""
@@ -145,7 +143,6 @@ def _difference(rows: Sequence[Row], arm: str, baseline: str | None) -> Cell:
 
 
 def _notes(rows: Sequence[Row], arms: Sequence[str], baselines: Mapping[str, str | None]) -> list[str]:
-    """Notes for comparing two rows of the table."""
     notes = []
     if not any(baselines.values()):
         notes.append(f"There is no {BASELINES[0]} arm in this experiment, so the table has no difference to it.")

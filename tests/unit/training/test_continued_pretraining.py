@@ -24,7 +24,7 @@ from manifold_tying.training import Settings, TrainConfig, load_model, resolve, 
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.commands import ExportConfig, run_export
 from manifold_tying.training.data import Batches, open_tokens, prepare
-from manifold_tying.training.hf_memory import SplitTable
+from manifold_tying.training.hf_model import SplitTable
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PITEmbedding
