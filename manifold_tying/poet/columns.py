@@ -80,7 +80,8 @@ def backward(
 class _ByColumns(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        with precision.disable_autocast(args[0].device):
+        # Triton launches on the current device, not on that of its arguments.
+        with torch.cuda.device_of(args[0]), precision.disable_autocast(args[0].device):
             y, *kept = forward(*args)
         autograd.save(ctx, args, *kept)
         return y
@@ -88,7 +89,7 @@ class _ByColumns(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, W0, skew_params, rows, columns, spec), kept = autograd.saved(ctx)
-        with precision.disable_autocast(grad.device):
+        with torch.cuda.device_of(grad), precision.disable_autocast(grad.device):
             grad_x, grad_skew = backward(grad, x, W0, skew_params, rows, columns, spec, kept)
         return grad_x, None, grad_skew, None, None, None
 
