@@ -32,12 +32,17 @@ def runs_triton(x: Tensor) -> bool:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Triton needs a C compiler and Python's headers at run time, which small container images lack."""
+    """Triton needs a C compiler and Python's headers at run time, which small container images lack.
+
+    Before Ampere, GPUs have no bfloat16; AMD's have too little shared memory for the tiles.
+    """
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     try:
         cross_entropy_(torch.zeros(1, 1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
     except ModuleNotFoundError:
         return False
-    except Exception as error:
+    except Exception as error:  # of the compiler, the driver or Triton: each its own
         warnings.warn(
             f"Triton cannot compile here; slower operations of PyTorch are used instead: {error}", stacklevel=2
         )
