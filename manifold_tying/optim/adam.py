@@ -43,7 +43,7 @@ class RiemannianAdam(RiemannianOptimizer):
     iterations still converges. This needs the polar retraction, second_moment="element" and at most 2048 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
     ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
-    steps do not check for NaN, project every gradient, and do not follow constraints that come or go.
+    steps do not check for NaN or changed constraints, and project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.parametrizations._points import PointList
+from manifold_tying.parametrizations._points import KnownList
 
 
 class Constraint(nn.Module, ABC):
@@ -106,7 +106,7 @@ def dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dty
     return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
-class Float32ParametrizationList(PointList):
+class Float32ParametrizationList(KnownList):
     """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str

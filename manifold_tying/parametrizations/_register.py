@@ -13,7 +13,7 @@ from manifold_tying.parametrizations._constraint import Constraint, Float32Param
 from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import manifold_in, manifold_of, mark, set_owner, stamp, unmark
+from manifold_tying.parametrizations._points import manifold_of, manifolds_in, record
 from manifold_tying.parametrizations._project import warn_if_off
 
 M = TypeVar("M", bound=nn.Module)
@@ -114,14 +114,13 @@ def _release_others(module: nn.Module) -> None:
     """Turn points that are not ours into plain parameters: under other parametrizations, and geoopt.ManifoldParameters."""
     for owner in module.modules():
         if parametrize.is_parametrized(owner):
-            for name in [name for name, parts in parametrized(owner).items() if manifold_in(parts) is not None]:
-                unmark(parametrized(owner)[name].original)
+            for name in [name for name, parts in parametrized(owner).items() if manifolds_in(parts)]:
                 own_class(owner)
                 parametrize.remove_parametrizations(owner, name)
         if not isinstance(owner, parametrize.ParametrizationList):
             for p in owner.parameters(recurse=False):
-                if manifold_of(p) is not None:
-                    unmark(p)
+                if manifold_of(p, {}) is not None:
+                    p.__dict__.pop("manifold", None)
                     p.__class__ = nn.Parameter  # the same object, which an optimizer may hold
 
 
@@ -133,8 +132,6 @@ def _replace_stored(weight: Tensor, value: Tensor) -> None:
     else:
         weight.data = value
     weight.grad = None  # belonged to the stored tensor
-    unmark(weight)
-    stamp(weight)
 
 
 def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -165,9 +162,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.__class__ = Float32ParametrizationList
     parts.label, parts.weight_shape = label, weight_shape
     constraint.record_form(weight.device)
-    set_owner(parts, module, name)
-    mark(parts)
-    stamp(weight)
+    record(parts)
     adapt_class(module, name)
     weight.grad = None  # belonged to the plain weight
     return module
