@@ -1,5 +1,6 @@
 """Parameter groups that record the manifold of each point."""
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,7 +52,7 @@ def param_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = set()
     for name, p in model.named_parameters():
-        weight = name.replace("parametrizations.", "").removesuffix(".original")  # the name without the constraint
+        weight = re.sub(r"\.original\d*$", "", name.replace("parametrizations.", ""))  # the name without the constraint
         pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern) or weight == pattern), None)
         matched.add(pattern)
         if not p.requires_grad:

@@ -12,6 +12,9 @@ from manifold_tying.parametrizations._layer_class import parametrized as paramet
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
+from manifold_tying.parametrizations._low_rank import LowRank as LowRank
+from manifold_tying.parametrizations._low_rank import isospectral as isospectral
+from manifold_tying.parametrizations._low_rank import low_rank as low_rank
 from manifold_tying.parametrizations._on_manifold import OnManifold as OnManifold
 from manifold_tying.parametrizations._on_manifold import constrain as constrain
 from manifold_tying.parametrizations._on_manifold import sphere as sphere

@@ -12,6 +12,7 @@ from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diago
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
 from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized
 from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._linear_class import share_class
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of, manifolds_in, record
 from manifold_tying.parametrizations._project import warn_if_off
@@ -86,15 +87,15 @@ def materialize(module: M) -> M:
     warn_if_off(module)
     found = list(constraints(module))
     for path, owner, name in found:
-        parts = parametrized(owner)[name]
+        parts = cast(Float32ParametrizationList, parametrized(owner)[name])
         if not all(isinstance(part, Constraint) for part in parts):
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
-        if distributed.is_dtensor(parts.original):
+        if distributed.is_dtensor(parts.stored[0]):
             raise ValueError(
                 f"{path} is a DTensor; gather the state dict into an unsharded model first, then materialize that"
             )
     watched = [
-        (path, part, parametrized(owner)[name].original)
+        (path, part, cast(Float32ParametrizationList, parametrized(owner)[name]).stored[0])
         for path, owner, name in found
         for part in parametrized(owner)[name]
     ]
@@ -104,6 +105,7 @@ def materialize(module: M) -> M:
         for _, owner, name in found:
             value = getattr(owner, name)
             own_class(owner)
+            _keep_first(cast(Float32ParametrizationList, parametrized(owner)[name]))
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     _release_others(module)
@@ -122,6 +124,14 @@ def _release_others(module: nn.Module) -> None:
                 if manifold_of(p, {}) is not None:
                     p.__dict__.pop("manifold", None)
                     p.__class__ = nn.Parameter  # the same object, which an optimizer may hold
+
+
+def _keep_first(parts: Float32ParametrizationList) -> None:
+    """Reduce several stored tensors to the first, the layer's own parameter: torch would leave another one."""
+    weight = parts.stored[0]
+    parts._parameters.clear()
+    parts.is_tensor, parts.ntensors = True, 1
+    parts.register_parameter("original", cast(nn.Parameter, weight))
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:
@@ -144,7 +154,7 @@ def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def register(module: M, name: str, constraint: Constraint) -> M:
-    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the stored tensor."""
+    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the (first) stored tensor."""
     weight = getattr(module, name)
     weight_shape = weight.shape
     label = f"{type(module).__name__}.{name} of shape {tuple(weight_shape)}"
@@ -161,8 +171,13 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts = cast(Float32ParametrizationList, parametrized(module)[name])
     parts.__class__ = Float32ParametrizationList
     parts.label, parts.weight_shape = label, weight_shape
+    if not parts.is_tensor:
+        weight.data = parts.original0.data
+        parts.original0 = weight
     constraint.record_form(weight.device)
     record(parts)
     adapt_class(module, name)
+    if name == "weight" and hasattr(constraint, "linear") and type(module).forward is nn.Linear.forward:
+        share_class(cast(nn.Linear, module))
     weight.grad = None  # belonged to the plain weight
     return module

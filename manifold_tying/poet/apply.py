@@ -3,16 +3,15 @@
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import distributed, precision
 from manifold_tying.parametrizations import Layout, constraints, is_ours, parametrized, register, shared_parameters
-from manifold_tying.poet.layer_class import share_class
 from manifold_tying.poet.parametrization import Equivalence, equivalences, merge_all
 from manifold_tying.poet.spec import (
     Init,
@@ -106,23 +105,11 @@ def _start(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, ini
 
 
 def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
-    """Put the constraint on ``module.name``, whose weight becomes W0; an nn.Linear also gets the matching forward."""
+    """Put the constraint on ``module.name``, whose weight becomes W0."""
     weight = getattr(module, name)
     part = Equivalence(layout, weight.dtype, spec, seed, weight)
     register(module, name, part)
-    if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        share_class(module, _linear_forward)
     return part
-
-
-def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of an nn.Linear with an equivalence; nn.Linear's own if the weight has other or further parametrizations."""
-    lists = cast(Any, self).parametrizations
-    parts: Any = lists["weight"] if "weight" in lists else []
-    # accelerate brings an offloaded skew vector from the meta device where a module is called: the weight's own modules.
-    if len(parts) == 1 and isinstance(parts[0], Equivalence) and not parts.original.is_meta:
-        return parts[0].linear(input, parts.original, self.bias)
-    return nn.Linear.forward(self, input)
 
 
 def equivalence_(

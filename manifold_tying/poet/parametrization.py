@@ -108,9 +108,9 @@ class Equivalence(Constraint):
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         return W.view(self.layout.shape).to(self.dtype)
 
-    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) must have the layer's dtype unless autocast is on."""
-        dtype = precision.autocast_dtype(x)
+        (stored,), dtype = tensors, precision.autocast_dtype(x)
         autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype):
             raise ValueError(

@@ -193,12 +193,12 @@ def _plain_layer_keeps(subject: Subject, draw: Draw) -> None:
 
 def _gradients_are_difference_quotients(subject: Subject, draw: Draw) -> None:
     module = subject.moved(draw).double()
-    stored = getattr(parametrized(module)[subject.name], "original", None)
-    if not isinstance(stored, Tensor):
+    stored = list(parametrized(module)[subject.name].parameters(recurse=False))
+    if not stored:
         raise NotApplicable
     C = draw(ambient(tuple(subject.weight(module).shape)), "cotangent")
-    direction = draw(ambient(tuple(stored.shape)), "direction")
-    assert_gradient(lambda: getattr(module, subject.name), [stored], [direction], C)
+    directions = [draw(ambient(tuple(tensor.shape)), "direction") for tensor in stored]
+    assert_gradient(lambda: getattr(module, subject.name), stored, directions, C)
 
 
 def _plain(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from manifold_tying import (
     Untied,
     constrain,
     equivalence,
+    low_rank,
     spd,
     sphere,
     stiefel,
@@ -209,6 +210,17 @@ def test_spd_weights(diagonal: Any) -> None:
     mtt.check_parametrization(
         lambda layer: spd(layer, "weight", diagonal=diagonal), nn.Linear(4, 4), holds=mtt.assert_spd
     )
+
+
+@pytest.mark.parametrize("spectrum", ["free", "fixed", "equal"])
+def test_weights_of_low_rank(spectrum: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        values = torch.linalg.svdvals(weight.double())
+        assert values[2:].max() <= 1e-6 * values[0]
+        if spectrum == "equal":
+            torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=0)
+
+    mtt.check_parametrization(lambda layer: low_rank(layer, rank=2, spectrum=spectrum), nn.Linear(4, 5), holds=holds)
 
 
 @pytest.mark.parametrize("scheme", ["block", "full"])

@@ -97,6 +97,7 @@ def test_tf32_does_not_reach_what_decides(precision: str) -> None:
 
 LAYERS: dict[str, Callable[[nn.Module], Any]] = {
     **{name: ORTHONORMAL[name] for name in ("stiefel", "polar", "qr", "cayley", "cayley-neumann")},
+    "low rank": lambda layer: mt.low_rank(layer, rank=4),
     "equivalence": lambda layer: mt.equivalence(layer, block_size=5, terms=2),
     "equivalence, exact": lambda layer: mt.equivalence(layer, block_size=5, terms=None),
     "equivalence, full": lambda layer: mt.equivalence(layer, scheme="full", fraction=0.5),
