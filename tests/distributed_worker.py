@@ -333,7 +333,7 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         "qr": partial(mt.orthogonal, map="qr"),
         "spd": partial(mt.spd, name="weight"),
         "low rank": partial(mt.low_rank, rank=2),
-        "isospectral": mt.isospectral,
+        "equal": partial(mt.low_rank, spectrum="equal"),
         "rows": partial(mt.sphere, radius=2.0),
         "matrix": partial(mt.sphere, of="matrix", radius=2.0),
         "equivalence": partial(mt.equivalence, block_size=4, seed=0),

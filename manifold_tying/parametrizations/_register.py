@@ -20,7 +20,9 @@ from manifold_tying.parametrizations._project import warn_if_off
 M = TypeVar("M", bound=nn.Module)
 
 
-def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None) -> M:
+def orthogonal(
+    module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None, special: bool = False
+) -> M:
     """Make ``module.name`` orthonormal as the image of a free tensor, which any optimizer trains.
 
     The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide); so is every
@@ -36,18 +38,23 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar",
             long as "cayley" on squares of 512 to 2048. On a GPU all maps but "cayley" sync at each access, because they
             choose an algorithm by the values.
         blocks: number of matrices that the weight stacks along its rows, as for :func:`stiefel`.
+        special: keep the determinant 1, so that the weight is a rotation, SO(n). Square matrices only.
 
     Raises:
-        ValueError: unknown map; ``name`` and ``blocks`` as for :func:`stiefel`.
+        ValueError: unknown map; ``special`` for other than square matrices; ``name`` and ``blocks`` as for :func:`stiefel`.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
     layout = Layout.orthonormal(module, name, blocks)
+    if special and layout.matrix_shape[-2] != layout.matrix_shape[-1]:
+        raise ValueError(
+            f"expected {type(module).__name__}.{name} {layout} to be square for special=True, a determinant of 1"
+        )
     dtype = getattr(module, name).dtype
     if map == "polar" or map == "qr":
-        return register(module, name, OrthonormalFactor(layout, dtype, map))
+        return register(module, name, OrthonormalFactor(layout, dtype, map, special))
     base = torch.empty_like(layout.to_matrix(getattr(module, name).detach()))
-    return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2))
+    return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2, special))
 
 
 def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:

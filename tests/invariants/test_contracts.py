@@ -24,6 +24,7 @@ from manifold_tying import (
     constrain,
     equivalence,
     low_rank,
+    orthogonal,
     spd,
     sphere,
     stiefel,
@@ -191,6 +192,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]]
 def test_orthonormal_weights(constraint: str, layer: str) -> None:
     make, name, holds = LAYERS[layer]
     mtt.check_parametrization(lambda module: ORTHONORMAL[constraint](module, name), make(), name, holds=holds)
+
+
+@pytest.mark.parametrize("map", ["polar", "cayley"])
+def test_rotations(map: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        mtt.assert_orthonormal(weight)
+        assert torch.linalg.det(weight) > 0
+
+    mtt.check_parametrization(lambda layer: orthogonal(layer, map=map, special=True), nn.Linear(3, 3), holds=holds)
 
 
 @pytest.mark.parametrize("of", RADII)
