@@ -240,9 +240,7 @@ def _shards_are_one_point(subject: Subject, draw: Draw) -> None:
         whole.grad, sharded.grad = gradient, rows(gradient)
         optimizer.step()
         of_shards.step()
-        assert_close(
-            sharded.full_tensor(), _plain(whole), "a point sharded by rows, minus the whole one", SEVERAL_STEPS
-        )
+        assert_close(sharded.full_tensor(), _plain(whole), "a point sharded by rows moves differently", SEVERAL_STEPS)
 
 
 def _plain(p: Tensor) -> Tensor:
