@@ -1,7 +1,6 @@
 """Save, load and export converted models."""
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from manifold_tying._safetensors import read_shapes, read_tensors, weight_map
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
-from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
+from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 
@@ -32,27 +31,14 @@ def write(model: "PreTrainedModel", path: Path) -> None:
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder to write to, but {path} is a file")
-    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
-    try:
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=path) as draft:
         model.save_pretrained(draft)
-        written = {file.name for file in draft.iterdir()}
-        if not any(draft.glob("model*.safetensors")):
-            raise ValueError(
-                f"expected {type(model).__name__}.save_pretrained to write model.safetensors, but it wrote "
-                f"{', '.join(sorted(written)) or 'nothing'}; {path} is unchanged"
-            )
+        written = os.listdir(draft)
         for name in written:
-            os.replace(draft / name, path / name)
-        for pattern in _WEIGHTS:
-            for file in path.glob(pattern):
-                if file.name not in written:
-                    file.unlink()
-    finally:
-        shutil.rmtree(draft)
-        if new and not any(path.iterdir()):
-            path.rmdir()
+            os.replace(Path(draft, name), path / name)
+        for file in (file for pattern in _WEIGHTS for file in path.glob(pattern) if file.name not in written):
+            file.unlink()
 
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
@@ -94,7 +80,6 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: not a converted checkpoint, its parts disagree, or its table is not finite or not of full rank.
     """
-    import_transformers()
     if recorded_mark(Path(path)) is None:
         raise ValueError(
             f"{path} is not a converted model: its config.json has no entry {MARK!r}. Load it with transformers and convert it"
@@ -140,7 +125,7 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
         raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     unexpected = wrong.get("unexpected_keys", [])
-    if spare and unexpected and all(_is_spare(model, name) or _is_mask(folder, where, name) for name in unexpected):
+    if spare and unexpected and all(_is_spare(model, folder, where, name) for name in unexpected):
         del wrong["unexpected_keys"]
         warnings.warn(
             f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
@@ -153,14 +138,12 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     return model
 
 
-def _is_spare(model: "PreTrainedModel", name: str) -> bool:
-    """Whether the tensor's module is absent from the class and is not part of a numbered layer, so it can be skipped."""
-    owner = name.rpartition(".")[0]
-    return owner not in dict(model.named_modules()) and not any(part.isdigit() for part in name.split("."))
-
-
-def _is_mask(folder: Path, where: Mapping[str, str], name: str) -> bool:
-    """Whether the stored tensor is an attention mask or a constant, which early versions of transformers saved."""
+def _is_spare(model: "PreTrainedModel", folder: Path, where: Mapping[str, str], name: str) -> bool:
+    """Whether a tensor can be skipped: its module is absent from the class and is not part of a numbered layer, or it is an
+    attention mask or a constant, which early versions of transformers saved."""
+    absent = name.rpartition(".")[0] not in dict(model.named_modules())
+    if absent and not any(part.isdigit() for part in name.split(".")):
+        return True
     stored = [own for own in where if name.endswith(own)][:1]  # checkpoints of base models lack a prefix
     return any(not t.is_floating_point() or t.ndim == 0 for t in read_tensors(folder, where, stored).values())
 
