@@ -1,6 +1,7 @@
 """Save, load and export converted models."""
 
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Collection, Mapping
@@ -31,14 +32,27 @@ def write(model: "PreTrainedModel", path: Path) -> None:
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder to write to, but {path} is a file")
+    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=path) as draft:
+    draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))
+    try:
         model.save_pretrained(draft)
-        written = os.listdir(draft)
+        written = {file.name for file in draft.iterdir()}
+        if not any(draft.glob("model*.safetensors")):
+            raise ValueError(
+                f"expected {type(model).__name__}.save_pretrained to write model.safetensors, but it wrote "
+                f"{', '.join(sorted(written)) or 'nothing'}; {path} is unchanged"
+            )
         for name in written:
-            os.replace(Path(draft, name), path / name)
-        for file in (file for pattern in _WEIGHTS for file in path.glob(pattern) if file.name not in written):
-            file.unlink()
+            os.replace(draft / name, path / name)
+        for pattern in _WEIGHTS:
+            for file in path.glob(pattern):
+                if file.name not in written:
+                    file.unlink()
+    finally:
+        shutil.rmtree(draft)
+        if new and not any(path.iterdir()):
+            path.rmdir()
 
 
 def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:

@@ -21,8 +21,14 @@ Start = Literal["identity", "head", "embedding", "rotation"]
 M = TypeVar("M", bound="PreTrainedModel")
 UNSAVED = "converted by manifold_tying and not saved: call manifold_tying.save first"  # no path and no name on the hub
 
+_REMOVED = {
+    "memory": "the model gets one free table W = Z T. To freeze Z, or to train it apart from T, run manifold-tying train or "
+    "ablate with --init-from and the interface pit-frozen or pit-trainable",
+    "bridge": "to keep the function, use transform='rotation' (Llama-like models), which keeps W_out E = I, too",
+}
 
-def convert(model: M, *, transform: Start = "head", source: Source | None = None) -> M:
+
+def convert(model: M, *, transform: Start = "head", source: Source | None = None, **removed: Any) -> M:
     """Turn a tied transformers language model into a PIT model in place: only the class of its embedding changes.
 
     The model keeps its head and stays tied. One parameter W (V, d) is the weight of both: W_out = Wᵀ as before, and the
@@ -40,6 +46,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
             "embedding". It preserves the function up to the spread of the final norm's gain. W has the model's dtype, to which
             all but "head" round it.
         source: which of two different tables to keep, "input" or "output". The other is discarded with a warning.
+        removed: names an option of earlier drafts only to raise an error.
 
     Returns:
         ``model``.
@@ -49,6 +56,9 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
             than a lookup or a linear map; a model that reads the embedding's weight itself; a converted, quantized or wrapped
             model. Also if a rotation changes the model's logits. The model is then unchanged.
     """
+    if removed:
+        name = next(iter(removed))
+        raise ValueError(f"convert has no option {name}: {_REMOVED.get(name, 'see its documentation')}")
     if transform not in get_args(Start):
         raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Start))}")
     tables = read_tables(model, source)

@@ -54,6 +54,9 @@ def test_other_models_and_options_are_refused() -> None:
     refused(build(vocab_size=12), "V >= d")
     for option in ("transform", "source"):
         refused(build(), "unknown", **{option: "none"})
+    refused(build(), "pit-trainable", memory="trainable")
+    refused(build(), "transform='rotation'", bridge=True)
+    refused(build(), "convert has no option tied", tied=True)
     limited = build()
     limited.get_input_embeddings().max_norm = 1.0
     refused(limited, "max_norm")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import manifold_tying as mt
 from manifold_tying.cli import main
+from manifold_tying.huggingface.checkpoint import write
 
 # transformers 5.23 renames what PEFT 0.21 calls
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -40,6 +41,17 @@ def test_a_model_with_adapters_is_refused_and_the_folder_stays(writer: Any, adap
     with pytest.raises(ValueError, match="merge_and_unload"):
         writer(model, tmp_path)
     assert tree(tmp_path) == before
+
+
+def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
+    write(build(), tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
+        write(attached(build()), tmp_path)  # save_pretrained writes the adapter alone
+    assert tree(tmp_path) == before
+    with pytest.raises(ValueError, match="is unchanged"):
+        write(attached(build()), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_files_that_are_not_the_checkpoint_stay(tmp_path: Path) -> None:
@@ -90,15 +102,22 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     model = mt.convert(build())
     mt.save(model, tmp_path / "old")
     before = tree(tmp_path / "old")
+    save_pretrained = PreTrainedModel.save_pretrained
+
+    def nothing(self: Any, folder: Path) -> None:
+        save_pretrained(self, folder)
+        (folder / "model.safetensors").unlink()
 
     def full(self: Any, folder: Path) -> None:
-        Path(folder, "model.safetensors").write_bytes(b"half")
+        (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(OSError, match="No space"):
-        mt.save(model, tmp_path / "old")
-    assert tree(tmp_path / "old") == before
+    for broken, error in ((nothing, "to write model.safetensors"), (full, "No space")):
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", broken)
+        for folder in ("old", "new"):
+            with pytest.raises((ValueError, OSError), match=error):
+                mt.save(model, tmp_path / folder)
+        assert tree(tmp_path / "old") == before and not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(transformers.__version__ == "5.0.0", reason="it cannot sort weight.original and weight.0.form")
