@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manifold_tying._safetensors import read_shapes, read_tensors, weight_map
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
-from manifold_tying.huggingface.native import MARK, mark, pit_embedding, unmarked
+from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 
@@ -94,6 +94,7 @@ def load(path: str | os.PathLike[str], **options: Any) -> "PreTrainedModel":
     Raises:
         ValueError: not a converted checkpoint, its parts disagree, or its table is not finite or not of full rank.
     """
+    import_transformers()
     if recorded_mark(Path(path)) is None:
         raise ValueError(
             f"{path} is not a converted model: its config.json has no entry {MARK!r}. Load it with transformers and convert it"

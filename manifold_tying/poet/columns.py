@@ -5,6 +5,7 @@ transposed and permuted, on a GPU in one pass. All products take xᵀ as it is: 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,11 +141,14 @@ def _from_columns(v: Tensor, place: Tensor, T: int, triton: bool) -> Tensor:
     return (v.index_select(0, place) if len(place) else v).mT
 
 
+# Triton launches on the current device, not on that of its arguments. Builds without CUDA cannot ask for it.
+_device_of = torch.cuda.device_of if torch.backends.cuda.is_built() else lambda tensor: nullcontext()
+
+
 class _ByColumns(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        # Triton launches on the current device, not on that of its arguments.
-        with torch.cuda.device_of(args[0]), precision.disable_autocast(args[0].device):
+        with _device_of(args[0]), precision.disable_autocast(args[0].device):
             y, products, of_blocks = forward(*args)
         autograd.save(ctx, args, *products, *of_blocks)
         ctx.products = len(products)
@@ -153,7 +157,7 @@ class _ByColumns(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         args, kept = autograd.saved(ctx)
-        with torch.cuda.device_of(grad), precision.disable_autocast(grad.device):
+        with _device_of(grad), precision.disable_autocast(grad.device):
             grad_x, grad_skew = backward(grad, args, kept[: ctx.products], kept[ctx.products :])
         return grad_x, None, grad_skew, None, None, None, None
 
