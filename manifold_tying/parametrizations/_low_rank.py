@@ -90,7 +90,7 @@ def largest_singular(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first ``rank`` singular vectors and values U (..., m, r), s (..., r), V (..., n, r) of W, computed in float64.
 
     Below an eighth of the full rank by a randomized subspace iteration (Halko, Martinsson and Tropp 2011) with a fixed seed,
-    which is exact if W has that rank. Otherwise it misses at most a few of the smallest directions.
+    which is exact if W has that rank. Otherwise it is nearly the nearest: the faster the singular values fall, the nearer.
     """
     wide = W.double()
     if 8 * rank > min(W.shape[-2:]):
@@ -118,7 +118,7 @@ def low_rank(module: M, name: str = "weight", *, rank: int | None = None, spectr
     ``spectrum`` says which singular values W has:
 
     - "free": s is trained. An entry may change its sign, which changes the sign of a singular vector.
-    - "fixed": s keeps the present singular values (of an assigned weight, too). At full rank W is isospectral.
+    - "fixed": s keeps the present singular values, also when a weight is assigned. At full rank W is isospectral.
     - "equal": all are one trained number, so that W is a multiple of a partial isometry.
 
     A convolution is flattened to a matrix; leading dimensions of other weights are batch dimensions.
