@@ -15,7 +15,7 @@ rate. The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest 
 step besides parameter, gradients and optimizer state, each measured in a separate process.
 
 Muon keeps X on no manifold, so its defect grows: its row is the price of an orthogonalized direction. Spel orthogonalizes the
-direction and the point. Both iterate in low precision, torch's Muon in bfloat16.
+direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, significant
 from benchmarks._limits import LIMIT, refuse_low_precision
 from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
-from manifold_tying.optim import RiemannianAdam
+from manifold_tying.optim import RiemannianAdam, RiemannianMuon
 
 TITLE = "One optimizer step of an orthonormal matrix"
 SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (2048, 2048), (64, 256, 64))
@@ -146,6 +146,11 @@ class Problem:
     def emerging_muon(self) -> Step:
         return self._of_a_matrix(self._emerging().Muon, self.rate)
 
+    def our_muon(self, dual_steps: int = 0) -> Step:
+        point = self._on_stiefel(self.point)
+        optimizer = RiemannianMuon([point], lr=self.rate * self.shape[-2] ** 0.5, dual_steps=dual_steps)
+        return Optimizing([optimizer], [point], [self.gradients])
+
     def emerging_spel(self) -> Step:
         return self._of_a_matrix(self._emerging().Spel, self.rate * self.shape[-2] ** 0.5)
 
@@ -222,6 +227,8 @@ def _row(problem: Problem) -> Row:
             Contender("ours, Python loop", lambda: problem.ours_many(True)),
         ]
     contenders += [
+        Contender("our Muon", problem.our_muon, limit=LIMIT),
+        Contender("our Muon, dual_steps=4", lambda: problem.our_muon(4), limit=LIMIT),
         Contender("geoopt", problem.geoopt, limit=LIMIT),
         Contender("geoopt, medium", lambda: problem.geoopt("medium"), limit=LIMIT),
         Contender("torch orthogonal", lambda: problem.through(torch_orthogonal), limit=LIMIT),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianSGD, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianMuon, RiemannianSGD, param_groups
 
 PROCESSES = 4
 STEPS, FEW, MERGE_EVERY = 16, 10, 6
@@ -35,6 +35,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
     "matrix": lambda params: RiemannianAdam(params, lr=0.05, second_moment="matrix", maximize=True),
     "far": lambda params: RiemannianSGD(params, lr=300.0),
+    "muon": lambda params: RiemannianMuon(params, lr=0.05, dual_steps=1),
 }
 
 

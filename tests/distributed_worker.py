@@ -46,7 +46,7 @@ from manifold_tying import distributed, linalg
 from manifold_tying import testing as mtt
 from manifold_tying.manifolds import Of
 from manifold_tying.models import Llama
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianMuon, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
@@ -248,6 +248,20 @@ def points_of_plain_parameters(group: Group) -> list[float]:
         (point,) = [p for p in model.parameters() if p.shape in ((9, 4), (13, 4))]
         defects.append(linalg.defect(point).item())
     return defects
+
+
+def matrices_by_muon(group: Group) -> float:
+    """How far ordinary matrices that FSDP2 shards end from whole ones, when Muon orthogonalizes their updates."""
+    ends = []
+    for shard in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3))
+        optimizer = RiemannianMuon((fully_shard(model, mesh=group.mesh) if shard else model).parameters(), lr=0.1)
+        for step in range(3):
+            model(gradient((2, 4), step)).square().sum().backward()
+            optimizer.step()
+        ends.append([distributed.full_tensor(p.detach()) for p in model.parameters()])
+    return max(largest(a - b) for a, b in zip(*ends, strict=True))
 
 
 def states_of_stacks(folder: Path, group: Group) -> float:
@@ -468,6 +482,7 @@ def main(rank: int, folder: Path) -> None:
     run("refusals", two, refusals)
     run("merged after a forward", two, merged_after_a_forward)
     run("plain parameters", two, points_of_plain_parameters)
+    run("matrices by Muon", two, matrices_by_muon)
     run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
     run("constrained", two, constrained_layers_of)

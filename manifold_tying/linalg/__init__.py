@@ -10,6 +10,8 @@ from manifold_tying.linalg._cayley import cayley_curve as cayley_curve
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley import unskew as unskew
+from manifold_tying.linalg._msign import msign as msign
+from manifold_tying.linalg._msign import tangent_msign as tangent_msign
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
 from manifold_tying.linalg._orthonormalize import orthonormalize as orthonormalize
 from manifold_tying.linalg._polar import polar as polar

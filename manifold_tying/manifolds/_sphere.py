@@ -46,6 +46,12 @@ class Spheres:
 
     egrad2rgrad = proju
 
+    def scaled_tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        """The tangent part of u with the norm of the radius for each vector; 0 stays 0."""
+        u = self.proju(x, u)
+        lengths = norms(u, self.of, self.reduce)
+        return u * torch.where(lengths > 0, self.radius / lengths, 0).to(u.dtype)
+
     def normalize_(self, x: Tensor, skip: Tensor | None) -> None:
         """projx in place, for points close to the sphere; leaves x alone if ``skip`` is 1."""
         factor = self.radius / self.dot(x, x).sqrt()

@@ -137,13 +137,11 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _step_points(self, group: Group, batch: rules.Batch) -> None:
         if not torch.compiler.is_compiling() and all(self._fits_kernel(group, p) for p in batch.params):
-            found_inf = self._guard.found_inf
-            sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
             # The projection follows the user's float32 precision setting: it affects the direction, not the point.
             with precision.disable_autocast(batch.params[0].device):
-                options = {"found_inf": found_inf, **_kernel_options(group, fused=True)}
+                options = {"found_inf": self._guard.found_inf, **_kernel_options(group, fused=True)}
                 if isinstance(batch.manifold, Stiefel):
-                    rules.polar_adam_(batch, sync_free=sync_free, **options)
+                    rules.polar_adam_(batch, sync_free=self._runs_sync_free(group), **options)
                 else:
                     rules.sphere_adam_(batch, **options)
             return
@@ -158,6 +156,9 @@ class RiemannianAdam(RiemannianOptimizer):
             square = batch.manifold.component_inner(X, R)
         moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
         return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
+
+    def _runs_sync_free(self, group: Group) -> bool:
+        return self._guard.found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
         """Whether one of the rules by torch's fused kernel can update p (required for masking on the device)."""

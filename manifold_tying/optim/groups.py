@@ -22,10 +22,11 @@ def param_groups(
     weight_decay: float = 0.0,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for :class:`RiemannianAdam` and :class:`RiemannianSGD`, with every trainable parameter in exactly one group.
+    """Groups for the Riemannian optimizers, with every trainable parameter in exactly one group.
 
     Points are found through their parametrization (``.manifold``), at any depth, or as geoopt.ManifoldParameter. Weight decay
-    applies to matrices only: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none.
+    applies to matrices only: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none. Tables
+    of tokens and heads get "use_muon": False, which keeps :class:`RiemannianMuon` from them.
 
     Args:
         model: the model to train.
@@ -50,6 +51,7 @@ def param_groups(
         )
     manifolds, parametrized = _constrained(model)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tables = _tables(model)
     matched = set()
     for name, p in model.named_parameters():
         weight = re.sub(r"\.original\d*$", "", name.replace("parametrizations.", ""))  # the name without the constraint
@@ -64,8 +66,10 @@ def param_groups(
             options |= {"weight_decay": 0.0} | ({} if type(manifold) is Sphere else {"manifold": manifold})
             if manifold_lr is not None:
                 options["lr"] = manifold_lr
+        if p in tables:
+            options["use_muon"] = False
         options |= overrides[pattern] if pattern else {}
-        key = (pattern, options["weight_decay"], None if manifold is None else manifold_key(manifold))
+        key = (pattern, p in tables, options["weight_decay"], None if manifold is None else manifold_key(manifold))
         group = groups.setdefault(key, {"params": [], "names": [], **options})
         group["params"].append(p)
         group["names"].append(name)
@@ -89,3 +93,13 @@ def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[T
                 )
     parametrized: set[Tensor] = {p for parts in lists.values() for p in parts.parameters(recurse=False)}
     return {point: manifold for _, point, manifold in points(model)}, parametrized
+
+
+def _tables(model: nn.Module) -> set[Tensor]:
+    """Parameters of embeddings, of token interfaces, and of linear layers with the shape of the longest embedding."""
+    parts = list(model.modules())
+    embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
+    shape = max(((part.num_embeddings, part.embedding_dim) for part in embeddings), default=None)
+    heads = [part for part in parts if isinstance(part, nn.Linear) and (part.out_features, part.in_features) == shape]
+    interfaces = [part for part in parts if hasattr(part, "embed") and hasattr(part, "logits")]
+    return {p for part in (*embeddings, *heads, *interfaces) for p in part.parameters()}

@@ -79,11 +79,16 @@ def riemannian_gradient(
 
 
 def retract(
-    manifold: geoopt.Manifold | Spheres, X: Tensor, step: Tensor, reduce: distributed.Reduce, transported: Tensor
+    manifold: geoopt.Manifold | Spheres,
+    X: Tensor,
+    step: Tensor,
+    reduce: distributed.Reduce,
+    transported: Tensor,
+    **options: Any,
 ) -> Tensor:
     """Move X along -step; on a foreign manifold also transport the moment ``transported``, in place."""
     if is_polar(manifold):
-        return linalg.reorthonormalize_(X - step, reduce)
+        return linalg.reorthonormalize_(X - step, reduce, **options)
     if isinstance(manifold, Stiefel):
         return manifold.move(X, -step)
     if isinstance(manifold, Spheres):
@@ -140,21 +145,29 @@ def fused_adam_(
 
 
 def riemannian_step_(
-    batch: Batch, direction: Callable[..., Tensor], moment: str, *, lr: float | Tensor, maximize: bool
+    batch: Batch,
+    direction: Callable[..., Tensor],
+    moment: str,
+    *,
+    lr: float | Tensor,
+    maximize: bool,
+    sync_free: bool = False,
+    skip: Tensor | None = None,
 ) -> None:
     """R = grad f(X);  X <- retraction of X along -lr direction(X, R, state), for the stacked points of a batch.
 
-    ``direction`` updates the stacked state in place. On a foreign manifold the state's ``moment`` is transported.
+    ``direction`` updates the stacked state in place. On a foreign manifold the state's ``moment`` is transported. Steps with a
+    ``skip`` of 1 do not count; gradients and lr are 0 then.
     """
     points, steps = [distributed.to_local(p) for p in batch.params], batch.local("step")
     X, G = _stack(points), _stack(batch.gradients)
     for count in steps:
-        count += 1
+        count += 1 if skip is None else 1 - skip
     keys = [key for key in batch.states[0] if key != "step"]
     state = {key: _stack(batch.local(key)) for key in keys}
     real = X.real.dtype if X.is_complex() else X.dtype
     state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
-    if isinstance(batch.manifold, Stiefel) and batch.can_project_written:
+    if isinstance(batch.manifold, Stiefel) and batch.can_project_written and not sync_free:
         project_written_(X)
     if maximize:
         G = -G
@@ -162,7 +175,7 @@ def riemannian_step_(
     step = lr * direction(X, R, state)
     if batch.scale is not None:
         step = scaled_tangent_part(batch.reduce, X, step, batch.scale)
-    moved = retract(batch.manifold, X, step, batch.reduce, state[moment])
+    moved = retract(batch.manifold, X, step, batch.reduce, state[moment], sync_free=sync_free, skip=skip)
     for i, p in enumerate(points):
         p.copy_(moved[i])
         for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state

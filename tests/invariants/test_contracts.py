@@ -30,7 +30,7 @@ from manifold_tying import (
     stiefel,
 )
 from manifold_tying import testing as mtt
-from manifold_tying.optim import RiemannianAdam, RiemannianSGD
+from manifold_tying.optim import RiemannianAdam, RiemannianMuon, RiemannianSGD
 
 # ---- manifolds
 
@@ -124,11 +124,49 @@ def test_a_batch_is_no_shape_of_a_point() -> None:
 
 # ---- optimizers
 
+
+class FixedNorm(geoopt.Manifold):
+    """A user's own manifold: matrices of the Frobenius norm 2."""
+
+    name, ndim, reversible = "FixedNorm", 2, False
+
+    def projx(self, x: Tensor) -> Tensor:
+        return 2 * x / x.norm(dim=(-2, -1), keepdim=True)
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        return u - x * self.inner(x, x, u, keepdim=True) / 4
+
+    egrad2rgrad = proju
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        return self.projx(x + u)
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        angle = u.norm(dim=(-2, -1), keepdim=True) / 2
+        return x * angle.cos() + u * torch.sinc(angle / torch.pi)
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return self.proju(y, v)
+
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        return (u * (u if v is None else v)).sum((-2, -1), keepdim=keepdim)
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str]:
+        return bool(((x.norm(dim=(-2, -1)) - 2).abs() < atol).all()), "the norm is not 2"
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str]:
+        return bool((self.inner(x, x, u).abs() < atol).all()), "the vector is not tangent"
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda params: RiemannianAdam(params, lr=0.05),
     "Adam by row": lambda params: RiemannianAdam(params, lr=0.05, second_moment="row"),
     "SGD": lambda params: RiemannianSGD(params, lr=0.05),
     "SGD, momentum": lambda params: RiemannianSGD(params, lr=0.05, momentum=0.5, nesterov=True),
+    "Muon": lambda params: RiemannianMuon(params, lr=0.02),
+    "Muon, tangent": lambda params: RiemannianMuon(params, lr=0.02, dual_steps=2, nesterov=False),
     "slow SGD": lambda params: RiemannianSGD(params, lr=1e-3, momentum=0.5),
 }
 POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -137,6 +175,7 @@ POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "cayley": (Stiefel("cayley"), (6, 2)),
     "cayley-neumann": (Stiefel("cayley-neumann"), (6, 2)),
     "SPD": (SPD(), (3, 3)),
+    "a user's": (FixedNorm(), (3, 4)),
     "rows": (Sphere(radius=RADII["rows"]), (4, 3)),
     **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
 }
@@ -144,6 +183,7 @@ CASES = [
     *(("Adam", points) for points in POINTS),
     *(("Adam by row", "polar"), ("SGD", "Sphere"), ("SGD, momentum", "polar"), ("slow SGD", "SPD")),
     ("SGD, momentum", "rows"),
+    *(("Muon", "qr"), ("Muon", "rows"), ("Muon", "a user's"), ("Muon, tangent", "polar")),
 ]
 
 
@@ -236,41 +276,6 @@ def test_weights_of_low_rank(spectrum: Any) -> None:
 @pytest.mark.parametrize("scheme", ["block", "full"])
 def test_equivalence(scheme: Any) -> None:
     mtt.check_parametrization(lambda layer: equivalence(layer, scheme=scheme, block_size=2), nn.Linear(4, 6))
-
-
-class FixedNorm(geoopt.Manifold):
-    """A user's own manifold: matrices of the Frobenius norm 2."""
-
-    name, ndim, reversible = "FixedNorm", 2, False
-
-    def projx(self, x: Tensor) -> Tensor:
-        return 2 * x / x.norm(dim=(-2, -1), keepdim=True)
-
-    def proju(self, x: Tensor, u: Tensor) -> Tensor:
-        return u - x * self.inner(x, x, u, keepdim=True) / 4
-
-    egrad2rgrad = proju
-
-    def retr(self, x: Tensor, u: Tensor) -> Tensor:
-        return self.projx(x + u)
-
-    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        angle = u.norm(dim=(-2, -1), keepdim=True) / 2
-        return x * angle.cos() + u * torch.sinc(angle / torch.pi)
-
-    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return self.proju(y, v)
-
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        return (u * (u if v is None else v)).sum((-2, -1), keepdim=keepdim)
-
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str]:
-        return bool(((x.norm(dim=(-2, -1)) - 2).abs() < atol).all()), "the norm is not 2"
-
-    def _check_vector_on_tangent(
-        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str]:
-        return bool((self.inner(x, x, u).abs() < atol).all()), "the vector is not tangent"
 
 
 class Leaving(FixedNorm):

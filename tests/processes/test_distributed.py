@@ -206,6 +206,11 @@ def test_points_are_found_without_groups(found: list[dict[str, Any]]) -> None:
         assert max(found[rank]["plain parameters 2"]) < 1e-6
 
 
+def test_muon_orthogonalizes_whole_matrices(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert found[rank]["matrices by Muon 2"] < 1e-6
+
+
 def test_moments_of_stacks_are_saved_with_their_matrices(found: list[dict[str, Any]]) -> None:
     for rank in range(2):
         assert found[rank]["stacks 2"] == 0

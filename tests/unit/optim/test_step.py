@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from manifold_tying import linalg, precision
-from manifold_tying.optim import RiemannianAdam, RiemannianSGD, adam, nonfinite
+from manifold_tying.optim import RiemannianAdam, RiemannianMuon, RiemannianSGD, adam, nonfinite
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -323,6 +323,7 @@ def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.Mon
 MAKERS: dict[str, Callable[..., Any]] = {
     "element": lambda params, **options: RiemannianAdam(params, **options),
     "momentum": lambda params, **options: RiemannianSGD(params, momentum=0.9, **options),
+    "muon": lambda params, **options: RiemannianMuon(params, dual_steps=1, **options),
 }
 
 
