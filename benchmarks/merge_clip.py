@@ -44,7 +44,7 @@ class Options:
     block_size: int = 32
     lr: float = 4e-3
     """Peak rate of all other parameters."""
-    equivalence_lr: float = 4e-3
+    body_lr: float = 4e-3
     """Peak rate of the skew vectors."""
     batch_size: int = 8
     sequence_length: int = 64
@@ -95,7 +95,7 @@ def train(corpus: Tensor, options: Options, seed: int, norm: float, policy: Poli
     mt.equivalence_(
         model, "blocks.*", block_size=options.block_size, terms=2, init="normalized", seed=seed, verbose=False
     )
-    rates = {"blocks.*.parametrizations.weight.original": {"lr": options.equivalence_lr}}
+    rates = {"blocks.*.parametrizations.weight.original": {"lr": options.body_lr}}
     optimizer = RiemannianAdam(param_groups(model, overrides=rates), options.lr, (0.9, 0.95))
     peaks = [group.get("lr", options.lr) for group in optimizer.param_groups]
     schedule = MergeSchedule(model, optimizer, options.every)

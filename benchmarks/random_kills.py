@@ -25,7 +25,7 @@ from manifold_tying.training.rundir import METRICS
 
 KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
     ("pit-trainable", {}),
-    ("untied", {"body": "poet-block", "block_size": 8, "merge_every": 7, "equivalence_lr": 2e-3}),
+    ("untied", {"body": "poet-block", "block_size": 8, "merge_every": 7, "body_lr": 2e-3}),
 )
 
 

@@ -21,7 +21,7 @@ from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import CONFIG, RESULT, finite
 
-RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "equivalence_lr", "table_std", "embedding_norm")  # per arm
+RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "body_lr", "table_std", "embedding_norm")  # per arm
 EXPERIMENT = "experiment.json"
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
@@ -36,7 +36,7 @@ class AblateConfig:
     out: Path
     """Folder to write to."""
     arms: str = ",".join(ARMS)
-    """Comma-separated arms: interfaces, or bodies (adamw, poet-block, poet-full) with untied tables. Each may change
+    """Comma-separated arms: interfaces, or bodies (adamw, muon, poet-block ...) with untied tables. Each may change
     settings: pit-trainable+memory_lr=0.003+body=poet-block."""
     seeds: int = 3
     """Number of seeds: 0, 1, ..."""
@@ -217,11 +217,11 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     resolved = [run.as_json() for run in runs.values()]
     shared = {k: v for k, v in resolved[0].items() if all(other[k] == v for other in resolved)}
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}
-    if shared.get("body") == "adamw":
+    if not shared.get("body", "poet").startswith("poet"):
         shared = {k: v for k, v in shared.items() if k not in POET_SETTINGS}
     for arm, run in runs.items():
         own = run.as_json()
-        hidden = (*shared, "interface", "seed", *(POET_SETTINGS if own["body"] == "adamw" else ()))
+        hidden = (*shared, "interface", "seed", *(() if own["body"].startswith("poet") else POET_SETTINGS))
         per_arm[arm] |= {k: own[k] for k in own if k not in hidden}
     return {
         "command": called_as("ablate", "reproduce") or f"ablate({config})",

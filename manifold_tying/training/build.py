@@ -1,7 +1,8 @@
 """Build a run's model, optimizer and schedules; load the model of a finished run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying.models import Llama
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianMuon, param_groups
+from manifold_tying.parametrizations import isospectral, sphere, stiefel
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
@@ -18,7 +20,11 @@ from manifold_tying.training.hf_model import MEMORIES, HuggingFaceModel, Model, 
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTying, Untied
 
-BLOCKS = "blocks.*"  # a POET body rotates every linear layer but the token interface
+BLOCKS = "blocks.*"  # a body constrains every linear layer but the token interface
+CONSTRAINTS: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+    "hyperball": partial(sphere, of="matrix"), "isospectral": isospectral, "stiefel": stiefel, "stiefel-muon": stiefel
+}  # fmt: skip
+BY_MUON = ("muon", "hyperball", "stiefel-muon")
 # Parameter names, in the reference model and in transformers models, whose embedding holds the interface.
 MEMORY = "interface.parametrizations.memory.original"
 FACTOR = "*interface.parametrizations.cholesky_factor.*"
@@ -52,6 +58,9 @@ def build_model(config: TrainConfig) -> Model:
         model = Llama(shape, interface)
     if config.settings.poet:
         equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **_equivalence_options(config.settings))
+    if constraint := CONSTRAINTS.get(config.settings.body):
+        for layer in [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]:
+            constraint(layer)
     return model.to(config.settings.device)
 
 
@@ -64,7 +73,7 @@ def _equivalence_options(settings: Settings) -> dict[str, Any]:
 
 
 def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
-    """One optimizer with a rate for each part: AdamW for the body, Riemannian Adam for a trainable memory.
+    """One optimizer with a rate for each part, Muon for what the body and the memory ask for, Adam for the rest.
 
     Skew vectors have no weight decay: it would pull R and P to the identity, but only between merges. POET's paper reports
     0.01 without naming the parameters.
@@ -74,26 +83,31 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         factor = next((name for name in rates if fnmatchcase(name, FACTOR)), FACTOR)
         rates[factor] = transform_rates(model.interface.hidden_size, settings, rates.get(factor, {}))
         memory = next((name for name in rates if name.endswith(MEMORY)), f"*{MEMORY}")
-        rates[memory] = {**rates.get(memory, {}), "slows_after": settings.memory_slows_after or None}
+        rates[memory] = {
+            **rates.get(memory, {}),
+            "slows_after": settings.memory_slows_after or None,
+            "use_muon": settings.memory_rule == "muon",
+        }
     else:
         given = {"lr": settings.table_lr, "slows_after": settings.table_slows_after or None}
         own = {name: value for name, value in given.items() if value is not None}
         tables = {table for table in model.interface.parameters() if table.ndim == 2}  # not a logit scale
         for name in (name for name, parameter in model.named_parameters() if own and parameter in tables):
             rates[name] = {**rates.get(name, {}), **own}
-    if settings.poet:
-        rates[f"{BLOCKS}.parametrizations.weight.original"] = {"lr": settings.equivalence_lr}
+    if settings.body != "adamw":
+        weights = f"{BLOCKS}.*.*.weight" if settings.body == "muon" else f"{BLOCKS}.parametrizations.weight.original*"
+        rates[weights] = {"lr": settings.body_lr, "use_muon": settings.body in BY_MUON}
     groups = param_groups(model, manifold_lr=settings.memory_lr, weight_decay=settings.weight_decay, overrides=rates)
     assert settings.lr is not None and settings.betas is not None, "the settings are resolved"
-    return RiemannianAdam(
-        groups,
-        settings.lr,
-        settings.betas,
-        second_moment=settings.second_moment,
-        project_every=settings.project_every,
-        fused=True if torch.device(settings.device).type == "cuda" else None,
-        nonfinite="ignore",  # the loop checks the norms before a step
-    )
+    options: dict[str, Any] = {
+        "fused": True if torch.device(settings.device).type == "cuda" else None,
+        "nonfinite": "ignore",  # the loop checks the norms before a step
+    }
+    of_memory = {"second_moment": settings.second_moment, "project_every": settings.project_every}
+    if settings.body in BY_MUON or settings.memory_rule == "muon":
+        groups = [{**of_memory, "use_muon": False, **group} for group in groups]
+        return RiemannianMuon(groups, settings.lr, betas=settings.betas, **options)
+    return RiemannianAdam(groups, settings.lr, settings.betas, **of_memory, **options)
 
 
 def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Settings(  # a dataclass lists the fields of its last base first
     @property
     def poet(self) -> bool:
         """Whether the body trains with POET."""
-        return self.body != "adamw"
+        return self.body.startswith("poet")
 
     @property
     def tokens_per_step(self) -> int:
@@ -156,6 +156,7 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
         sections.Penalty: not pit, sections.Poet: not settings.poet,
     }  # fmt: skip
     names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
+    names |= {"body_lr"} if settings.body == "adamw" else set()
     return names if pit else names | {"init_transform"}
 
 

@@ -82,7 +82,7 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     config = resolve(config)
     settings, device = config.settings, check_device(config.settings.device)
     processes = Processes.from_settings(settings)
-    arm = arm or config.interface + (f"+body={settings.body}" if settings.poet else "")
+    arm = arm or config.interface + ("" if settings.body == "adamw" else f"+body={settings.body}")
     processes.on_main(lambda: check_out(config))
     tokens = load_data(config, processes)
     data = run_data(tokens, settings, config.seed)

@@ -15,6 +15,8 @@ BODY_LR: dict[Interface, float] = {
 }  # fmt: skip
 UNTIED_STD = 0.06
 BETAS = (0.9, 0.99)
+# Of the rate of plain matrices, for what the body trains in their place.
+BODY_FACTORS = {"muon": 1.0, "hyperball": 4.0, "stiefel": 1.0, "stiefel-muon": 4.0, "isospectral": 1.0}
 MAPS = {"retraction": "polar", "diagonal": "exp"}
 # POET's tables 9 and 10: 1e-3 at b = 256, inversely proportional to b; in scheme full, to the fraction.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
@@ -50,7 +52,9 @@ def _from_scratch(config: TrainConfig) -> dict[str, Any]:
     if interface == "pit-free":
         std = defaults["table_std"] if settings.table_std is None else settings.table_std
         defaults |= {"table_lr": ENTRY_STEP * std, "table_slows_after": SLOWS_AFTER}
-    return defaults | (_poet(settings, shape.hidden_size) if settings.poet else {})
+    if settings.poet:
+        return defaults | _poet(settings, shape.hidden_size)
+    return defaults | ({"body_lr": lr * BODY_FACTORS[settings.body]} if settings.body != "adamw" else {})
 
 
 def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:
@@ -63,10 +67,10 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {"merge_every": min(MERGE_EVERY, -(-settings.steps // MERGES))}
     if settings.body == "poet-full":
-        return defaults | {"equivalence_lr": EQUIVALENCE_LR * EQUIVALENCE_FRACTION / settings.fraction}
+        return defaults | {"body_lr": EQUIVALENCE_LR * EQUIVALENCE_FRACTION / settings.fraction}
     block_size = settings.block_size or max(2, min(EQUIVALENCE_BLOCK, hidden_size // 2))
     rate = EQUIVALENCE_LR * EQUIVALENCE_BLOCK / min(block_size, hidden_size)  # blocks are at most as wide as the model
-    return defaults | {"block_size": block_size, "equivalence_lr": rate}
+    return defaults | {"block_size": block_size, "body_lr": rate}
 
 
 def _continued(config: TrainConfig) -> dict[str, Any]:

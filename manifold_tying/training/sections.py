@@ -11,7 +11,8 @@ from manifold_tying.parametrizations import Diagonal
 from manifold_tying.poet import Init
 
 Interface = Literal["untied", "transpose", "pit-frozen", "pit-trainable", "pit-free"]
-Body = Literal["adamw", "poet-block", "poet-full"]
+Body = Literal["adamw", "muon", "hyperball", "stiefel", "stiefel-muon", "isospectral", "poet-block", "poet-full"]
+MemoryRule = Literal["adam", "muon"]
 Parallel = Literal["none", "ddp", "fsdp", "hsdp"]
 OnNan = Literal["stop", "skip"]
 SecondMoment = Literal["element", "row", "matrix"]
@@ -41,7 +42,10 @@ class Model:
     vocabulary: Count | None = None
     """Number of tokens of the vocabulary; None is the preset's."""
     body: Body = "adamw"
-    """How the blocks' matrices train: adamw directly, poet-block or poet-full as POET's R W0 P."""
+    """How the blocks' matrices train. adamw, muon: directly. hyperball: with a fixed norm, by Muon. stiefel, stiefel-muon: with
+    orthonormal columns, by Adam or Muon. isospectral: with fixed singular values, by Adam. poet-block, poet-full: POET's R W0 P."""
+    body_lr: Rate | None = None
+    """Peak learning rate of what the body trains, unless that is adamw: matrices, points, or POET's skew vectors."""
     embedding_norm: bool | None = None
     """RMS-normalize the embeddings after the lookup."""
     embedding_scale: Positive | None = None
@@ -137,6 +141,8 @@ class Memory:
     """Retraction to the Stiefel manifold; None is polar, or the one recorded in a converted checkpoint."""
     project_every: Count = 1
     """Project Z's gradient every n steps. Z is retracted at every step."""
+    memory_rule: MemoryRule = "adam"
+    """What moves Z: Riemannian Adam, or Riemannian Muon."""
     second_moment: SecondMoment = "element"
     """Granularity of Adam's second moment for Z."""
 
@@ -181,8 +187,6 @@ class Poet:
     """Distribution of W0; keep is the initial weight of an AdamW body."""
     out_share: float | None = None
     """Share of the parameters in R, the rest in P; None gives both sides the same block size."""
-    equivalence_lr: Rate | None = None
-    """Peak learning rate of the skew vectors."""
 
 
 @dataclass(frozen=True, kw_only=True)

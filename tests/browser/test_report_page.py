@@ -37,7 +37,7 @@ CONTRAST = Path(__file__).with_name("contrast.js").read_text()
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    settings = config(folder, text(folder), eval_every=EVERY, equivalence_lr=2e-3).settings
+    settings = config(folder, text(folder), eval_every=EVERY, body_lr=2e-3).settings
     out = folder / "out"
     rows = ablate(AblateConfig(out=out, arms=",".join(ARMS), seeds=SEEDS, settings=settings))
     rows = [row | {"tokens_per_second": SPEEDS[row["arm"]]} for row in rows]

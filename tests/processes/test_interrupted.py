@@ -37,7 +37,7 @@ def interrupt_backward(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_a_signal_in_the_last_step_leaves_its_evaluation_to_the_resumed_run(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    changes: dict[str, Any] = {"body": "poet-block", "equivalence_lr": 2e-3}
+    changes: dict[str, Any] = {"body": "poet-block", "body_lr": 2e-3}
     both = experiment(tmp_path / "out", corpus, **changes)
     with monkeypatch.context() as patched:
         interrupt_backward(patched, STEPS)

@@ -127,7 +127,7 @@ def _single_run(out: Path) -> Experiment:
         raise ValueError(f"{out} holds a run that has not finished: result.json is missing; use train --resume")
     (row,) = checked_rows([read_json(out / "result.json")], where=str(out / "result.json"))
     config = as_object(read_json(out / "config.json"), str(out / "config.json"))
-    unused = (ARM, CORPUS, *(POET_SETTINGS if config.get("body") == "adamw" else ()))
+    unused = (ARM, CORPUS, *(() if str(config.get("body")).startswith("poet") else POET_SETTINGS))
     where = str(out / "run.json")
     described = as_object(read_json(out / "run.json"), where)
     command, machine = as_text(described, "command", where), as_object(described.get("machine"), f"{where}, 'machine'")

@@ -58,7 +58,7 @@ def whole(run: Path) -> list[int]:
 def test_steps_go_on_and_the_state_is_that_of_its_step(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, at_writing: Any
 ) -> None:
-    poet = {"body": "poet-block", "equivalence_lr": 2e-3}  # the merge after step 8 changes buffers and probes in place
+    poet = {"body": "poet-block", "body_lr": 2e-3}  # the merge after step 8 changes buffers and probes in place
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointWriter, "write", lambda self, stage: saving.write_checkpoint(self._run, stage()))
         train(config(tmp_path / "at once", corpus, **poet))

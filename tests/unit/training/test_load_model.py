@@ -19,7 +19,7 @@ from manifold_tying.training.run_data import load_data
 @pytest.mark.parametrize(
     ("interface", "changes"),
     [
-        ("untied", {"body": "poet-block", "equivalence_lr": 2e-3, "merge_every": 3}),
+        ("untied", {"body": "poet-block", "body_lr": 2e-3, "merge_every": 3}),
         ("pit-trainable", {"embedding_norm": False, "retraction": "qr", "diagonal": "softplus"}),
     ],
 )

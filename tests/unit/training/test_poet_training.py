@@ -25,7 +25,7 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(corpus: Path, **changes: Any) -> Settings:
-    values = {"batch_size": 4, "block_size": 6, "equivalence_lr": 4e-3, "checkpoint_every": None, **changes}
+    values = {"batch_size": 4, "block_size": 6, "body_lr": 4e-3, "checkpoint_every": None, **changes}
     return config(corpus, corpus, **values).settings
 
 
@@ -114,7 +114,7 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
 
 
 def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path) -> None:
-    given = settings(corpus, body="poet-block", weight_decay=0.1, equivalence_lr=2e-3)
+    given = settings(corpus, body="poet-block", weight_decay=0.1, body_lr=2e-3)
     run = resolve(TrainConfig(out=tmp_path, interface="pit-trainable", settings=given))
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
@@ -143,7 +143,7 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
         ("poet-60m", {"body": "poet-block", "block_size": 128}, (128, 400, 2e-3)),
         ("poet-60m", {"body": "poet-full", "fraction": 0.125}, (None, 400, 4e-3)),
         ("nano", {"body": "poet-block", "steps": 180}, (64, 60, 4e-3)),
-        ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "equivalence_lr": 0.5}, (128, 3, 0.5)),
+        ("mini", {"body": "poet-block", "steps": 7, "merge_every": 3, "body_lr": 0.5}, (128, 3, 0.5)),
         ("nano", {"body": "poet-block", "block_size": 256}, (256, 400, 2e-3)),  # in a width of 128
         ("nano", {"body": "adamw"}, (None, None, None)),
     ],
@@ -151,7 +151,7 @@ def test_skew_vectors_have_their_rate_and_no_decay(tmp_path: Path, corpus: Path)
 def test_recipe_of_the_paper(preset: str, values: dict[str, Any], expected: tuple[Any, ...]) -> None:
     given = Settings(**{"preset": preset, "steps": 300_000, **values})
     found = resolve(TrainConfig(out=Path("x"), interface="untied", settings=given)).settings
-    assert (found.block_size, found.merge_every, found.equivalence_lr) == pytest.approx(expected)
+    assert (found.block_size, found.merge_every, found.body_lr) == pytest.approx(expected)
 
 
 # torch 2.13's own way of tracing an autograd.Function
@@ -184,7 +184,7 @@ def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None
     assert trainable["poet-full"] < trainable["adamw"]
     described = json.loads((out / "experiment.json").read_text())
     assert described["arms"]["poet-full"]["body"] == "poet-full"
-    assert described["arms"]["adamw"]["equivalence_lr"] is None
+    assert described["arms"]["adamw"]["body_lr"] is None
     page = write_report(load_experiment(out), out).read_text()
     for name in ("updates", "hyperspherical-energy", "orthogonality-error"):
         assert f'id="figure-{name}"' in page
