@@ -7,6 +7,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
+from constraint_machine import ConstraintMachine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
@@ -405,10 +406,10 @@ def test_interfaces(name: str) -> None:
 
 # ---- anything, in any order
 
-TestConstraints = mtt.ConstraintMachine.TestCase
+TestConstraints = ConstraintMachine.TestCase
 
 
-class Spoiled(mtt.ConstraintMachine):
+class Spoiled(ConstraintMachine):
     """Writes to a stored tensor behind the optimizer's back."""
 
     def make_model(self, data: st.DataObject) -> nn.Module:
@@ -428,7 +429,7 @@ def test_the_machine_sees_a_point_that_left(without_shrinking: None) -> None:
 
 def test_the_machine_trains_for_long_within_float32() -> None:
     """At ten times its rate T⁻¹ overflowed, and W_out E was NaN."""
-    machine = mtt.ConstraintMachine()
+    machine = ConstraintMachine()
     machine.model, machine.momentum = PIT(11, 4, memory="frozen", diagonal="softplus"), True
     machine._new_optimizer()
     for seed in range(3, 87, 7):
