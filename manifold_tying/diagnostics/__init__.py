@@ -11,10 +11,8 @@ from manifold_tying.diagnostics.interface import InterfaceConsistency as Interfa
 from manifold_tying.diagnostics.interface import delta_ti as delta_ti
 from manifold_tying.diagnostics.interface import interface_consistency as interface_consistency
 from manifold_tying.diagnostics.interface import interface_tables as interface_tables
-from manifold_tying.diagnostics.rotation import Phases as Phases
 from manifold_tying.diagnostics.rotation import TraceProbe as TraceProbe
 from manifold_tying.diagnostics.rotation import orthogonality_error as orthogonality_error
-from manifold_tying.diagnostics.rotation import phases as phases
 from manifold_tying.diagnostics.rotation import trace_probe as trace_probe
 from manifold_tying.diagnostics.rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics.saved import SavedTables as SavedTables

@@ -22,7 +22,7 @@ TRAINED = (*get_args(Interface), *get_args(Body))
 NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthogonality_error")
 LOSSES = ("val_loss", "train_loss")  # null if not finite
 QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters", "evaluated_tokens")
-COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error", "lr")  # of metrics.jsonl
+COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error")  # of metrics.jsonl
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
 
 

@@ -1,7 +1,6 @@
 """Diagnostics of orthogonal factors and spectra against numpy, scipy and sampling."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ from scipy.spatial.distance import pdist
 from scipy.stats import entropy, ortho_group
 
 from manifold_tying.diagnostics import (
-    Phases,
     hyperspherical_energy,
     orthogonality_error,
-    phases,
     singular_values,
     spectra,
     spectral_summary,
@@ -102,40 +99,6 @@ def test_orthogonality_error_is_the_formula(m: int, batch: tuple[int, ...], seed
     R = np.random.default_rng(seed).normal(size=(*batch, m, m))
     expected = np.linalg.norm(R @ np.swapaxes(R, -1, -2) - np.eye(m), axis=(-2, -1)) / np.linalg.norm(np.eye(m))
     np.testing.assert_allclose(orthogonality_error(torch.from_numpy(R)).numpy(), expected, rtol=1e-11)
-
-
-def curve(learning_rate: Any) -> tuple[list[int], list[float], list[float]]:
-    """0.62 + 0.38 exp(-step/100), and from step 500 on a ripple of 0.01 in proportion to the learning rate."""
-    steps = [10 * k for k in range(201)]
-    rates = [learning_rate(step) for step in steps]
-    ripple = [0.01 * (0, 1, 0, -1)[k % 4] * rates[k] * (k >= 50) for k in range(201)]
-    return steps, [0.62 + 0.38 * math.exp(-s / 100) + r for s, r in zip(steps, ripple, strict=True)], rates
-
-
-def decaying(step: int) -> float:
-    return min(1.0, (2000 - step) / 400)
-
-
-def test_phases_of_a_curve_as_in_the_paper() -> None:
-    # 0.38 exp(-s/100) <= 0.025 from s = 272.2; the ripple exceeds 0.0025 until the rate is at a quarter, at step 1900.
-    steps, values, rates = curve(decaying)
-    assert phases(steps, values, rates) == Phases(280, 1900)
-    assert phases(steps, values, rates, tolerance=0.1).stable == 140
-    assert phases(steps, values, rates, settled=0.02).final == 1610  # not before the decay begins
-    # A constant rate ends in no final adjusting, nor does a ripple that goes on; a straight line has no plateau.
-    assert phases(*curve(lambda step: 1.0)) == Phases(280, None)
-    assert phases(steps, curve(lambda step: 1.0)[1], rates) == Phases(280, None)
-    line = [1 - 0.4 * step / 2000 for step in steps]
-    assert phases(steps, line, rates) == Phases(None, None)
-
-
-@CASES
-@given(seed=SEEDS, scale=st.floats(1e-5, 1e3), shift=st.integers(-1000, 1000))
-def test_phases_do_not_depend_on_the_rates_scale_or_where_steps_start(seed: int, scale: float, shift: int) -> None:
-    steps, values, rates = curve(decaying)
-    values = list(np.asarray(values) + np.random.default_rng(seed).uniform(-1e-4, 1e-4, 201))
-    stable, final = phases([step + shift for step in steps], values, [scale * rate for rate in rates])
-    assert (stable, final) == (280 + shift, 1900 + shift)
 
 
 @CASES
@@ -234,14 +197,3 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
         hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
     with pytest.raises(ValueError, match="exponent"):
         hyperspherical_energy(torch.ones(2, 2), math.nan)
-
-
-def test_phases_errors() -> None:
-    for message, steps, values, rates in (
-        ("one length", [1, 2, 3, 4], [1.0] * 4, [1.0] * 5),
-        ("one length", [1, 2], [1.0] * 2, [1.0] * 2),
-        ("increasing", [1, 2, 2, 3], [1.0] * 4, [1.0] * 4),
-        ("NaN", [1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], [1.0] * 4),
-    ):
-        with pytest.raises(ValueError, match=message):
-            phases(steps, values, rates)

@@ -442,7 +442,7 @@ def test_curves_of_weights_are_those_of_numpy() -> None:
     for seed in (0, 1):
         numbers = {weight: dict(zip(names, probed[seed, weight].T, strict=True)) for weight in weights}
         probes = [frame(step=steps, tokens=8 * steps, **of).assign(weight=weight) for weight, of in numbers.items()]
-        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
+        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[]), probes=pd.concat(probes)))
     row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
     found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
     assert set(found) == {"turning-R", "updates"}
