@@ -82,11 +82,6 @@ POET = (
            weights=True),
     _turning("R", "outputs"),
     _turning("P", "inputs"),
-    Figure("updates", "Updates of the entries", "updates.share", "updates of an entry / possible ones",
-           "How evenly training updates the entries of the weight. R moves an entry with its row and P with its column, so a "
-           "step can move it twice, which counts as 1 here. Scheme block always does this; scheme full leaves dimensions out "
-           "between merges. Line: the mean over the entries. Band: from the fewest updates of an entry to the most.",
-           weights=True, band={"updates.share": ("updates.low", "updates.high")}),
 )  # fmt: skip
 
 
@@ -146,14 +141,10 @@ def thinned(frame: pd.DataFrame, most: int) -> pd.DataFrame:
 
 
 def _derived(probes: pd.DataFrame) -> pd.DataFrame:
-    """The probes with the bounds of the trace probe and the shares of possible updates."""
+    """The probes with the bounds of the trace probe."""
     for side in (side for side in "RP" if f"{side}.trace" in probes):
         trace, spread = probes[f"{side}.trace"], 2 * probes[f"{side}.trace_std"]
         probes = probes.assign(**{f"{side}.low": trace - spread, f"{side}.high": trace + spread})
-    if "updates.mean" in probes:
-        possible = (2 * probes.step).where(probes.step > 0)  # per step one by R and one by P
-        ends = {"updates.low": "updates.min", "updates.share": "updates.mean", "updates.high": "updates.max"}
-        probes = probes.assign(**{name: probes[end] / possible for name, end in ends.items()})
     return probes
 
 

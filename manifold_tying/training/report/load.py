@@ -35,7 +35,7 @@ class Run:
     metrics: pd.DataFrame
     """A line per step: ``step``, ``tokens``, ``seconds`` (without evaluation) and the quantities of ``COURSE``."""
     probes: pd.DataFrame
-    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its probes: svd_entropy, R.vector, updates.min, ..."""
+    """A line per evaluation and ``weight``: ``step``, ``tokens`` and its probes: svd_entropy, R.vector, ..."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
