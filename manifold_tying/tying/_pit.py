@@ -182,11 +182,6 @@ class PIT(TokenInterface):
         """
         raise NotImplementedError
 
-    def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
-        """Optional regularizer: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""
-        logs = self.cholesky_factor.diagonal().log()
-        return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Device moves and .double() as usual; .half() and .bfloat16() only change the dtype of the embeddings."""
         self.embedding_dtype = dtype_after(fn, self.embedding_dtype)

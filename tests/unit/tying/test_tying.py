@@ -385,20 +385,6 @@ def test_a_frozen_memory_costs_no_solve_with_all_of_its_rows(memory: str, rows: 
     assert solved_rows == [rows, rows]
 
 
-def test_penalty() -> None:
-    pit = pit_with(100.0).double()
-    with torch.no_grad():
-        original: Any = pit.parametrizations.cholesky_factor.original
-        original.diagonal().add_(0.3)
-    T, L = pit.transform.detach().numpy(), pit.cholesky_factor.detach().numpy()
-    log_det, spread = np.linalg.slogdet(T)[1] / D, np.mean(np.log(np.diag(L)) ** 2)
-    for a, b in itertools.product((0.0, 0.7), repeat=2):
-        assert pit.penalty(log_det=a, diagonal_scale=b).item() == pytest.approx(a * log_det**2 + b * spread, rel=1e-12)
-    assert log_det**2 > 1e-3 and spread > 1e-3
-    pit.penalty(log_det=1.0, diagonal_scale=1.0).backward()
-    assert original.grad.diagonal().any() and not original.grad.tril(-1).any()
-
-
 @pytest.mark.parametrize("memory", ["frozen", "trainable"])
 def test_a_materialized_interface_is_the_same_function_without_constraints(memory: Any) -> None:
     pit = PIT(30, 6, memory=memory)
