@@ -19,9 +19,7 @@ from manifold_tying.diagnostics.saved import SavedTables as SavedTables
 from manifold_tying.diagnostics.saved import inspect_tables as inspect_tables
 from manifold_tying.diagnostics.saved import saved_interface as saved_interface
 from manifold_tying.diagnostics.spectra import SpectralSummary as SpectralSummary
-from manifold_tying.diagnostics.spectra import condition as condition
 from manifold_tying.diagnostics.spectra import condition_from_factor as condition_from_factor
-from manifold_tying.diagnostics.spectra import eigenvalues as eigenvalues
 from manifold_tying.diagnostics.spectra import entropy_of as entropy_of
 from manifold_tying.diagnostics.spectra import hyperspherical_energy as hyperspherical_energy
 from manifold_tying.diagnostics.spectra import singular_values as singular_values

@@ -47,24 +47,6 @@ def spectral_summary(W: Tensor) -> SpectralSummary:
     return SpectralSummary(largest, smallest, largest / smallest, entropy_of(sigma), stable_rank)
 
 
-def eigenvalues(T: Tensor) -> Tensor:
-    """Eigenvalues of a symmetric T (..., d, d), ascending, float64; those of PIT's transform are positive."""
-    precision.check_square(T)
-    precision.compute_dtype(T.dtype)
-    precision.check_finite(T)
-    return torch.linalg.eigvalsh(T.detach().double())
-
-
-def condition(T: Tensor) -> float:
-    """Largest over smallest eigenvalue of a symmetric positive definite T (d, d), in float64.
-
-    Infinite if the smallest eigenvalue is not positive. Beyond 1e7 the result is noise if T was rounded to float32: for PIT's
-    transform use :func:`condition_from_factor`.
-    """
-    spectrum = eigenvalues(T)
-    return (spectrum[-1] / spectrum[0]).item() if spectrum[0] > 0 else math.inf
-
-
 def condition_from_factor(L: Tensor) -> float:
     """The condition number of T = L Lᵀ from L (d, d): cond(L)², in float64; accurate even if T is ill-conditioned.
 
