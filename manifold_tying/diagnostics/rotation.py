@@ -15,18 +15,15 @@ class TraceProbe(NamedTuple):
     std: Tensor
 
 
-def vector_probe(R: Tensor, v: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+def vector_probe(R: Tensor, v: Tensor | None = None) -> Tensor:
     """cos(v, Rv) = vᵀRv / (‖v‖ ‖Rv‖) of R (..., m, m) and v (m,) or (..., m): (...), float64. (POET, appendix A.1.)
 
-    Without v, draws a normal v from ``generator``, by default a new one with seed 0: all calls with the same m use the same v,
-    as in the paper, and torch's global generator does not change. Dividing by ‖Rv‖ matters if R is only nearly orthogonal.
+    Without v, draws a normal v from a generator with seed 0: all calls with the same m use the same v, as in the paper.
+    Dividing by ‖Rv‖ matters if R is only nearly orthogonal.
     """
     m = _checked_size(R)
     if v is None:
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        v = torch.randn(m, dtype=torch.float64, device=generator.device, generator=generator)
-    elif generator is not None:
-        raise ValueError("expected a vector v or a generator to draw one, got both")
+        v = torch.randn(m, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
     elif v.ndim < 1 or v.shape[-1] != m or not (v != 0).any(-1).all():
         raise ValueError(f"expected v (..., {m}), not zero, for R {tuple(R.shape)}; got {tuple(v.shape)}")
     v = v.detach().to(R.device, torch.float64)

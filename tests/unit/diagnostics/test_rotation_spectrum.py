@@ -50,8 +50,6 @@ def test_vector_probe_draws_the_same_vector_each_time() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert vector_probe(R) == first
     assert vector_probe(torch.stack([R, R]))[1] == pytest.approx(float(first), abs=1e-14)  # another order of sums
-    assert vector_probe(R, generator=torch.Generator().manual_seed(0)) == first
-    assert vector_probe(R, generator=torch.Generator().manual_seed(1)) != first
     identity = torch.eye(50, dtype=torch.bfloat16, requires_grad=True)
     assert vector_probe(identity) == pytest.approx(1, abs=1e-14) and not vector_probe(identity).requires_grad
     assert vector_probe(-identity) == pytest.approx(-1, abs=1e-14)
@@ -142,15 +140,15 @@ def test_entropy_where_it_is_known() -> None:
 
 
 @CASES
-@given(n=st.integers(1, 40), d=st.integers(2, 8), s=st.floats(0.25, 3), entries=st.integers(1, 2000), seed=SEEDS)
-def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, s: float, entries: int, seed: int) -> None:
+@given(n=st.integers(1, 40), d=st.integers(2, 8), entries=st.integers(1, 2000), seed=SEEDS)
+def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, entries: int, seed: int) -> None:
     W = np.random.default_rng(seed).normal(size=(2, n, d))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spectra, "_BLOCK_ENTRIES", entries)
-        found = hyperspherical_energy(torch.from_numpy(W), s)
+        found = hyperspherical_energy(torch.from_numpy(W))
     unit = W / np.linalg.norm(W, axis=-1, keepdims=True)
     assert found.shape == (2,) and found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), [2 * (pdist(rows) ** -s).sum() for rows in unit], rtol=1e-9)
+    np.testing.assert_allclose(found.numpy(), [2 * (1 / pdist(rows)).sum() for rows in unit], rtol=1e-9)
 
 
 def test_hyperspherical_energy_keeps_under_right_rotations_only() -> None:
@@ -169,7 +167,7 @@ def test_hyperspherical_energy_where_it_is_known() -> None:
     poles = torch.tensor([[3.0, 0], [-1, 0]])  # two ordered pairs at distance 2
     assert hyperspherical_energy(poles).item() == pytest.approx(1)
     simplex = torch.eye(5, dtype=torch.float64) - 0.2  # five points, each two of them sqrt(2 * 5/4) apart
-    assert hyperspherical_energy(simplex, 2.0).item() == pytest.approx(20 / 2.5)
+    assert hyperspherical_energy(simplex).item() == pytest.approx(20 / 2.5**0.5)
     close = torch.tensor([[1, 0], [1, 1e-9]], dtype=torch.float64)  # inner products see no difference below 1e-8
     assert hyperspherical_energy(close).item() == pytest.approx(2e9, rel=1e-6)
     assert hyperspherical_energy(torch.tensor([[1.0, 2], [2, 4], [0, 1]])) == math.inf
@@ -185,8 +183,6 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
     for v in (torch.ones(4), torch.zeros(3)):
         with pytest.raises(ValueError, match="expected v"):
             vector_probe(torch.eye(3), v)
-    with pytest.raises(ValueError, match="both"):
-        vector_probe(torch.eye(3), torch.ones(3), torch.Generator())
     for weights in (singular_values, spectral_summary, hyperspherical_energy):
         for shape in ((3,), (0, 3)):
             with pytest.raises(ValueError, match="got"):
@@ -195,5 +191,3 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
             weights(torch.tensor([[1.0, math.nan], [0, 1]]))
     with pytest.raises(ValueError, match="nonzero rows"):
         hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
-    with pytest.raises(ValueError, match="exponent"):
-        hyperspherical_energy(torch.ones(2, 2), math.nan)
