@@ -1,6 +1,5 @@
 """Diagnostics of token interfaces, weights and training runs."""
 
-from manifold_tying.diagnostics.bases import principal_angles as principal_angles
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
 from manifold_tying.diagnostics.gradient import BucketGradients as BucketGradients
