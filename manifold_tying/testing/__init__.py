@@ -23,10 +23,7 @@ with _needs_extra("testing", "property tests need"):
     from manifold_tying.testing._optimizer import check_optimizer as check_optimizer
     from manifold_tying.testing._parametrization import PARAMETRIZATION_LAWS as PARAMETRIZATION_LAWS
     from manifold_tying.testing._parametrization import check_parametrization as check_parametrization
-    from manifold_tying.testing._strategies import matrices as matrices
     from manifold_tying.testing._strategies import points as points
-    from manifold_tying.testing._strategies import skew_vectors as skew_vectors
-    from manifold_tying.testing._strategies import spd_matrices as spd_matrices
     from manifold_tying.testing._strategies import tall_shapes as tall_shapes
     from manifold_tying.testing._strategies import tangent_vectors as tangent_vectors
     from manifold_tying.testing._strategies import token_ids as token_ids

@@ -1,6 +1,5 @@
-"""Strategies for matrices, points, vectors and token ids. They shrink towards small, well-conditioned ones."""
+"""Strategies for shapes, points, vectors and token ids. They shrink towards small ones."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,50 +17,6 @@ def tall_shapes(*, max_columns: int = 8, max_extra: int = 12) -> st.SearchStrate
     """Shapes (..., n, p) with 1 <= p <= max_columns and p <= n <= p + max_extra."""
     sizes = st.tuples(st.integers(1, max_columns), st.integers(0, max_extra))
     return st.builds(lambda batch, size: (*batch, sum(size), size[0]), st.sampled_from(BATCHES), sizes)
-
-
-@st.composite
-def matrices(
-    draw: Any, shape: tuple[int, ...], *, condition: float = 1e3, scale: float = 1.0, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Matrices U diag(h) Vᵀ of a given shape (..., n, p), with U and V uniform and h from scale / condition to scale.
-
-    Args:
-        draw: supplied by hypothesis.
-        shape: shape of the result, tall or wide.
-        condition: upper bound of the condition number, which shrinks to 1.
-        scale: the largest singular value.
-        dtype: dtype of the result; it is computed in float64.
-    """
-    generator = torch.Generator().manual_seed(draw(SEEDS))
-    decades = draw(st.floats(0, math.log10(condition)))
-    *batch, n, p = shape
-    small = min(n, p)
-    U, V = (_orthonormal(generator, *batch, rows, small) for rows in (n, p))
-    h = torch.logspace(0, -decades, small, dtype=torch.float64)
-    return (scale * (U * h) @ V.mT).to(dtype)
-
-
-def _orthonormal(generator: torch.Generator, *shape: int) -> Tensor:
-    Q, R = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-
-
-@st.composite
-def spd_matrices(draw: Any, d: int, *, condition: float = 1e3, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Symmetric positive definite (d, d), eigenvalues around 1, condition number up to ``condition``. Shrinks to I."""
-    Q = _orthonormal(torch.Generator().manual_seed(draw(SEEDS)), d, d)
-    half = draw(st.floats(0, math.log10(condition))) / 2
-    T = (Q * torch.logspace(-half, half, d, dtype=torch.float64)) @ Q.mT
-    return ((T + T.mT) / 2).to(dtype)
-
-
-@st.composite
-def skew_vectors(draw: Any, b: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The b (b - 1) / 2 entries below the diagonal of a skew-symmetric (b, b): normal, times a factor from 0 to ``scale``."""
-    generator = torch.Generator().manual_seed(draw(SEEDS))
-    entries = torch.randn(b * (b - 1) // 2, generator=generator, dtype=torch.float64)
-    return (draw(st.floats(0, scale)) * entries).to(dtype)
 
 
 def token_ids(vocab_size: int, *, max_dims: int = 2, max_side: int = 5) -> st.SearchStrategy[Tensor]:
