@@ -77,22 +77,6 @@ def recomputed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def no_second_derivative(result: Tensor, sources: Sequence[Tensor], why: str) -> Tensor:
-    """Result of a backward, computed from ``sources``; RuntimeError if it is differentiated."""
-    return _NoSecondDerivative.apply(result.detach(), why, *sources)
-
-
-class _NoSecondDerivative(Function):
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, why: str, *sources: Tensor) -> Tensor:
-        ctx.why = why
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(f"this has no second derivative: {ctx.why}")
-
-
 def save(ctx: Any, args: Sequence[Any], *more: Tensor) -> None:
     """Save the arguments of a forward and further tensors for its backward."""
     ctx.others = [None if isinstance(arg, Tensor) else (arg,) for arg in args]

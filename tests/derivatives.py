@@ -118,18 +118,18 @@ def equivalent(**options: Any) -> nn.Module:
     return mt.equivalence(nn.Linear(6, 9), seed=1, **options)
 
 
-def definite(**options: Any) -> nn.Module:
+def definite() -> nn.Module:
     layer = nn.Linear(6, 6)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(6))
-    return mt.spd(layer, "weight", **options)
+    return mt.spd(layer, "weight")
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "polar, wide": lambda: mt.orthogonal(nn.Linear(6, 4)),
     "cayley-neumann": lambda: mt.orthogonal(nn.Linear(6, 9), map="cayley-neumann"),
     "stiefel": lambda: mt.stiefel(nn.Linear(6, 9)),
-    "spd, bounds": lambda: definite(bounds=(0.1, 10.0)),
+    "spd": definite,
     "equivalence, weight-centric": lambda: Formulation(equivalent(block_size=4, terms=2), False),
     "equivalence, full, input-centric": lambda: Formulation(equivalent(block_size=4, scheme="full", terms=2), True),
     "equivalence, exact, input-centric": lambda: Formulation(equivalent(block_size=4, terms=None), True),

@@ -23,7 +23,7 @@ RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "fsdp": ((2,), "pit-trainable", {"parallel": "fsdp"}),
     "ddp": ((2,), "pit-trainable", {"parallel": "ddp"}),
     "hsdp": ((4,), "pit-trainable", {"parallel": "hsdp"}),
-    "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6, "log_det_penalty": 0.1}),
+    "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6}),
     "untied": ((3,), "untied", {}),
     "free": ((3,), "pit-free", {"parallel": "fsdp"}),
     "tied": ((2,), "transpose", {"second_moment": "row", "accumulate": 2, "batch_size": 6}),

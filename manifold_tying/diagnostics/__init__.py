@@ -1,6 +1,5 @@
 """Diagnostics of token interfaces, weights and training runs."""
 
-from manifold_tying.diagnostics.bases import principal_angles as principal_angles
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
 from manifold_tying.diagnostics.gradient import BucketGradients as BucketGradients
@@ -11,19 +10,15 @@ from manifold_tying.diagnostics.interface import InterfaceConsistency as Interfa
 from manifold_tying.diagnostics.interface import delta_ti as delta_ti
 from manifold_tying.diagnostics.interface import interface_consistency as interface_consistency
 from manifold_tying.diagnostics.interface import interface_tables as interface_tables
-from manifold_tying.diagnostics.rotation import Phases as Phases
 from manifold_tying.diagnostics.rotation import TraceProbe as TraceProbe
 from manifold_tying.diagnostics.rotation import orthogonality_error as orthogonality_error
-from manifold_tying.diagnostics.rotation import phases as phases
 from manifold_tying.diagnostics.rotation import trace_probe as trace_probe
 from manifold_tying.diagnostics.rotation import vector_probe as vector_probe
 from manifold_tying.diagnostics.saved import SavedTables as SavedTables
 from manifold_tying.diagnostics.saved import inspect_tables as inspect_tables
 from manifold_tying.diagnostics.saved import saved_interface as saved_interface
 from manifold_tying.diagnostics.spectra import SpectralSummary as SpectralSummary
-from manifold_tying.diagnostics.spectra import condition as condition
 from manifold_tying.diagnostics.spectra import condition_from_factor as condition_from_factor
-from manifold_tying.diagnostics.spectra import eigenvalues as eigenvalues
 from manifold_tying.diagnostics.spectra import entropy_of as entropy_of
 from manifold_tying.diagnostics.spectra import hyperspherical_energy as hyperspherical_energy
 from manifold_tying.diagnostics.spectra import singular_values as singular_values

@@ -71,21 +71,3 @@ def vector_angles(a: Tensor, b: Tensor) -> Tensor:
     a, b = (v / v.abs().amax(-1, keepdim=True) for v in (a, b))  # the norm of tiny numbers underflows
     a, b = (v / torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (a, b))
     return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
-
-
-def principal_angles(A: Tensor, B: Tensor) -> Tensor:
-    """The d principal angles between the column spaces of A and B, both (V, d): (d,), float64, radians, ascending.
-
-    The largest angle is accurate at any size, the others to at least 1e-8 of it. Takes O(V d²) operations and, besides the
-    tables, O(d²) memory and a few blocks of rows.
-    """
-    if A.shape != B.shape:
-        raise ValueError(f"expected two tables of one shape (V, d), got {tuple(A.shape)} and {tuple(B.shape)}")
-    for table in (A, B):
-        check_table(table, "a table")
-    (_, inverse_A), (_, inverse_B) = polar_scale(A, "the first table"), polar_scale(B, "the second table")
-    M = basis_product(A, inverse_A, B, inverse_B)
-    gram = torch.zeros_like(M)
-    for a, b in zip(table_blocks(A), table_blocks(B), strict=True):
-        gram += precision.gram(b @ inverse_B - (a @ inverse_A) @ M)
-    return angles_of(torch.linalg.svdvals(M), gram)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying._json import read_object
-from manifold_tying._safetensors import DAMAGED, WHOLE, read_into, read_shapes, read_tensors, weight_map, whole_shapes
+from manifold_tying._safetensors import DAMAGED, read_into, read_tensors, weight_map, whole_shapes
 from manifold_tying.diagnostics.interface import embedding_and_head
 from manifold_tying.huggingface.folder import build_empty, read_config, recorded_mark
 from manifold_tying.tying import PIT, FreePIT
@@ -71,21 +71,21 @@ def saved_interface(path: str | Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
     state = read_object(folder / "state.json", DAMAGED)
-    if not (folder / WHOLE).exists() and any(folder.glob("shard-*")):
-        tensors = _of_shards(folder, state)
-    else:
-        where = dict.fromkeys(read_shapes([folder / WHOLE]), WHOLE)
-        tensors = read_tensors(folder, where, [name for name in where if name.startswith(_OURS)])
-    tensors = {name.removeprefix(_OURS): tensor for name, tensor in tensors.items()}
+    step, config, files = (state.get(key) for key in ("step", "config", "files"))
+    if type(step) is not int or not isinstance(config, dict) or not isinstance(files, dict):
+        raise ValueError(f"{folder / 'state.json'} is damaged: it lacks step, config or files; take another checkpoint")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks files that its state.json names ({_some(missing)})")
+    ours = {name: of for name, of in whole_shapes(folder).items() if name.startswith(_OURS)}
+    stored = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in ours.items()}
+    read_into(folder, stored)
+    tensors = {name.removeprefix(_OURS): tensor for name, tensor in stored.items()}
     if not ("weight" in tensors or {"embedding", "head"} <= set(tensors) or {_MEMORY, _FREE} & set(tensors)):
         found = _some(tensors) or "no interface.*"
         raise ValueError(
             f"expected a token interface of this package in {folder}, got {found}. A run with init_from has it in its folder "
             "model, written at the end: give that one"
         )
-    step, config = state.get("step"), state.get("config")
-    if type(step) is not int or not isinstance(config, dict):
-        raise ValueError(f"{folder / 'state.json'} is damaged: it has no step or no config; take another checkpoint")
     kind = f"checkpoint of step {step}"
     scale = tensors["log_scale"].exp() if "log_scale" in tensors else 1.0
     if "weight" in tensors:
@@ -94,17 +94,6 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
         return SavedTables(tensors["embedding"], scale * tensors["head"].mT, f"{kind}, untied"), None
     pit = _pit(tensors, folder, config)
     return SavedTables(*pit.materialize(), f"{kind}, {config.get('interface', 'pit')}"), pit
-
-
-def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The interface in a checkpoint of a distributed run, to which each process wrote its own rows."""
-    files = state.get("files")
-    if not isinstance(files, dict) or (missing := [name for name in files if not (folder / name).is_file()]):
-        raise ValueError(f"{folder} lacks shards that its state.json names ({_some(missing if files else ())})")
-    ours = {name: of for name, of in whole_shapes(folder).items() if name.startswith(_OURS)}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in ours.items()}
-    read_into(folder, tensors)
-    return tensors
 
 
 def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) -> PIT:

@@ -47,24 +47,6 @@ def spectral_summary(W: Tensor) -> SpectralSummary:
     return SpectralSummary(largest, smallest, largest / smallest, entropy_of(sigma), stable_rank)
 
 
-def eigenvalues(T: Tensor) -> Tensor:
-    """Eigenvalues of a symmetric T (..., d, d), ascending, float64; those of PIT's transform are positive."""
-    precision.check_square(T)
-    precision.compute_dtype(T.dtype)
-    precision.check_finite(T)
-    return torch.linalg.eigvalsh(T.detach().double())
-
-
-def condition(T: Tensor) -> float:
-    """Largest over smallest eigenvalue of a symmetric positive definite T (d, d), in float64.
-
-    Infinite if the smallest eigenvalue is not positive. Beyond 1e7 the result is noise if T was rounded to float32: for PIT's
-    transform use :func:`condition_from_factor`.
-    """
-    spectrum = eigenvalues(T)
-    return (spectrum[-1] / spectrum[0]).item() if spectrum[0] > 0 else math.inf
-
-
 def condition_from_factor(L: Tensor) -> float:
     """The condition number of T = L Lᵀ from L (d, d): cond(L)², in float64; accurate even if T is ill-conditioned.
 
@@ -75,10 +57,10 @@ def condition_from_factor(L: Tensor) -> float:
     return (sigma[0] / sigma[-1]).square().item() if sigma[-1] > 0 else math.inf
 
 
-def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
-    """HE = Σ_{i≠j} ‖ŵ_i - ŵ_j‖^-s over ordered pairs of normalized rows of W (..., n, d): (...), float64.
+def hyperspherical_energy(W: Tensor) -> Tensor:
+    """HE = Σ_{i≠j} 1 / ‖ŵ_i - ŵ_j‖ over ordered pairs of normalized rows of W (..., n, d): (...), float64.
 
-    POET, equation 1 (s = 1); Liu et al. 2018. A neuron is a row, as in torch's (out, in) weights; the paper writes y = Wᵀx and
+    POET, equation 1; Liu et al. 2018. A neuron is a row, as in torch's (out, in) weights; the paper writes y = Wᵀx and
     has neurons in columns. W P with an orthogonal P has the same energy; R W in general does not. Each pair counts twice. Equal
     directions give infinity. The n²/2 distances are computed in blocks of rows, so memory grows with n, not n². They come from
     inner products, or from differences in blocks with nearly equal rows, whose terms dominate the sum.
@@ -86,8 +68,6 @@ def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
     precision.compute_dtype(W.dtype)
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected rows (..., n, d) with n, d >= 1, got {tuple(W.shape)}")
-    if not 0 < s < math.inf:
-        raise ValueError(f"expected a finite exponent s > 0, got {s}")
     precision.check_finite(W)
     rows = W.detach().double()
     # Divide by the largest entry first: squares of tiny or huge entries would leave float64's range.
@@ -106,7 +86,7 @@ def hyperspherical_energy(W: Tensor, s: float = 1.0) -> Tensor:
         if (squares < 1e-4).any():
             squares = torch.cdist(block, rest, compute_mode="donot_use_mm_for_euclid_dist").square_()
             squares.masked_fill_(~others, math.inf)
-        energy += 2 * squares.pow_(-s / 2).sum((-2, -1))
+        energy += 2 * squares.rsqrt_().sum((-2, -1))
     return energy
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from manifold_tying import distributed, precision
-from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diagonal
+from manifold_tying.parametrizations._cholesky import CholeskySPD, Diagonal
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
 from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized
 from manifold_tying.parametrizations._layout import Layout
@@ -57,11 +57,11 @@ def orthogonal(
     return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2, special))
 
 
-def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:
+def spd(module: M, name: str, *, diagonal: Diagonal = "softplus") -> M:
     """Make the square ``module.name`` symmetric positive definite, T = L Lᵀ. Any optimizer trains it.
 
-    L is lower triangular; its diagonal is the softplus or exp of the stored one, clamped to ``bounds`` if given. The weight
-    is projected to the nearest symmetric positive definite matrix. (PIT, equation 10.)
+    L is lower triangular; its diagonal is the softplus or exp of the stored one. The weight is projected to the nearest
+    symmetric positive definite matrix. (PIT, equation 10.)
 
     T is definite up to rounding: in float32 an eigenvalue below 1e-7 of the largest may come out negative. A random weight
     starts close to that; start from a well-conditioned one, such as the identity, or use float64.
@@ -70,12 +70,11 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds
         module: the layer, changed in place and returned.
         name: its parameter.
         diagonal: "softplus" or "exp": maps the stored diagonal to positive numbers.
-        bounds: (low, high) for the diagonal of L. Minimize the loss: ``maximize=True`` cannot leave a bound.
 
     Raises:
         ValueError: the weight is not square or has no positive eigenvalue; ``name`` as for :func:`stiefel`.
     """
-    constraint = CholeskySPD(diagonal, bounds)
+    constraint = CholeskySPD(diagonal)
     shape = Layout.of(module, name).shape
     if shape[-1] != shape[-2]:
         raise ValueError(f"expected {type(module).__name__}.{name} to be square for T = L Lᵀ, got {tuple(shape)}")

@@ -15,7 +15,6 @@ with _needs_extra("testing", "property tests need"):
     from manifold_tying.testing._interface import INTERFACE_LAWS as INTERFACE_LAWS
     from manifold_tying.testing._interface import check_token_interface as check_token_interface
     from manifold_tying.testing._laws import BrokenLaws as BrokenLaws
-    from manifold_tying.testing._machine import ConstraintMachine as ConstraintMachine
     from manifold_tying.testing._manifold import MANIFOLD_LAWS as MANIFOLD_LAWS
     from manifold_tying.testing._manifold import check_manifold as check_manifold
     from manifold_tying.testing._manifold_subject import assert_on_manifold as assert_on_manifold
@@ -24,12 +23,7 @@ with _needs_extra("testing", "property tests need"):
     from manifold_tying.testing._optimizer import check_optimizer as check_optimizer
     from manifold_tying.testing._parametrization import PARAMETRIZATION_LAWS as PARAMETRIZATION_LAWS
     from manifold_tying.testing._parametrization import check_parametrization as check_parametrization
-    from manifold_tying.testing._strategies import constrained_layers as constrained_layers
-    from manifold_tying.testing._strategies import matrices as matrices
     from manifold_tying.testing._strategies import points as points
-    from manifold_tying.testing._strategies import skew_vectors as skew_vectors
-    from manifold_tying.testing._strategies import spd_matrices as spd_matrices
     from manifold_tying.testing._strategies import tall_shapes as tall_shapes
     from manifold_tying.testing._strategies import tangent_vectors as tangent_vectors
     from manifold_tying.testing._strategies import token_ids as token_ids
-    from manifold_tying.testing._strategies import token_interfaces as token_interfaces

@@ -4,13 +4,11 @@ import copy
 import io
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import geoopt
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from manifold_tying.testing._assertions import assert_close, assert_equal
@@ -215,34 +213,6 @@ def _gradients_are_left(subject: Subject, draw: Draw) -> None:
         assert_equal([params[0].grad], [gradient], "p.grad after a step")
 
 
-def _shards_are_one_point(subject: Subject, draw: Draw) -> None:
-    """Needs several ranks. Draws nothing, so that all ranks take the same steps. The optimizer may refuse shards."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        raise NotApplicable
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def rows(x: Tensor) -> Tensor:
-        return distribute_tensor(x, mesh, [Shard(x.ndim - 2)], src_data_rank=None)
-
-    (whole,), optimizer = subject.start(0)
-    sharded: Any = nn.Parameter(rows(_plain(whole)))
-    sharded.manifold = subject.manifold
-    try:
-        of_shards = subject.make([sharded])
-    except ValueError as refused:
-        raise NotApplicable from refused
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(5):
-        gradient = torch.randn(subject.shape, dtype=torch.float64, generator=generator)
-        whole.grad, sharded.grad = gradient, rows(gradient)
-        optimizer.step()
-        of_shards.step()
-        assert_close(sharded.full_tensor(), _plain(whole), "a point sharded by rows moves differently", SEVERAL_STEPS)
-
-
 def _plain(p: Tensor) -> Tensor:
     return p.detach().clone().as_subclass(Tensor)
 
@@ -261,7 +231,6 @@ OPTIMIZER_LAWS: tuple[Law[Subject], ...] = (
     Law("p.grad is not modified", _gradients_are_left),
     Law("a saved state resumes bit for bit", _saved_state_continues),
     Law("deep copies resume bit for bit", _copies_continue),
-    Law("points sharded by rows move as whole ones", _shards_are_one_point),
 )
 
 
@@ -277,8 +246,6 @@ def check_optimizer(
     make: Make, manifold: geoopt.Manifold, shape: tuple[int, ...] | None = None, *, skip: Collection[str] = ()
 ) -> None:
     """Check every law of ``OPTIMIZER_LAWS`` for an optimizer of float64 points.
-
-    The law about points sharded by rows is checked only with several ranks of torch.distributed, as under torchrun.
 
     Args:
         make: builds the optimizer from a list of ``geoopt.ManifoldParameter``. In 100 steps, with its learning rate falling

@@ -1,19 +1,13 @@
-"""Strategies for matrices, points, vectors, layers and token interfaces. They shrink towards small, well-conditioned ones."""
+"""Strategies for shapes, points, vectors and token ids. They shrink towards small ones."""
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import geoopt
 import torch
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from torch import Tensor, nn
-
-from manifold_tying.linalg import polar
-from manifold_tying.parametrizations import orthogonal, stiefel
-from manifold_tying.tying import PIT, TokenInterface, TransposeTying, Untied
+from torch import Tensor
 
 SEEDS = st.integers(0, 2**31 - 1)
 BATCHES: Sequence[tuple[int, ...]] = ((), (1,), (3,), (2, 2))
@@ -23,50 +17,6 @@ def tall_shapes(*, max_columns: int = 8, max_extra: int = 12) -> st.SearchStrate
     """Shapes (..., n, p) with 1 <= p <= max_columns and p <= n <= p + max_extra."""
     sizes = st.tuples(st.integers(1, max_columns), st.integers(0, max_extra))
     return st.builds(lambda batch, size: (*batch, sum(size), size[0]), st.sampled_from(BATCHES), sizes)
-
-
-@st.composite
-def matrices(
-    draw: Any, shape: tuple[int, ...], *, condition: float = 1e3, scale: float = 1.0, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """Matrices U diag(h) Vᵀ of a given shape (..., n, p), with U and V uniform and h from scale / condition to scale.
-
-    Args:
-        draw: supplied by hypothesis.
-        shape: shape of the result, tall or wide.
-        condition: upper bound of the condition number, which shrinks to 1.
-        scale: the largest singular value.
-        dtype: dtype of the result; it is computed in float64.
-    """
-    generator = torch.Generator().manual_seed(draw(SEEDS))
-    decades = draw(st.floats(0, math.log10(condition)))
-    *batch, n, p = shape
-    small = min(n, p)
-    U, V = (_orthonormal(generator, *batch, rows, small) for rows in (n, p))
-    h = torch.logspace(0, -decades, small, dtype=torch.float64)
-    return (scale * (U * h) @ V.mT).to(dtype)
-
-
-def _orthonormal(generator: torch.Generator, *shape: int) -> Tensor:
-    Q, R = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))
-    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-
-
-@st.composite
-def spd_matrices(draw: Any, d: int, *, condition: float = 1e3, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Symmetric positive definite (d, d), eigenvalues around 1, condition number up to ``condition``. Shrinks to I."""
-    Q = _orthonormal(torch.Generator().manual_seed(draw(SEEDS)), d, d)
-    half = draw(st.floats(0, math.log10(condition))) / 2
-    T = (Q * torch.logspace(-half, half, d, dtype=torch.float64)) @ Q.mT
-    return ((T + T.mT) / 2).to(dtype)
-
-
-@st.composite
-def skew_vectors(draw: Any, b: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The b (b - 1) / 2 entries below the diagonal of a skew-symmetric (b, b): normal, times a factor from 0 to ``scale``."""
-    generator = torch.Generator().manual_seed(draw(SEEDS))
-    entries = torch.randn(b * (b - 1) // 2, generator=generator, dtype=torch.float64)
-    return (draw(st.floats(0, scale)) * entries).to(dtype)
 
 
 def token_ids(vocab_size: int, *, max_dims: int = 2, max_side: int = 5) -> st.SearchStrategy[Tensor]:
@@ -120,65 +70,3 @@ def unit(manifold: geoopt.Manifold, point: Tensor, u: Tensor) -> Tensor:
     """u normalized in the manifold's metric, or zero if u is only rounding, as on St(1, 1)."""
     norm = manifold.norm(point, u, keepdim=True)
     return torch.where(u.abs().amax() > 1e-5, u / norm.clamp_min(1e-30), 0.0)
-
-
-class Stack(nn.Module):
-    """A weight with a batch dimension: three 5 x 4 matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.mT
-
-
-# (factory of a layer, parameter to constrain, number of stacked matrices)
-LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int | None]] = {
-    "tall": (lambda: nn.Linear(3, 5), "weight", None),
-    "wide": (lambda: nn.Linear(5, 3), "weight", None),
-    "square": (lambda: nn.Linear(4, 4), "weight", None),
-    "bfloat16": (lambda: nn.Linear(3, 5, dtype=torch.bfloat16), "weight", None),
-    "embedding": (lambda: nn.Embedding(7, 3), "weight", None),
-    "convolution": (lambda: nn.Conv2d(2, 4, 3), "weight", None),
-    "attention": (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", 3),
-    "recurrent": (lambda: nn.LSTM(3, 4), "weight_hh_l0", 4),
-    "batched": (Stack, "weight", None),
-}
-CONSTRAINTS: dict[str, Callable[..., Any]] = {
-    "stiefel": stiefel,
-    **{f"orthogonal {kind}": partial(orthogonal, map=kind) for kind in ("polar", "qr", "cayley", "cayley-neumann")},
-}
-
-
-@st.composite
-def constrained_layers(draw: Any) -> nn.Module:
-    """A small layer with one orthonormal weight, constrained by ``stiefel`` or by a map of ``orthogonal``.
-
-    Linear (tall, wide, square, bfloat16), Embedding, Conv2d, MultiheadAttention's in_proj_weight, an LSTM's recurrent weight,
-    or a stack of matrices, with random weights.
-    """
-    make, name, blocks = LAYERS[draw(st.sampled_from(list(LAYERS)))]
-    put_on = CONSTRAINTS[draw(st.sampled_from(list(CONSTRAINTS)))]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(draw(SEEDS))
-        return put_on(make(), name, blocks=blocks)
-
-
-@st.composite
-def token_interfaces(draw: Any, *, vocab_size: int = 11, hidden_size: int = 4) -> TokenInterface:
-    """An Untied, a TransposeTying or a PIT with any memory, from scratch or from a table."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(draw(SEEDS))
-        kind = draw(st.sampled_from(["untied", "transpose", "pit", "pit from a table"]))
-        if kind == "untied":
-            return Untied(vocab_size, hidden_size)
-        if kind == "transpose":
-            return TransposeTying(vocab_size, hidden_size)
-        memory = draw(st.sampled_from(["free", "frozen", "trainable"]))
-        if kind == "pit":
-            return PIT(vocab_size, hidden_size, memory=memory)
-        U, H = polar(torch.randn(vocab_size, hidden_size))
-        table = U @ (H + 0.5 * torch.eye(hidden_size))  # well-conditioned enough for float32
-        transform = draw(st.sampled_from(["identity", "head", "embedding"]))
-        return PIT.from_embedding(table, memory=memory, transform=transform)

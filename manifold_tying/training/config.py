@@ -25,7 +25,6 @@ MEMORY_INTERFACES: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # Z 
 class Settings(  # a dataclass lists the fields of its last base first
     sections.Execution,
     sections.Poet,
-    sections.Penalty,
     sections.Transform,
     sections.Memory,
     sections.Tables,
@@ -153,7 +152,7 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     pit, has_memory = interface.startswith("pit"), interface in MEMORY_INTERFACES
     unused = {
         sections.Tables: has_memory, sections.Transform: not has_memory, sections.Memory: interface != "pit-trainable",
-        sections.Penalty: not pit, sections.Poet: not settings.poet,
+        sections.Poet: not settings.poet,
     }  # fmt: skip
     names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
     names |= {"body_lr"} if settings.body == "adamw" else set()

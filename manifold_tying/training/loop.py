@@ -29,7 +29,6 @@ from manifold_tying.training.run_data import load_data, run_data
 from manifold_tying.training.rundir import TOKENIZER, check_out, open_folder, write_row
 from manifold_tying.training.saving import CheckpointWriter, stage_checkpoint
 from manifold_tying.training.signals import Termination, termination
-from manifold_tying.tying import PIT
 
 MAX_SKIPPED = 10  # steps in a row, with on_nan="skip"
 Observer = Callable[[dict[str, Any]], None]
@@ -192,8 +191,7 @@ def train_step(
                 loss = loss_fn(*local)
             total[0] += loss.detach() * share / settings.accumulate
             # DDP and FSDP2 average over the ranks, whose numbers of sequences may differ.
-            penalized = loss * (share * processes.size) + _penalty(settings, state.model)
-            (penalized / settings.accumulate).backward()
+            (loss * (share * processes.size / settings.accumulate)).backward()
     if processes.size > 1:
         total[1] = float(stop.requested)
         processes.all_reduce(total)
@@ -225,13 +223,6 @@ def train_step(
 
 def _grad_norm(parameters: list[Tensor]) -> Tensor:
     return distributed.full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-
-
-def _penalty(settings: Settings, model: Model) -> Tensor | float:
-    log_det, diagonal = settings.log_det_penalty, settings.diagonal_penalty
-    if (log_det or diagonal) and isinstance(model.interface, PIT):
-        return model.interface.penalty(log_det=log_det, diagonal_scale=diagonal)
-    return 0.0
 
 
 def _evaluates(step: int, settings: Settings) -> bool:

@@ -1,4 +1,4 @@
-"""POET's diagnostics of a run: spectra, rotation and orthogonality of R and P, and updates of the entries."""
+"""POET's diagnostics of a run: spectra, and rotation and orthogonality of R and P."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ class Probes:
     """Measures every linear layer of the middle block, one weight of each kind, at every evaluation of a run.
 
     For any body: spectrum and hyperspherical energy of W. For a POET body also R and P, the products over all merges,
-    R <- R_t R and P <- P P_t, so that W = R W0 P with the initial W0; how often the entries of W were updated; and the
-    largest e_orth of the factors since the last measurement, over all weights of the model. e_orth peaks just before a
-    merge, which resets it. (POET, figures 1, 2, 10 to 16 and appendix I.)
+    R <- R_t R and P <- P P_t, so that W = R W0 P with the initial W0; and the largest e_orth of the factors since the last
+    measurement, over all weights of the model. e_orth peaks just before a merge, which resets it. (POET, figures 1, 2 and
+    10 to 16.)
 
     Call :meth:`step` after the optimizer's step and before the schedule's.
     """
@@ -55,7 +55,7 @@ class Probes:
                 self._find_equivalences()
                 self._update_errors()
                 for name, rotations in self._rotations.items():
-                    rotations.merge(*self._sides(name), self._schedule.every)
+                    rotations.merge(*self._sides(name))
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -69,9 +69,7 @@ class Probes:
             weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
             for place, name in enumerate(self._equivalences):
                 if name in self._rotations:
-                    assert self._schedule is not None
-                    since_merge = self._schedule.steps % self._schedule.every
-                    current = self._rotations[name].measure(*self._sides(name), since_merge)
+                    current = self._rotations[name].measure(*self._sides(name))
                     for side, error in zip("RP", self._errors[place].tolist(), strict=True):
                         current[side]["orthogonality_error"] = error
                     weights[name] |= current
@@ -101,52 +99,33 @@ class Probes:
 
 
 class _Rotations:
-    """R (m, m) and P (n, n) over all merges, and the number of steps that moved each row and column of W (m, n)."""
+    """R (m, m) and P (n, n) over all merges."""
 
     def __init__(self, weight: Tensor) -> None:
         m, n = weight.shape
         self.R = torch.eye(m, device=weight.device)
         self.P = torch.eye(n, device=weight.device)
-        self.rows = torch.zeros(m, dtype=torch.int64, device=weight.device)
-        self.columns = torch.zeros(n, dtype=torch.int64, device=weight.device)
 
-    def merge(self, R: Side, P: Side, steps: int) -> None:
-        """Multiply by the factors, which were trained for ``steps`` steps."""
-        for total, new in zip(vars(self).values(), self._with(R, P, steps), strict=True):
+    def merge(self, R: Side, P: Side) -> None:
+        """Multiply by the factors."""
+        for total, new in zip((self.R, self.P), self._with(R, P), strict=True):
             total.copy_(new)
 
-    def measure(self, R: Side, P: Side, steps: int) -> dict[str, dict[str, float]]:
-        """Probes of R, P and the entries' updates, including the current factors, trained for ``steps`` steps."""
-        *factors, rows, columns = self._with(R, P, steps)
+    def measure(self, R: Side, P: Side) -> dict[str, dict[str, float]]:
+        """Probes of R and P, including the current factors."""
         numbers = {}
-        for side, factor in zip("RP", factors, strict=True):
+        for side, factor in zip("RP", self._with(R, P), strict=True):
             trace = diagnostics.trace_probe(factor)
             numbers[side] = {
                 "vector": diagnostics.vector_probe(factor).item(),
                 "trace": trace.mean.item(),
                 "trace_std": trace.std.item(),
             }
-        # An entry is moved by R with its row and by P with its column.
-        numbers["updates"] = {
-            "min": (rows.min() + columns.min()).item(),
-            "mean": (rows.double().mean() + columns.double().mean()).item(),
-            "max": (rows.max() + columns.max()).item(),
-        }
         return numbers
 
-    def _with(self, R: Side, P: Side, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _with(self, R: Side, P: Side) -> tuple[Tensor, Tensor]:
         with precision.full_precision(self.R.device):
-            factors = rotated_rows(self.R, *R), rotated_columns(self.P, *P)
-        rows, columns = self.rows.clone(), self.columns.clone()
-        rows[_rotated(R)] += steps
-        columns[_rotated(P)] += steps
-        return *factors, rows, columns
-
-
-def _rotated(side: Side) -> Tensor:
-    """The dimensions that rotate; a last block of size one does not."""
-    blocks, order = side
-    return order[: sum(G.shape[-3] * G.shape[-1] for G in blocks)]
+            return rotated_rows(self.R, *R), rotated_columns(self.P, *P)
 
 
 def _spectrum(weight: Tensor) -> dict[str, Any]:

@@ -161,16 +161,6 @@ class Transform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Penalty:
-    """Penalties on T: every PIT interface."""
-
-    log_det_penalty: NonNegative = 0.0
-    """Weight of (log det T / d)² in the loss."""
-    diagonal_penalty: NonNegative = 0.0
-    """Weight of the mean of (log L_ii)² in the loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Poet:
     """POET's bodies: poet-block, poet-full."""
 

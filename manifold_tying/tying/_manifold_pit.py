@@ -10,25 +10,8 @@ from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, kernels, precision
 from manifold_tying.manifolds import Retraction, Stiefel
-from manifold_tying.parametrizations import (
-    Bounds,
-    CholeskyFactor,
-    Diagonal,
-    parametrized,
-    register,
-    stiefel,
-    warn_if_off,
-)
+from manifold_tying.parametrizations import CholeskyFactor, Diagonal, parametrized, register, stiefel, warn_if_off
 from manifold_tying.tying._pit import PIT, Memory, check_hidden
-
-
-def _check_bounds(low: float, high: float, bounds: Bounds) -> None:
-    """ValueError if clamping would change an initial diagonal of L, which ranges from low to high."""
-    if not bounds[0] <= low <= high <= bounds[1]:
-        raise ValueError(
-            f"expected bounds around the diagonal of L at the start, {low:.4g} to {high:.4g}, got {bounds}: clamping would "
-            "change T. Widen the bounds, or choose another transform"
-        )
 
 
 class ManifoldPIT(PIT):
@@ -42,11 +25,9 @@ class ManifoldPIT(PIT):
         memory: "frozen" (the paper's default) or "trainable", by a Riemannian optimizer.
         retraction: how that optimizer moves Z, see :class:`manifold_tying.Stiefel`.
         diagonal: "softplus" or "exp", the map that keeps L's diagonal positive.
-        bounds: (low, high) clamp of L's diagonal, with low <= 1 <= high, since it starts at 1; None for no clamp.
 
     Raises:
-        ValueError: vocab_size < hidden_size, unknown retraction or diagonal, or bounds without 0 < low < high and
-            low <= 1 <= high.
+        ValueError: vocab_size < hidden_size, unknown retraction or diagonal.
     """
 
     def __init__(
@@ -57,35 +38,24 @@ class ManifoldPIT(PIT):
         memory: Memory = "frozen",
         retraction: Retraction = "polar",
         diagonal: Diagonal = "softplus",
-        bounds: Bounds | None = None,
     ) -> None:
         super().__init__(vocab_size, hidden_size)
         dtype = precision.compute_dtype(torch.get_default_dtype())
-        factor = CholeskyFactor(diagonal, bounds, dtype)
-        if factor.bounds is not None:
-            _check_bounds(1.0, 1.0, factor.bounds)
         start = torch.randn(vocab_size, hidden_size, dtype=dtype)
         self.register_parameter("memory", nn.Parameter(start, requires_grad=memory == "trainable"))
         stiefel(self, "memory", retraction=retraction)
         self.register_parameter("cholesky_factor", nn.Parameter(torch.eye(hidden_size, dtype=dtype)))
-        register(self, "cholesky_factor", factor)
+        register(self, "cholesky_factor", CholeskyFactor(diagonal, dtype))
 
     @classmethod
-    def _from_factors(
-        cls, Z: Tensor, T: Tensor, dtype: torch.dtype, *, bounds: Bounds | None = None, **options: Any
-    ) -> PIT:
+    def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> PIT:
         L = torch.linalg.cholesky(T).contiguous()
-        clamp = CholeskyFactor(bounds=bounds).bounds
-        if clamp is not None:
-            low, high = L.diagonal().aminmax()
-            _check_bounds(low.item(), high.item(), clamp)
         with torch.device("meta"):  # avoids drawing and projecting a random memory
             pit = cls(*Z.shape, **options)
-        stored = parametrized(pit)
-        cast(CholeskyFactor, stored["cholesky_factor"][0]).bounds = clamp  # here 1 may lie outside
         pit = pit.to(dtype).to_empty(device=Z.device)
         with torch.no_grad():
-            stored["memory"].original.copy_(Z)  # already orthonormal; assigning pit.memory would project again
+            # Already orthonormal; assigning pit.memory would project again.
+            parametrized(pit)["memory"].original.copy_(Z)
         pit.cholesky_factor = L.to(dtype)
         return pit
 

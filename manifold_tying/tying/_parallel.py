@@ -70,9 +70,8 @@ def shard_model(
             mp_policy=MixedPrecisionPolicy() if wide else policy,
             reshard_after_forward=reshard_after_forward,
         )
-        for name in ("embed", "logits", "loss", "penalty"):
-            if hasattr(interface, name):
-                register_fsdp_forward_method(interface, name)
+        for name in ("embed", "logits", "loss"):
+            register_fsdp_forward_method(interface, name)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     if model not in interfaces:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from manifold_tying import distributed, kernels, linalg, precision
 from manifold_tying.manifolds import Retraction
-from manifold_tying.parametrizations import Bounds, Diagonal, dtype_after
+from manifold_tying.parametrizations import Diagonal, dtype_after
 from manifold_tying.tying._loss import linear_cross_entropy
 from manifold_tying.tying._vocabulary import distinct_rows, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
@@ -36,7 +36,6 @@ class PIT(TokenInterface):
         memory: "free", "frozen" or "trainable", see above.
         retraction: for a trainable memory, see :class:`ManifoldPIT`.
         diagonal: for a frozen or trainable memory, see :class:`ManifoldPIT`.
-        bounds: for a frozen or trainable memory, see :class:`ManifoldPIT`.
         std: for a free table, see :class:`FreePIT`.
 
     Attributes:
@@ -70,7 +69,6 @@ class PIT(TokenInterface):
         memory: Memory = "free",
         retraction: Retraction = "polar",
         diagonal: Diagonal = "softplus",
-        bounds: Bounds | None = None,
         std: float | None = None,
     ) -> None:
         """See the class for the arguments."""
@@ -101,11 +99,11 @@ class PIT(TokenInterface):
             transform: the initial T: "identity" (the paper), "head" (T = H, so W_out = E0ᵀ) or "embedding" (T = H⁻¹, so
                 E = E0).
             memory: as for :class:`PIT`.
-            options: options of :class:`ManifoldPIT`; bounds must contain the diagonal of the L of this T.
+            options: options of :class:`ManifoldPIT`.
 
         Raises:
             ValueError: as for :class:`PIT`; unknown transform; the table is not a floating (V, d) with V >= d, contains NaN
-                or Inf, or is rank-deficient; bounds would change the diagonal of L.
+                or Inf, or is rank-deficient.
         """
         if transform not in get_args(Transform):
             raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
@@ -184,11 +182,6 @@ class PIT(TokenInterface):
         """
         raise NotImplementedError
 
-    def penalty(self, *, log_det: float = 0.0, diagonal_scale: float = 0.0) -> Tensor:
-        """Optional regularizer: log_det (log det T / d)² + diagonal_scale mean (log L_ii)², a scalar. (PIT, appendix A.2.)"""
-        logs = self.cholesky_factor.diagonal().log()
-        return log_det * (2 * logs.mean()).square() + diagonal_scale * logs.square().mean()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Device moves and .double() as usual; .half() and .bfloat16() only change the dtype of the embeddings."""
         self.embedding_dtype = dtype_after(fn, self.embedding_dtype)
@@ -219,7 +212,7 @@ def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
     """The class for this memory; ValueError if it is unknown or does not have one of the options."""
     if memory not in get_args(Memory):
         raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
-    others = ("retraction", "diagonal", "bounds") if memory == "free" else ("std",)
+    others = ("retraction", "diagonal") if memory == "free" else ("std",)
     if given := [name for name in others if name in options]:
         raise ValueError(f"memory={memory!r} has no {', '.join(given)}; leave it out, or choose another memory")
     from manifold_tying.tying._free_pit import FreePIT

@@ -128,7 +128,7 @@ def test_the_console_is_silent_and_would_not_be(page: webdriver.Chrome) -> None:
 
 def test_every_figure_has_a_name_and_is_drawn(page: webdriver.Chrome) -> None:
     figures = all_of(page, "figure")
-    assert len(figures) == 13
+    assert len(figures) == 12
     for figure in figures:
         plot = one_of(figure, ".plot")
         heading = figure.find_element(By.XPATH, "preceding-sibling::h3").text
@@ -217,7 +217,7 @@ def test_without_a_script_the_figures_are_pictures(browser: webdriver.Chrome, ex
         browser.get((experiment / "report.html").as_uri())
         assert not all_of(browser, ".modebar") and not one_of(browser, ".arms").is_displayed()
         pictures = all_of(browser, ".plot img")
-        assert len(pictures) == 13 and "Last values" in pictures[0].accessible_name
+        assert len(pictures) == 12 and "Last values" in pictures[0].accessible_name
         assert len(np.unique(pixels(pictures[0]))) > 30
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
@@ -269,7 +269,9 @@ def test_text_can_be_read_in_both_schemes(page: webdriver.Chrome) -> None:
     page.execute_script("document.querySelector('details').open = true")
     for scheme, paper in (("dark", "#14171c"), ("light", "#ffffff")):
         look(page, scheme=scheme)
-        wait_for(page, "return arguments[0].layout.paper_bgcolor === arguments[1]", plot_named(page, "updates"), paper)
+        wait_for(
+            page, "return arguments[0].layout.paper_bgcolor === arguments[1]", plot_named(page, "turning-P"), paper
+        )
         found: list[dict[str, Any]] = page.execute_script(CONTRAST)
         assert len(found) > 200 and {"text", "td", "figcaption", "dd"} <= {one["tag"] for one in found}
         assert (luminance(found[0]["paper"]) < 0.1) == (scheme == "dark")

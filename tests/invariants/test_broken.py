@@ -237,7 +237,7 @@ INTERFACES: dict[str, Any] = dict.fromkeys((law.name for law in mtt.INTERFACE_LA
 ALL: dict[str, tuple[Any, dict[str, Callable[..., None]]]] = {
     "manifold": (mtt.MANIFOLD_LAWS, MANIFOLDS),
     "optimizer": (
-        mtt.OPTIMIZER_LAWS[:-1],  # the last needs several processes: tests/processes/test_distributed.py
+        mtt.OPTIMIZER_LAWS,
         {law: partial(mtt.check_optimizer, kind, Stiefel(), (5, 2)) for law, kind in OPTIMIZERS.items()},
     ),
     "parametrization": (

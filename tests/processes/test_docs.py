@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,5 +267,3 @@ def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: Non
     atoms, codes, signals = names["atoms"], names["codes"], names["signals"]
     assert (atoms.norm(dim=0) - 1).abs().max() < 1e-5
     assert (signals - codes @ atoms.T).square().mean() < 0.1 * signals.square().mean()
-    machine = unittest.defaultTestLoader.loadTestsFromTestCase(names["TestMyModel"])
-    assert machine.countTestCases() == 1 and unittest.TextTestRunner().run(machine).wasSuccessful()

@@ -87,7 +87,7 @@ def test_inspect_names_a_shard_that_is_lost_or_damaged(folder: Path, tmp_path: P
     lost, damaged = (shutil.copytree(folder / "fsdp 2", tmp_path / name) for name in ("lost", "damaged"))
     (shard,) = lost.glob("checkpoints/step-00000012/shard-00002-*")
     shard.unlink()
-    with pytest.raises(ValueError, match=f"lacks shards .*{shard.name}"):
+    with pytest.raises(ValueError, match=f"lacks files .*{shard.name}"):
         mt.diagnostics.inspect_tables(lost)
     (shard,) = damaged.glob("checkpoints/step-00000012/shard-00002-*")
     shard.write_bytes(shard.read_bytes()[:-3])

@@ -28,7 +28,7 @@ ALLOWED = {
     "optim": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "_extra", "_geoopt"},
     "recipe": {"precision", "optim", "tying"},
     "diagnostics": {*SHARED, "linalg", "tying", "huggingface", "_extra", "_json", "_safetensors"},
-    "testing": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "tying", "optim", "_extra"},
+    "testing": {*SHARED, "linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
     "training": {
         *SHARED,
         *("linalg", "manifolds", "parametrizations", "poet", "tying", "huggingface", "models", "optim", "recipe"),

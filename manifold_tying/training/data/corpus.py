@@ -1,7 +1,6 @@
 """Corpus specs, such as ``text:book.txt``, and the documents they name, always in the same order."""
 
 import ast
-import codecs
 import importlib.util
 import os
 import platform
@@ -24,7 +23,7 @@ SPEC_FORMS = """the forms are
 
 PACKAGES = ("numpy", "scipy", "pandas", "sympy")  # installed with torch and the extra `train`
 SHORTEST = 200  # fewest characters of a module's docstrings that make a document
-_BLOCK = 1 << 20  # bytes per read
+_BLOCK = 1 << 20  # characters per read
 # Tests and installed packages vary more between machines than the library does.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 
@@ -196,11 +195,9 @@ def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
 
 def _parts(file: Path) -> Iterator[str]:
     """The unchanged text of a UTF-8 file, including line ends, in parts that fit into memory."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with file.open("rb") as content:
+    with file.open(encoding="utf-8", newline="") as content:
         while block := content.read(_BLOCK):
-            yield decoder.decode(block)
-    decoder.decode(b"", final=True)
+            yield block
 
 
 def _is_text(file: Path) -> bool:

@@ -11,16 +11,14 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from manifold_tying import diagnostics
 from manifold_tying.training.numbers import significant
-from manifold_tying.training.report.load import Experiment, Run, arm_names
+from manifold_tying.training.report.load import Experiment, arm_names
 from manifold_tying.training.report.tables import Cell, Table
 
 # Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on, lines are also dashed
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 DASHES = ("solid", "dashed", "dotted")
 PLOTLY_DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot"}
-SYMBOLS = {"": "circle", "stable learning begins": "triangle-up", "final adjusting begins": "triangle-down"}
 MOST, LISTED = 250, 20  # points of a curve in the figure, and in its table
 LINE = ["arm", "weight", "quantity"]  # identify a curve of a figure
 NUMBERS = ["x", "mean", "low", "high"]
@@ -48,8 +46,7 @@ class Figure:
 def _turning(side: str, rows: str) -> Figure:
     reading = (
         f"{side}, the product over all merges, turns the {rows} of W0. Heavy line: the cosine between a fixed random v and "
-        f"{side} v, which is 1 at the identity. Thin line: its mean over random v, tr {side} / m ± 2 standard deviations. "
-        "Triangles: the start of stable learning (up) and of final adjusting (down), from diagnostics.phases."
+        f"{side} v, which is 1 at the identity. Thin line: its mean over random v, tr {side} / m ± 2 standard deviations."
     )
     thin, band = {f"{side}.trace": f"tr {side} / m"}, {f"{side}.trace": (f"{side}.low", f"{side}.high")}
     title, label = f"How far {side} has turned", f"v⊤{side} v / v⊤v"
@@ -85,11 +82,6 @@ POET = (
            weights=True),
     _turning("R", "outputs"),
     _turning("P", "inputs"),
-    Figure("updates", "Updates of the entries", "updates.share", "updates of an entry / possible ones",
-           "How evenly training updates the entries of the weight. R moves an entry with its row and P with its column, so a "
-           "step can move it twice, which counts as 1 here. Scheme block always does this; scheme full leaves dimensions out "
-           "between merges. Line: the mean over the entries. Band: from the fewest updates of an entry to the most.",
-           weights=True, band={"updates.share": ("updates.low", "updates.high")}),
 )  # fmt: skip
 
 
@@ -107,7 +99,7 @@ def smoothing_window(experiment: Experiment) -> int:
 
 
 def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
-    """One row per point: arm, weight, quantity, x, mean, low, high, seeds and mark."""
+    """One row per point: arm, weight, quantity, x, mean, low, high and seeds."""
     window, parts = smoothing_window(experiment) if figure.smooth else 1, []
     for arm in arm_names(experiment.rows):
         runs = [run for run in experiment.runs if run.arm == arm]
@@ -120,8 +112,7 @@ def curves(experiment: Experiment, figure: Figure) -> pd.DataFrame:
                 if line is not None:
                     if bounds and bounds[0] is not None and bounds[1] is not None:
                         line = line.assign(low=bounds[0]["mean"], high=bounds[1]["mean"])
-                    marks = _phases(runs[0], line) if y.endswith(".trace") else ""
-                    parts.append(line.assign(arm=arm, weight=weight, quantity=figure.thin.get(y, ""), mark=marks))
+                    parts.append(line.assign(arm=arm, weight=weight, quantity=figure.thin.get(y, "")))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -150,27 +141,11 @@ def thinned(frame: pd.DataFrame, most: int) -> pd.DataFrame:
 
 
 def _derived(probes: pd.DataFrame) -> pd.DataFrame:
-    """The probes with the bounds of the trace probe and the shares of possible updates."""
+    """The probes with the bounds of the trace probe."""
     for side in (side for side in "RP" if f"{side}.trace" in probes):
         trace, spread = probes[f"{side}.trace"], 2 * probes[f"{side}.trace_std"]
         probes = probes.assign(**{f"{side}.low": trace - spread, f"{side}.high": trace + spread})
-    if "updates.mean" in probes:
-        possible = (2 * probes.step).where(probes.step > 0)  # per step one by R and one by P
-        ends = {"updates.low": "updates.min", "updates.share": "updates.mean", "updates.high": "updates.max"}
-        probes = probes.assign(**{name: probes[end] / possible for name, end in ends.items()})
     return probes
-
-
-def _phases(run: Run, line: pd.DataFrame) -> list[str]:
-    """The phase of POET that begins at each point; "" at other points, or everywhere if there are too few points."""
-    marks, rates = dict.fromkeys(line.x, ""), run.metrics.dropna(subset=["lr"]).set_index("tokens").lr
-    if len(line) >= 4 and len(rates) and line["mean"].notna().all():
-        rate = [float(rates.get(x, rates.iloc[0])) for x in line.x]  # before the first step, its rate
-        found = diagnostics.phases([int(x) for x in line.x], line["mean"].tolist(), rate)
-        if found.stable != line.x.iloc[0]:  # a plateau from the start does not begin a phase
-            begins = zip((found.stable, found.final), [*SYMBOLS][1:], strict=True)
-            marks |= {x: mark for x, mark in begins if x is not None}
-    return list(marks.values())
 
 
 def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, Any]:
@@ -189,7 +164,7 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
         if banded := bool((seen.low < seen.high).any()):
             ends = {"x": [*seen.x, *seen.x[::-1]], "y": [*seen.low, *seen.high[::-1]], "fill": "toself"}
             data.append(own | ends | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False})
-        notes = [f", {mark}" if mark else "" for mark in points["mark"]]
+        notes = [""] * len(mean)
         if figure.y.endswith("loss"):
             notes = [f", perplexity {significant(math.exp(y))}" if y is not None and y < 700 else "" for y in mean]
         between = " (%{customdata[1]:.5g} to %{customdata[2]:.5g})" if banded else ""
@@ -197,10 +172,8 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
         line = {
             "x": x, "y": mean, "customdata": list(zip(notes, low, high, strict=True)), "showlegend": not quantity,
             "hovertemplate": f"%{{y:.5g}}{between}%{{customdata[0]}}{at}",
-            "mode": "lines+markers" if few or any(points["mark"]) else "lines",
+            "mode": "lines+markers" if few else "lines", "marker": {"size": 5},
             "line": {"width": 1 if quantity else 2, "dash": PLOTLY_DASHES[_dash(place)]},
-            "marker": {"symbol": [SYMBOLS[mark] for mark in points["mark"]],
-                       "size": [10 if mark else 5 if few else 0 for mark in points["mark"]]},
         }  # fmt: skip
         data.append(own | line)
     return {"name": figure.name, "data": data, "x": _x_label(figure), "y": figure.label, "log": figure.log}

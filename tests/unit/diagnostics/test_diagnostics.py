@@ -1,7 +1,5 @@
 """Diagnostics against numpy."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import manifold_tying as mt
-from manifold_tying.diagnostics import condition, delta_ti
+from manifold_tying.diagnostics import delta_ti
 
 CASES = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -38,14 +36,3 @@ def test_delta_ti_errors() -> None:
     for E, W_out in ((torch.zeros(5, 3), torch.zeros(3, 4)), (torch.zeros(3), torch.zeros(3))):
         with pytest.raises(ValueError, match="W_out"):
             delta_ti(E, W_out)
-
-
-@CASES
-@given(d=st.integers(1, 12), decades=st.floats(0, 6), seed=st.integers(0, 10**6))
-def test_condition_is_numpys(d: int, decades: float, seed: int) -> None:
-    Q = np.linalg.qr(np.random.default_rng(seed).normal(size=(d, d)))[0]
-    T = (Q * np.logspace(0, decades, d)) @ Q.T
-    T = (T + T.T) / 2
-    # Eigenvalues are off by rounding of the largest, so their ratio by that times the condition.
-    assert condition(torch.from_numpy(T)) == pytest.approx(np.linalg.cond(T), rel=1e-13 * 10**decades * d + 1e-12)
-    assert condition(torch.from_numpy(-T)) == condition(torch.zeros(d, d)) == math.inf

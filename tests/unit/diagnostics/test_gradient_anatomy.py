@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from manifold_tying.diagnostics import (
     SideGradients,
-    eigenvalues,
     frequency_buckets,
     gradient_anatomy,
     row_norms,
@@ -167,14 +166,3 @@ def test_row_norms_against_frequency() -> None:
     for wrong in (table[0], table[:3]):
         with pytest.raises(ValueError, match=r"\(V, d\)"):
             row_norms(wrong, counts)
-
-
-def test_eigenvalues_of_a_transform() -> None:
-    A = torch.randn(2, 6, 6, dtype=torch.float64)
-    T = A @ A.mT + torch.eye(6)
-    expected = [scipy.linalg.eigh(t)[0] for t in T.numpy()]
-    np.testing.assert_allclose(eigenvalues(T), expected, rtol=1e-10)
-    assert eigenvalues(T.bfloat16().requires_grad_()).dtype == torch.float64
-    for wrong, message in ((T[..., :3], "square"), (T * math.nan, "finite"), (T.long(), "floating")):
-        with pytest.raises(ValueError, match=message):
-            eigenvalues(wrong)

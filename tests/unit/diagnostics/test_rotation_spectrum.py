@@ -1,7 +1,6 @@
 """Diagnostics of orthogonal factors and spectra against numpy, scipy and sampling."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,8 @@ from scipy.spatial.distance import pdist
 from scipy.stats import entropy, ortho_group
 
 from manifold_tying.diagnostics import (
-    Phases,
     hyperspherical_energy,
     orthogonality_error,
-    phases,
     singular_values,
     spectra,
     spectral_summary,
@@ -53,8 +50,6 @@ def test_vector_probe_draws_the_same_vector_each_time() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert vector_probe(R) == first
     assert vector_probe(torch.stack([R, R]))[1] == pytest.approx(float(first), abs=1e-14)  # another order of sums
-    assert vector_probe(R, generator=torch.Generator().manual_seed(0)) == first
-    assert vector_probe(R, generator=torch.Generator().manual_seed(1)) != first
     identity = torch.eye(50, dtype=torch.bfloat16, requires_grad=True)
     assert vector_probe(identity) == pytest.approx(1, abs=1e-14) and not vector_probe(identity).requires_grad
     assert vector_probe(-identity) == pytest.approx(-1, abs=1e-14)
@@ -104,40 +99,6 @@ def test_orthogonality_error_is_the_formula(m: int, batch: tuple[int, ...], seed
     np.testing.assert_allclose(orthogonality_error(torch.from_numpy(R)).numpy(), expected, rtol=1e-11)
 
 
-def curve(learning_rate: Any) -> tuple[list[int], list[float], list[float]]:
-    """0.62 + 0.38 exp(-step/100), and from step 500 on a ripple of 0.01 in proportion to the learning rate."""
-    steps = [10 * k for k in range(201)]
-    rates = [learning_rate(step) for step in steps]
-    ripple = [0.01 * (0, 1, 0, -1)[k % 4] * rates[k] * (k >= 50) for k in range(201)]
-    return steps, [0.62 + 0.38 * math.exp(-s / 100) + r for s, r in zip(steps, ripple, strict=True)], rates
-
-
-def decaying(step: int) -> float:
-    return min(1.0, (2000 - step) / 400)
-
-
-def test_phases_of_a_curve_as_in_the_paper() -> None:
-    # 0.38 exp(-s/100) <= 0.025 from s = 272.2; the ripple exceeds 0.0025 until the rate is at a quarter, at step 1900.
-    steps, values, rates = curve(decaying)
-    assert phases(steps, values, rates) == Phases(280, 1900)
-    assert phases(steps, values, rates, tolerance=0.1).stable == 140
-    assert phases(steps, values, rates, settled=0.02).final == 1610  # not before the decay begins
-    # A constant rate ends in no final adjusting, nor does a ripple that goes on; a straight line has no plateau.
-    assert phases(*curve(lambda step: 1.0)) == Phases(280, None)
-    assert phases(steps, curve(lambda step: 1.0)[1], rates) == Phases(280, None)
-    line = [1 - 0.4 * step / 2000 for step in steps]
-    assert phases(steps, line, rates) == Phases(None, None)
-
-
-@CASES
-@given(seed=SEEDS, scale=st.floats(1e-5, 1e3), shift=st.integers(-1000, 1000))
-def test_phases_do_not_depend_on_the_rates_scale_or_where_steps_start(seed: int, scale: float, shift: int) -> None:
-    steps, values, rates = curve(decaying)
-    values = list(np.asarray(values) + np.random.default_rng(seed).uniform(-1e-4, 1e-4, 201))
-    stable, final = phases([step + shift for step in steps], values, [scale * rate for rate in rates])
-    assert (stable, final) == (280 + shift, 1900 + shift)
-
-
 @CASES
 @given(m=st.integers(1, 15), n=st.integers(1, 15), batch=st.sampled_from([(), (3,), (2, 1)]), seed=SEEDS)
 def test_singular_values_are_numpys_and_survive_rotations(m: int, n: int, batch: tuple[int, ...], seed: int) -> None:
@@ -179,15 +140,15 @@ def test_entropy_where_it_is_known() -> None:
 
 
 @CASES
-@given(n=st.integers(1, 40), d=st.integers(2, 8), s=st.floats(0.25, 3), entries=st.integers(1, 2000), seed=SEEDS)
-def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, s: float, entries: int, seed: int) -> None:
+@given(n=st.integers(1, 40), d=st.integers(2, 8), entries=st.integers(1, 2000), seed=SEEDS)
+def test_hyperspherical_energy_is_the_sum_over_pairs(n: int, d: int, entries: int, seed: int) -> None:
     W = np.random.default_rng(seed).normal(size=(2, n, d))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spectra, "_BLOCK_ENTRIES", entries)
-        found = hyperspherical_energy(torch.from_numpy(W), s)
+        found = hyperspherical_energy(torch.from_numpy(W))
     unit = W / np.linalg.norm(W, axis=-1, keepdims=True)
     assert found.shape == (2,) and found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), [2 * (pdist(rows) ** -s).sum() for rows in unit], rtol=1e-9)
+    np.testing.assert_allclose(found.numpy(), [2 * (1 / pdist(rows)).sum() for rows in unit], rtol=1e-9)
 
 
 def test_hyperspherical_energy_keeps_under_right_rotations_only() -> None:
@@ -206,7 +167,7 @@ def test_hyperspherical_energy_where_it_is_known() -> None:
     poles = torch.tensor([[3.0, 0], [-1, 0]])  # two ordered pairs at distance 2
     assert hyperspherical_energy(poles).item() == pytest.approx(1)
     simplex = torch.eye(5, dtype=torch.float64) - 0.2  # five points, each two of them sqrt(2 * 5/4) apart
-    assert hyperspherical_energy(simplex, 2.0).item() == pytest.approx(20 / 2.5)
+    assert hyperspherical_energy(simplex).item() == pytest.approx(20 / 2.5**0.5)
     close = torch.tensor([[1, 0], [1, 1e-9]], dtype=torch.float64)  # inner products see no difference below 1e-8
     assert hyperspherical_energy(close).item() == pytest.approx(2e9, rel=1e-6)
     assert hyperspherical_energy(torch.tensor([[1.0, 2], [2, 4], [0, 1]])) == math.inf
@@ -222,8 +183,6 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
     for v in (torch.ones(4), torch.zeros(3)):
         with pytest.raises(ValueError, match="expected v"):
             vector_probe(torch.eye(3), v)
-    with pytest.raises(ValueError, match="both"):
-        vector_probe(torch.eye(3), torch.ones(3), torch.Generator())
     for weights in (singular_values, spectral_summary, hyperspherical_energy):
         for shape in ((3,), (0, 3)):
             with pytest.raises(ValueError, match="got"):
@@ -232,16 +191,3 @@ def test_what_is_no_rotation_and_no_weight_is_refused() -> None:
             weights(torch.tensor([[1.0, math.nan], [0, 1]]))
     with pytest.raises(ValueError, match="nonzero rows"):
         hyperspherical_energy(torch.tensor([[1.0, 0], [0, 0]]))
-    with pytest.raises(ValueError, match="exponent"):
-        hyperspherical_energy(torch.ones(2, 2), math.nan)
-
-
-def test_phases_errors() -> None:
-    for message, steps, values, rates in (
-        ("one length", [1, 2, 3, 4], [1.0] * 4, [1.0] * 5),
-        ("one length", [1, 2], [1.0] * 2, [1.0] * 2),
-        ("increasing", [1, 2, 2, 3], [1.0] * 4, [1.0] * 4),
-        ("NaN", [1, 2, 3, 4], [1.0, 1.0, math.nan, 1.0], [1.0] * 4),
-    ):
-        with pytest.raises(ValueError, match=message):
-            phases(steps, values, rates)

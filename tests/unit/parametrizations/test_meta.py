@@ -23,7 +23,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "stiefel": lambda: stiefel(nn.Linear(D, 12)),
     "low rank": lambda: low_rank(nn.Linear(D, 12), rank=2),
     "isospectral": lambda: isospectral(nn.Linear(D, 12)),
-    "spd": lambda: spd(nn.Linear(D, D), "weight", bounds=(0.1, 10.0)),
+    "spd": lambda: spd(nn.Linear(D, D), "weight"),
     "equivalence": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=2),
     "equivalence, exact": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=None),
     "equivalence, full": lambda: equivalence(nn.Linear(D, 12), scheme="full", block_size=4),

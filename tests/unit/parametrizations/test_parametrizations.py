@@ -215,28 +215,6 @@ def test_the_diagonal_is_inverted_accurately(diagonal: Any, dtype: torch.dtype) 
         assert layer.weight.item() == pytest.approx(value.item(), rel=64 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize(("diagonal", "bound"), [("softplus", "low"), ("exp", "high")])
-def test_an_entry_at_its_bound_comes_back_inside_and_goes_no_further(diagonal: Any, bound: str) -> None:
-    low, high = 0.5, 2.0
-    layer = nn.Linear(1, 1)
-    at = low if bound == "low" else high
-    layer.weight.data.fill_(at**2)
-    spd(layer, "weight", diagonal=diagonal, bounds=(low, high))
-    with torch.no_grad():
-        stored(layer).add_(-1.0 if bound == "low" else 1.0)  # beyond it
-    assert layer.weight.item() == pytest.approx(at**2)
-
-    outward = 1.0 if bound == "low" else -1.0  # the sign of a loss that falls as the entry goes out
-    (gradient,) = torch.autograd.grad(outward * layer.weight.sum(), stored(layer))
-    assert gradient == 0
-    stepper = torch.optim.SGD([stored(layer)], lr=0.3)
-    for _ in range(30):
-        stepper.zero_grad()
-        (-outward * layer.weight).sum().backward()
-        stepper.step()
-    assert (layer.weight.item() - at**2) * outward > 0.1
-
-
 # ---- errors
 
 
@@ -248,7 +226,6 @@ class Holder(nn.Module):
 
 UNKNOWN: Any = "svd"
 EACH: tuple[Callable[..., Any], ...] = (stiefel, orthogonal, spd)
-BOUNDS: list[Any] = [(2.0, 0.5), (0.0, 1.0), (1.0,)]
 # the message, the layer, and the constraints that must refuse it
 REFUSED: list[tuple[str, Callable[[], nn.Module], Sequence[Callable[..., Any]]]] = [
     (r"Holder.weight to be a matrix .* got \(4,\)", lambda: Holder(torch.randn(4)), EACH),
@@ -268,11 +245,6 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], Sequence[Callable[..., Any]]]]
     ("map 'svd'; choose one of polar, qr,", lambda: nn.Linear(3, 3), [lambda m, _: orthogonal(m, map=UNKNOWN)]),
     ("'svd'; choose one of polar, qr,", lambda: nn.Linear(3, 3), [lambda m, _: stiefel(m, retraction=UNKNOWN)]),
     ("'svd'; choose one of softplus, exp", lambda: nn.Linear(3, 3), [lambda m, _: spd(m, "weight", diagonal=UNKNOWN)]),
-    (
-        r"bounds=\(low, high\) with 0 < low < high, got \(",
-        lambda: nn.Linear(3, 3),
-        [lambda m, _, bounds=bounds: spd(m, "weight", bounds=bounds) for bounds in BOUNDS],
-    ),
     (r"Linear.weight to be square for T = L Lᵀ, got \(4, 3\)", lambda: nn.Linear(3, 4), [spd]),
     ("positive eigenvalue", lambda: Holder(-torch.eye(3)), [spd]),
 ]

@@ -23,7 +23,6 @@ MAKERS: dict[str, Make] = {
     "cayley-neumann": lambda m: mt.orthogonal(m, map="cayley-neumann"),
     "spd": lambda m: mt.spd(m, "weight"),
     "spd, exp": lambda m: mt.spd(m, "weight", diagonal="exp"),
-    "spd, bounds": lambda m: mt.spd(m, "weight", bounds=(0.1, 2.0)),
     "sphere": mt.sphere,
     "sphere, radius": lambda m: mt.sphere(m, radius=2.0),
     "geoopt's sphere": lambda m: mt.constrain(m, "weight", geoopt.Sphere()),
@@ -77,9 +76,7 @@ def test_the_error_names_both_constraints() -> None:
     assert "expected the state of stiefel on (8, 8), but its form is orthogonal(map='cayley')" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("saved", "other"), [({"diagonal": "exp"}, {}), ({"bounds": (0.5, 2.0)}, {}), ({}, {"bounds": (0.5, 2.0)})]
-)
+@pytest.mark.parametrize(("saved", "other"), [({"diagonal": "exp"}, {}), ({}, {"diagonal": "exp"})])
 def test_pit_refuses_another_map_of_its_transform(saved: dict[str, Any], other: dict[str, Any]) -> None:
     source, target = mt.PIT(32, 8, memory="trainable", **saved), mt.PIT(32, 8, memory="trainable", **other)
     with pytest.raises(RuntimeError, match=r"cholesky_factor\.0\.form: expected the state of cholesky_factor"):

@@ -7,7 +7,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import manifold_tying as mt
 from manifold_tying.tying import Memory
@@ -35,12 +34,6 @@ def test_a_tensor_in_place_of_a_layer(constrain: Any) -> None:
         ValueError, match=r"expected a layer \(nn.Module\), got a Tensor; .* geoopt.ManifoldParameter\(tensor"
     ):
         constrain(torch.eye(4))
-
-
-def test_bounds_need_no_values() -> None:
-    with FakeTensorMode():
-        pit: Any = mt.PIT(32, 8, memory="frozen", bounds=(0.1, 10.0))
-    assert pit.memory.shape == (32, 8)
 
 
 def test_what_fits_a_memory_is_named_when_adamw_moves_it() -> None:

@@ -436,26 +436,23 @@ def test_a_curve_is_the_mean_of_its_seeds_at_the_steps_they_share() -> None:
 
 def test_curves_of_weights_are_those_of_numpy() -> None:
     noise, steps, weights = np.random.default_rng(0), np.arange(0, 24, 4), ("up", "down")
-    names = ("R.vector", "R.trace", "R.trace_std", "updates.min", "updates.mean", "updates.max")
-    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 6)) for seed in (0, 1) for weight in weights}
+    names = ("R.vector", "R.trace", "R.trace_std")
+    probed = {(seed, weight): noise.uniform(1, 2, size=(6, 3)) for seed in (0, 1) for weight in weights}
     runs = []
     for seed in (0, 1):
         numbers = {weight: dict(zip(names, probed[seed, weight].T, strict=True)) for weight in weights}
         probes = [frame(step=steps, tokens=8 * steps, **of).assign(weight=weight) for weight, of in numbers.items()]
-        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[], lr=[]), probes=pd.concat(probes)))
+        runs.append(Run(arm="a", seed=seed, metrics=frame(step=[], tokens=[]), probes=pd.concat(probes)))
     row = {"arm": "a", "seed": 0, "orthogonality_error": 1e-7}
     found = {f.name: c for f, c in drawn(Experiment(rows=[row], runs=runs, sources=[], settings={}, arms={}))[0]}
-    assert set(found) == {"turning-R", "updates"}
+    assert set(found) == {"turning-R"}
     turning = found["turning-R"]
     for weight in weights:
-        vector, trace, spread, *updates = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(6))
+        vector, trace, spread = (np.stack([probed[seed, weight][:, i] for seed in (0, 1)]) for i in range(3))
         lines = {quantity: of for quantity, of in turning[turning.weight == weight].groupby("quantity")}
         np.testing.assert_allclose(lines[""]["mean"], vector.mean(axis=0))
         np.testing.assert_allclose(lines["tr R / m"]["low"], (trace - 2 * spread).mean(axis=0))
         np.testing.assert_allclose(lines["tr R / m"]["high"], (trace + 2 * spread).mean(axis=0))
-        shares = found["updates"][found["updates"].weight == weight]
-        for key, of in zip(("low", "mean", "high"), updates, strict=True):
-            np.testing.assert_allclose(shares[key], (of[:, 1:] / (2 * steps[1:])).mean(axis=0))
 
 
 # reading

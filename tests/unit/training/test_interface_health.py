@@ -27,8 +27,6 @@ def test_the_condition_comes_from_the_factor(decades: int) -> None:
     R = np.linalg.qr(np.diag(10.0 ** np.linspace(0, -decades / 2, 12)) @ U.T)[1]
     L = torch.from_numpy((np.sign(np.diag(R))[:, None] * R).T.copy())
     assert diagnostics.condition_from_factor(L) == pytest.approx(10.0**decades, rel=1e-5)
-    rounded = (L @ L.mT).float()
-    assert diagnostics.condition(rounded) > 0  # where T itself was rounded, nothing is left, but it is not negative
     assert diagnostics.condition_from_factor(torch.zeros(3, 3)) == torch.inf
     pit = mt.PIT(20, 12, memory="frozen")
     pit.cholesky_factor = L.float()

@@ -207,7 +207,7 @@ def test_torch_optimizers_train_it_as_ours_do() -> None:
 
 
 def test_options_of_another_memory_are_refused() -> None:
-    foreign: list[Any] = [{"retraction": "qr"}, {"bounds": (0.5, 2.0)}, {"diagonal": "exp"}]
+    foreign: list[Any] = [{"retraction": "qr"}, {"diagonal": "exp"}]
     for options, make in itertools.product(
         foreign, (partial(mt.PIT, V, D), partial(mt.PIT.from_embedding, torch.randn(V, D)))
     ):

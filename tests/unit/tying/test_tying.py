@@ -166,24 +166,6 @@ def test_random_start_is_orthonormal_with_identity_transform() -> None:
     assert not torch.equal(pit.memory, PIT(200, 16, memory="frozen").memory)
 
 
-@pytest.mark.parametrize("options", [{"transform": "head"}, {"transform": "embedding"}, {}])
-def test_bounds_that_would_change_where_it_starts_are_refused(options: dict[str, Any]) -> None:
-    H = torch.from_numpy(scipy.linalg.polar(table().numpy())[1])
-    starts = {"head": H, "embedding": torch.linalg.inv(H)}
-    T = starts.get(options.get("transform", ""), torch.eye(D, dtype=torch.float64))
-    diagonal = torch.linalg.cholesky(T).diagonal()
-    low, high = float(diagonal.min()), float(diagonal.max())
-    around = (0.99 * low, 1.01 * high)
-    pit = PIT.from_embedding(table(), memory="frozen", bounds=around, **options)
-    torch.testing.assert_close(pit.transform, T)
-    with torch.no_grad():
-        next(p for p in pit.parameters() if p.requires_grad).add_(20 * torch.randn(D, D))
-    assert pit.cholesky_factor.diagonal().max() <= around[1]
-    for bounds in ((1.01 * low, 2 * high), (0.5 * low, 0.99 * high), (2 * high, 3 * high)):
-        with pytest.raises(ValueError, match=f"{low:.4g} to {high:.4g}, got .{bounds[0]}"):
-            PIT.from_embedding(table(), memory="frozen", bounds=bounds, **options)
-
-
 # Starting from a table
 
 
@@ -237,16 +219,11 @@ def test_options_out_of_their_range_are_refused() -> None:
         ({"memory": "cold"}, "frozen, trainable"),
         ({"diagonal": "relu"}, "softplus, exp"),
         ({"retraction": "euler"}, "polar, qr, cayley, cayley-neumann"),
-        ({"bounds": (2.0, 1.0)}, "low < high"),
-        ({"bounds": (0.0, 1.0)}, "low < high"),
         ({"transform": "nearest"}, "identity, head, embedding"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             PIT.from_embedding(table(), **{"memory": "frozen", **options})
-    for bounds in ((2.0, 4.0), (0.25, 0.5)):  # without the identity, where it starts
-        with pytest.raises(ValueError, match="1 to 1, got"):
-            PIT(V, D, memory="frozen", bounds=bounds)
     with pytest.raises(ValueError, match="vocab_size >= hidden_size"):
         PIT(7, 8)
 
@@ -406,20 +383,6 @@ def test_a_frozen_memory_costs_no_solve_with_all_of_its_rows(memory: str, rows: 
     solved_rows.clear()
     embedded.sum().backward()
     assert solved_rows == [rows, rows]
-
-
-def test_penalty() -> None:
-    pit = pit_with(100.0).double()
-    with torch.no_grad():
-        original: Any = pit.parametrizations.cholesky_factor.original
-        original.diagonal().add_(0.3)
-    T, L = pit.transform.detach().numpy(), pit.cholesky_factor.detach().numpy()
-    log_det, spread = np.linalg.slogdet(T)[1] / D, np.mean(np.log(np.diag(L)) ** 2)
-    for a, b in itertools.product((0.0, 0.7), repeat=2):
-        assert pit.penalty(log_det=a, diagonal_scale=b).item() == pytest.approx(a * log_det**2 + b * spread, rel=1e-12)
-    assert log_det**2 > 1e-3 and spread > 1e-3
-    pit.penalty(log_det=1.0, diagonal_scale=1.0).backward()
-    assert original.grad.diagonal().any() and not original.grad.tril(-1).any()
 
 
 @pytest.mark.parametrize("memory", ["frozen", "trainable"])

@@ -2,13 +2,16 @@
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from layers import ORTHONORMAL, Stack
 from torch import Tensor, nn
 
+from manifold_tying.linalg import polar
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
 from manifold_tying.parametrizations import (
@@ -23,17 +26,61 @@ from manifold_tying.parametrizations import (
     spd,
 )
 from manifold_tying.poet import Equivalence, equivalence, merge
-from manifold_tying.testing._assertions import (
+from manifold_tying.testing import (
     assert_interface_consistent,
+    assert_on_manifold,
     assert_orthonormal,
     assert_same_spectrum,
     assert_spd,
 )
-from manifold_tying.testing._manifold_subject import assert_on_manifold
-from manifold_tying.testing._strategies import SEEDS, constrained_layers, token_interfaces
-from manifold_tying.tying import PIT
+from manifold_tying.tying import PIT, TokenInterface, TransposeTying, Untied
 
-ORTHONORMAL = OrthonormalFactor | CayleyFactor
+SEEDS = st.integers(0, 2**31 - 1)
+# (factory of a layer, parameter to constrain, number of stacked matrices)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], str, int | None]] = {
+    "tall": (lambda: nn.Linear(3, 5), "weight", None),
+    "wide": (lambda: nn.Linear(5, 3), "weight", None),
+    "square": (lambda: nn.Linear(4, 4), "weight", None),
+    "bfloat16": (lambda: nn.Linear(3, 5, dtype=torch.bfloat16), "weight", None),
+    "embedding": (lambda: nn.Embedding(7, 3), "weight", None),
+    "convolution": (lambda: nn.Conv2d(2, 4, 3), "weight", None),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight", 3),
+    "recurrent": (lambda: nn.LSTM(3, 4), "weight_hh_l0", 4),
+    "batched": (Stack, "weight", None),
+}
+
+
+@st.composite
+def constrained_layers(draw: Any) -> nn.Module:
+    """A small layer with one orthonormal weight, constrained by ``stiefel`` or by a map of ``orthogonal``.
+
+    Linear (tall, wide, square, bfloat16), Embedding, Conv2d, MultiheadAttention's in_proj_weight, an LSTM's recurrent weight,
+    or a stack of matrices, with random weights.
+    """
+    make, name, blocks = LAYERS[draw(st.sampled_from(list(LAYERS)))]
+    put_on = ORTHONORMAL[draw(st.sampled_from(list(ORTHONORMAL)))]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(draw(SEEDS))
+        return put_on(make(), name, blocks=blocks)
+
+
+@st.composite
+def token_interfaces(draw: Any, *, vocab_size: int = 11, hidden_size: int = 4) -> TokenInterface:
+    """An Untied, a TransposeTying or a PIT with any memory, from scratch or from a table."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(draw(SEEDS))
+        kind = draw(st.sampled_from(["untied", "transpose", "pit", "pit from a table"]))
+        if kind == "untied":
+            return Untied(vocab_size, hidden_size)
+        if kind == "transpose":
+            return TransposeTying(vocab_size, hidden_size)
+        memory = draw(st.sampled_from(["free", "frozen", "trainable"]))
+        if kind == "pit":
+            return PIT(vocab_size, hidden_size, memory=memory)
+        U, H = polar(torch.randn(vocab_size, hidden_size))
+        table = U @ (H + 0.5 * torch.eye(hidden_size))  # well-conditioned enough for float32
+        transform = draw(st.sampled_from(["identity", "head", "embedding"]))
+        return PIT.from_embedding(table, memory=memory, transform=transform)
 
 
 def _narrow(weight: Tensor) -> Tensor:
@@ -44,9 +91,8 @@ def _narrow(weight: Tensor) -> Tensor:
 class ConstraintMachine(RuleBasedStateMachine):
     """Trains, saves, loads, copies, converts, merges, freezes, assigns and materializes a constrained model in any order.
 
-    The model consists of random constrained layers and a token interface; override :meth:`make_model` to test your own.
-    After every rule :meth:`constraints_hold` checks all constrained weights. Add rules with hypothesis' ``@rule()``. Run the
-    machine as a unittest: ``TestMine = MyMachine.TestCase``.
+    The model consists of random constrained layers and a token interface. After every rule :meth:`constraints_hold` checks
+    all constrained weights.
     """
 
     model: nn.Module
@@ -163,7 +209,7 @@ class ConstraintMachine(RuleBasedStateMachine):
                 if not isinstance(manifold, Stiefel):
                     assert_on_manifold(manifold, _narrow(parts.original.detach()))
                     continue
-            if isinstance(constraint, OnManifold | ORTHONORMAL):
+            if isinstance(constraint, OnManifold | OrthonormalFactor | CayleyFactor):
                 weight = getattr(owner, name).detach()
                 assert_orthonormal(_narrow(constraint.layout.to_matrix(weight).to(weight.dtype)))
             elif isinstance(constraint, CholeskySPD):
