@@ -43,7 +43,7 @@ class Model:
     """Number of tokens of the vocabulary; None is the preset's."""
     body: Body = "adamw"
     """How the blocks' matrices train. adamw, muon: directly. hyperball: with a fixed norm, by Muon. stiefel, stiefel-muon: with
-    orthonormal columns, by Adam or Muon. isospectral: with fixed singular values, by Adam. poet-block, poet-full: POET's R W0 P."""
+    orthonormal columns, by Adam or Muon. isospectral: with fixed singular values, by Adam. poet-block, poet-full: as R W0 P."""
     body_lr: Rate | None = None
     """Peak learning rate of what the body trains, unless that is adamw: matrices, points, or POET's skew vectors."""
     embedding_norm: bool | None = None
