@@ -103,7 +103,7 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         "fused": True if torch.device(settings.device).type == "cuda" else None,
         "nonfinite": "ignore",  # the loop checks the norms before a step
     }
-    of_memory = {"second_moment": settings.second_moment, "project_every": settings.project_every}
+    of_memory: dict[str, Any] = {"second_moment": settings.second_moment, "project_every": settings.project_every}
     if settings.body in BY_MUON or settings.memory_rule == "muon":
         groups = [{**of_memory, "use_muon": False, **group} for group in groups]
         return RiemannianMuon(groups, settings.lr, betas=settings.betas, **options)
