@@ -1,12 +1,11 @@
 """Doubly stochastic matrices: e^M scaled by Sinkhorn's rounds and Newton's method, and squares of orthogonal matrices.
 
-Inside, a batch of matrices is (n, n, b): with the batch last, sums over rows and columns are sums of vectors. The scaling is
-that of Sinkhorn and Knopp (1967). The gradient is implicit, as in Luise et al., "Differential Properties of Sinkhorn
-Approximation", 2018. Elimination without subtractions is that of Grassmann, Taksar and Heyman (1985).
+Inside, batches are (n, n, b), so that sums over rows and columns are sums of vectors. Sources: the scaling of Sinkhorn and Knopp
+(1967), the implicit gradient of Luise et al. (2018), the elimination without subtractions of Grassmann, Taksar and Heyman (1985).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,34 +26,28 @@ _ENTRIES = 2**18  # of a part of the batch, for a CPU's cache
 def sinkhorn(M: Tensor) -> Tensor:
     """P = diag(eᵘ) e^M diag(eᵛ) of M (..., n, n): positive, and rows and columns sum to 1 to rounding.
 
-    Iterated to convergence in the log domain: rounds of Sinkhorn, then Newton steps on u. Entries that are more than 20 apart
-    are reached from M/2ᵏ by doubling. The gradient is implicit, P ∘ (G - a 1ᵀ - 1 bᵀ) with the sums of a tangent matrix 0: one
-    linear system (I - P Pᵀ) a = .... It has derivatives of any order; code compiled by torch has the first ones.
-
-    float32 and float64 are computed in their dtype, others in float32. A matrix with NaN or infinite entries comes out as NaN.
-    The host waits for a GPU once per Newton step, about four times.
+    Rounds of Sinkhorn and Newton steps on u, to convergence. Entries more than 20 apart are reached from M/2ᵏ by doubling. The
+    gradient is implicit: one n x n system. It has derivatives of any order; compiled code has the first ones. Other dtypes
+    than float64 are computed in float32. NaN makes its matrix NaN. The host waits for a GPU at each Newton step, mostly 2 to 5.
 
     Raises:
         ValueError: M is not square or not floating.
-        ArithmeticError: no convergence in 300 steps; compiled code makes such a batch NaN.
+        ArithmeticError: no convergence in 300 steps, as with infinite entries; compiled code makes such a batch NaN.
     """
     check_square(M)
     W = M.to(compute_dtype(M.dtype))
     with full_precision(M.device):
         if not torch.compiler.is_compiling():
-            return _Sinkhorn.apply(W).to(M.dtype)
+            return cast(Tensor, _Sinkhorn.apply(W)).to(M.dtype)
         # Dynamo takes no Function with a vmap rule. The second term is 0 and has the gradient.
         P = _in_parts(_balanced, W.detach())
         return (P + _in_parts(_tangent, P, W - W.detach())).to(M.dtype)
 
 
 def orthostochastic(A: Tensor) -> Tensor:
-    """R ∘ R with the rotation R = (I - K)⁻¹(I + K), K = (A - Aᵀ)/2, of A (..., n, n): doubly stochastic by construction.
+    """R ∘ R with R = (I - K)⁻¹(I + K), K = (A - Aᵀ)/2, of A (..., n, n): doubly stochastic by construction.
 
-    Other dtypes than float64 are computed in float32. The identity for A = 0, where the gradient is 0, too.
-
-    Raises:
-        ValueError: A is not square or not floating.
+    Other dtypes than float64 are computed in float32. ValueError if A is not square or not floating. The gradient is 0 at A = 0.
     """
     check_square(A)
     W = A.to(compute_dtype(A.dtype))
@@ -101,13 +94,13 @@ def _balanced(M: Tensor) -> Tensor:
     L = M - M.amax(1, keepdim=True)
     L = L - L.amax(0, keepdim=True)
     heat = _RANGE / (-L.amin((0, 1))).clamp_min(_RANGE)
-    state = (torch.zeros((), dtype=torch.int64), heat, *_rounds(L * heat))
+    state: Any = (torch.zeros((), dtype=torch.int64), heat, *_rounds(L * heat))
     if torch.compiler.is_compiling():
-        P = while_loop(lambda k, *state: _unfinished(*state) & (k < _STEPS), _newton, state)[-1]
-        return P.masked_fill(_unfinished(*state[1:-1], P), torch.nan)
+        _, *state = while_loop(lambda k, *rest: _unfinished(*rest) & (k < _STEPS), _newton, state)
+        return state[-1].masked_fill(_unfinished(*state), torch.nan)
     while _unfinished(*state[1:]):
         if state[0] == _STEPS:
-            raise ArithmeticError(f"expected {_STEPS} steps to scale e^M, but they do not; use float64, or scale M down")
+            raise ArithmeticError(f"e^M has no doubly stochastic scaling after {_STEPS} steps; are all entries finite?")
         state = _newton(*state)
     return state[-1]
 
