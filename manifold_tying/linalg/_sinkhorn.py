@@ -1,7 +1,7 @@
 """Doubly stochastic matrices: e^M scaled by Sinkhorn's rounds and Newton's method, and squares of orthogonal matrices.
 
-Inside, batches are (n, n, b), so that sums over rows and columns are sums of vectors. Sources: the scaling of Sinkhorn and Knopp
-(1967), the implicit gradient of Luise et al. (2018), the elimination without subtractions of Grassmann, Taksar and Heyman (1985).
+Inside, batches are (n, n, b), so that sums over rows and columns are sums of vectors. Sources: the scaling of Sinkhorn and
+Knopp (1967), the implicit gradient of Luise et al. (2018), elimination without subtractions: Grassmann, Taksar, Heyman (1985).
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def sinkhorn(M: Tensor) -> Tensor:
 def orthostochastic(A: Tensor) -> Tensor:
     """R ∘ R with R = (I - K)⁻¹(I + K), K = (A - Aᵀ)/2, of A (..., n, n): doubly stochastic by construction.
 
-    Other dtypes than float64 are computed in float32. ValueError if A is not square or not floating. The gradient is 0 at A = 0.
+    Computed in float64 or float32. ValueError if A is not square or not floating. The gradient is 0 at A = 0.
     """
     check_square(A)
     W = A.to(compute_dtype(A.dtype))

@@ -46,13 +46,13 @@ class DoublyStochastic(Constraint):
 
 
 def doubly_stochastic(module: M, name: str = "weight", *, map: DoublyStochasticMap = "sinkhorn") -> M:
-    """Make the square matrices (..., n, n) of ``module.name`` doubly stochastic, as images of free ones: any optimizer trains them.
+    """Make the square matrices (..., n, n) of ``module.name`` doubly stochastic; any optimizer trains them.
 
     "sinkhorn" scales e^Y (:func:`manifold_tying.linalg.sinkhorn`) and reaches all positive ones. A weight that is assigned is
     scaled to one: its positive part, with entries of at least 1e-7 (float64: 2e-16) of the largest. So doubly stochastic
     weights are kept to rounding; entries at that floor hardly have a gradient.
 
-    "orthostochastic" squares the entries of B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ: exact, without iterations, and zeros are
+    "orthostochastic" squares the entries of B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ: exact, without iterations, zeros are
     possible. B is found by alternating projections. Permutations are kept, but have a gradient of 0; from size 3 on not every
     weight can be reached. One that was computed before may come back as another, the more so the larger it is.
 
