@@ -91,7 +91,7 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        return poet_linear(x, part.ordered_base, stored, part.spec, part.perms, input_centric=self.input_centric)
+        return poet_linear(x, part.ordered_base, stored, part.spec, part.places, input_centric=self.input_centric)
 
 
 class Problem:

@@ -1,10 +1,12 @@
 """Read safetensors files of a folder that may be damaged; nothing is unpickled."""
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manifold_tying._extra import needs_extra
@@ -51,6 +53,24 @@ def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -
                 raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
             read[name] = tensors.get_tensor(name)
     return read
+
+
+def whole_shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in a folder's safetensors files, which may hold shards of it."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    read_shapes(sorted(folder.glob("*.safetensors")))  # its error names the damaged file
+    metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: (found.size, found.properties.dtype) for name, found in metadata.items()}
+
+
+def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read this rank's part of each tensor of :func:`whole_shapes` into it. Not collective."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def _open(file: str | Path) -> Any:

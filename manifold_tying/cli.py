@@ -65,10 +65,10 @@ def _run(name: str, arguments: list[str]) -> None:
     with needs_extra("train", "training and the command line need"):
         from rich.console import Console
 
-        from manifold_tying.training.arguments import parsed
+        from manifold_tying.training import commands
 
-        command = _experiments() if name == "reproduce" else importlib.import_module("manifold_tying.training.commands")
-    config = parsed(getattr(command, f"{name.capitalize()}Config"), name, arguments)
+        command = _experiments() if name == "reproduce" else commands
+    config = commands.parsed(getattr(command, f"{name.capitalize()}Config"), name, arguments)
     # No markup, because text contains user-chosen names: "[/x]" would raise an error, "[final]" would vanish.
     getattr(command, f"run_{name}")(config, Console(markup=False, emoji=False))
 

@@ -56,15 +56,6 @@ def full_tensor(X: Any) -> Tensor:
     return X.full_tensor() if is_dtensor(X) else X
 
 
-def copy_rows_(X: Tensor, value: Tensor) -> None:
-    """X <- value (n, p), a plain tensor that every rank has; a DTensor sharded by rows takes its own rows."""
-    if not is_dtensor(X):
-        X.copy_(value)
-        return
-    mine, first = to_local(X), row_offset(X)
-    mine.copy_(value[first : first + len(mine)])
-
-
 def row_reduce(X: Tensor) -> Reduce:
     """A function that sums p x p matrices over the ranks that share the rows of X (..., n, p)."""
     if not is_dtensor(X):

@@ -332,6 +332,8 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         "cayley": partial(mt.orthogonal, map="cayley"),
         "qr": partial(mt.orthogonal, map="qr"),
         "spd": partial(mt.spd, name="weight"),
+        "low rank": partial(mt.low_rank, rank=2),
+        "equal": partial(mt.low_rank, spectrum="equal"),
         "rows": partial(mt.sphere, radius=2.0),
         "matrix": partial(mt.sphere, of="matrix", radius=2.0),
         "equivalence": partial(mt.equivalence, block_size=4, seed=0),

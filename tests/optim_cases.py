@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import numpy as np
 import scipy.linalg
 import torch
@@ -14,10 +15,9 @@ Gradients = Callable[[int, int, Tensor], Tensor | None]
 
 
 def point(n: int, p: int, retraction: Any = "polar", dtype: torch.dtype = torch.float32) -> Tensor:
-    """A parameter on Stiefel, as ``stiefel`` makes it."""
-    layer = mt.stiefel(nn.Linear(p, n, dtype=dtype), retraction=retraction)
-    stored: Any = layer.parametrizations
-    return stored.weight.original
+    """A parameter on Stiefel."""
+    manifold = mt.Stiefel(retraction)
+    return geoopt.ManifoldParameter(manifold.projx(torch.randn(n, p, dtype=dtype)), manifold=manifold)
 
 
 def drive(optimizer: Any, params: list[Any], steps: int, gradient: Gradients, start: int = 0) -> None:

@@ -1,6 +1,5 @@
 """Read the two tables of a saved model from safetensors; never executes or unpickles anything in a checkpoint."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying._json import read_object
-from manifold_tying._safetensors import DAMAGED, WHOLE, read_shapes, read_tensors, weight_map
+from manifold_tying._safetensors import DAMAGED, WHOLE, read_into, read_shapes, read_tensors, weight_map, whole_shapes
 from manifold_tying.diagnostics.interface import embedding_and_head
 from manifold_tying.huggingface.folder import build_empty, read_config, recorded_mark
 from manifold_tying.tying import PIT, FreePIT
@@ -99,22 +98,12 @@ def _of_checkpoint(folder: Path) -> tuple[SavedTables, PIT | None]:
 
 def _of_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The interface in a checkpoint of a distributed run, to which each process wrote its own rows."""
-    import torch.distributed.checkpoint as dcp
-
     files = state.get("files")
     if not isinstance(files, dict) or (missing := [name for name in files if not (folder / name).is_file()]):
         raise ValueError(f"{folder} lacks shards that its state.json names ({_some(missing if files else ())})")
-    read_shapes(sorted(folder.glob("shard-*.safetensors")))  # its error names the damaged file
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(found.size, dtype=found.properties.dtype)
-        for name, found in metadata.items()
-        if name.startswith(_OURS)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    ours = {name: of for name, of in whole_shapes(folder).items() if name.startswith(_OURS)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in ours.items()}
+    read_into(folder, tensors)
     return tensors
 
 

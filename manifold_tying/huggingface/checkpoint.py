@@ -140,7 +140,7 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
         raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     unexpected = wrong.get("unexpected_keys", [])
-    if spare and unexpected and all(_is_spare(model, name) or _is_mask(folder, where, name) for name in unexpected):
+    if spare and unexpected and all(_is_spare(model, folder, where, name) for name in unexpected):
         del wrong["unexpected_keys"]
         warnings.warn(
             f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
@@ -153,14 +153,12 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     return model
 
 
-def _is_spare(model: "PreTrainedModel", name: str) -> bool:
-    """Whether the tensor's module is absent from the class and is not part of a numbered layer, so it can be skipped."""
-    owner = name.rpartition(".")[0]
-    return owner not in dict(model.named_modules()) and not any(part.isdigit() for part in name.split("."))
-
-
-def _is_mask(folder: Path, where: Mapping[str, str], name: str) -> bool:
-    """Whether the stored tensor is an attention mask or a constant, which early versions of transformers saved."""
+def _is_spare(model: "PreTrainedModel", folder: Path, where: Mapping[str, str], name: str) -> bool:
+    """Whether a tensor can be skipped: its module is absent from the class and is not part of a numbered layer, or it is an
+    attention mask or a constant, which early versions of transformers saved."""
+    absent = name.rpartition(".")[0] not in dict(model.named_modules())
+    if absent and not any(part.isdigit() for part in name.split(".")):
+        return True
     stored = [own for own in where if name.endswith(own)][:1]  # checkpoints of base models lack a prefix
     return any(not t.is_floating_point() or t.ndim == 0 for t in read_tensors(folder, where, stored).values())
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Start = Literal["identity", "head", "embedding", "rotation"]
 M = TypeVar("M", bound="PreTrainedModel")
 UNSAVED = "converted by manifold_tying and not saved: call manifold_tying.save first"  # no path and no name on the hub
+
 _REMOVED = {
     "memory": "the model gets one free table W = Z T. To freeze Z, or to train it apart from T, run manifold-tying train or "
     "ablate with --init-from and the interface pit-frozen or pit-trainable",

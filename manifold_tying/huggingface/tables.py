@@ -163,30 +163,27 @@ def random_ids(model: "PreTrainedModel") -> Tensor:
     return ids.to(embedding.weight.device)
 
 
-def is_called(model: "PreTrainedModel", embedding: nn.Embedding) -> bool:
+def is_called(model: "PreTrainedModel", embedding: Any) -> bool:
     """Whether the model looks up tokens by calling its embedding only, on a few random tokens.
 
     True also for a model that runs neither on ``input_ids`` nor on its ``dummy_inputs``.
     """
-    module: Any = embedding
-    before, table, calls = vars(module).get("forward"), module.weight, []
+    table, calls = embedding.weight, []
 
-    def lookup(ids: Tensor) -> Tensor:
-        calls.append(ids)
-        return F.embedding(ids, table)
+    def lookup(_: nn.Module, inputs: tuple[Tensor], __: Tensor) -> Tensor:
+        calls.append(inputs)
+        return F.embedding(*inputs, table)
 
     with undisturbed(model):
         if not (inputs := next((inputs for inputs in _examples(model) if _is_finite(model, inputs)), None)):
             return True
-        module.forward = lookup
-        module._parameters["weight"] = nn.Parameter(table.new_full((1, 1), torch.nan).expand_as(table))
+        hook = embedding.register_forward_hook(lookup)
+        embedding._parameters["weight"] = nn.Parameter(table.new_full((1, 1), torch.nan).expand_as(table))
         try:
             return _is_finite(model, inputs) and bool(calls)
         finally:
-            module._parameters["weight"] = table
-            del module.forward
-            if before is not None:
-                module.forward = before
+            embedding._parameters["weight"] = table
+            hook.remove()
 
 
 def _examples(model: "PreTrainedModel") -> Iterator[dict[str, Any]]:

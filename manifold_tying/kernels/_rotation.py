@@ -1,7 +1,5 @@
 """Permuted transposes and two-term Cayley-Neumann blocks, each in one or two kernel launches."""
 
-import importlib
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,16 +58,12 @@ def cubic_gradient(skews: Tensor, grad: Tensor) -> Tensor:
 
 
 def _launch(name: str, grid: tuple[int, ...], first: Tensor, *args: Any) -> None:
-    kernel = getattr(_kernels(), name)
+    from manifold_tying.kernels import _triton_rotation  # when it is needed: Triton is not everywhere
+
+    kernel = getattr(_triton_rotation, name)
     if type(first) not in (Tensor, nn.Parameter):  # torch.compile: the launch becomes part of its graph
         kernel = wrap_triton(kernel)
     kernel[grid](first, *args)
-
-
-@cache
-def _kernels() -> Any:
-    """The kernels' module, imported when it is needed: Triton is not everywhere."""
-    return importlib.import_module("manifold_tying.kernels._triton_rotation")
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:

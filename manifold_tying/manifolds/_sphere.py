@@ -46,12 +46,10 @@ class Spheres:
 
     egrad2rgrad = proju
 
-    def retr_transp(self, x: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.projx(x + u)
-        return y, self.proju(y, v)
-
-    def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        return self.dot(u, u if v is None else v)
+    def normalize_(self, x: Tensor, skip: Tensor | None) -> None:
+        """projx in place, for points close to the sphere; leaves x alone if ``skip`` is 1."""
+        factor = self.radius / self.dot(x, x).sqrt()
+        x.mul_(factor if skip is None else torch.where(skip > 0, 1, factor))
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         angle = norms(u, self.of, self.reduce) / self.radius
@@ -71,8 +69,7 @@ class Sphere(geoopt.Manifold):
     """{X (..., n, p) : each row of X has the norm ``radius``}, or each column, or X itself, with the Euclidean metric tr UᵀV.
 
     A :class:`geoopt.Manifold`, also for stacks of matrices. The retraction normalizes X + U and is of second order. Geodesics
-    are great circles: ``expmap``, ``logmap`` and ``dist`` are exact. Riemannian Adam has one second moment per row, column or
-    matrix.
+    are great circles: ``expmap``, ``logmap`` and ``dist`` are exact.
 
     Points and vectors may be DTensors sharded by rows. With ``of="rows"`` their projection, retraction and transport take no
     all-reduce, otherwise one each.
@@ -96,8 +93,8 @@ class Sphere(geoopt.Manifold):
         self.of = of
         values = radius if isinstance(radius, Tensor) else torch.tensor(radius, dtype=torch.float64)
         known = autograd.has_data(values)
-        if not values.is_floating_point() or (known and not (torch.isfinite(values) & (values > 0)).all()):
-            raise ValueError(f"expected radius to be a positive, finite float or a tensor of them, got {radius!r}")
+        if not values.is_floating_point() or (known and not ((values >= 1e-15) & (values <= 1e15)).all()):
+            raise ValueError(f"expected radius to be a float from 1e-15 to 1e15 or a tensor of them, got {radius!r}")
         if isinstance(radius, Tensor):
             self.register_buffer("radius", radius.detach().clone())
         else:

@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw
 
 from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
-from manifold_tying.manifolds import Stiefel
+from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
 from manifold_tying.optim.checks import Group, check_kernels, check_range
 from manifold_tying.optim.nonfinite import NonFinite
@@ -36,14 +36,15 @@ class RiemannianAdam(RiemannianOptimizer):
 
     The gradient is projected before the moments see it: its normal part does not vanish at an optimum, and the element-wise
     division would turn some of it into motion (docs/learning-rates.md has the numbers). The direction need not be projected,
-    since X⁺ is the nearest point to Y; the other retractions project it, too. On any other geoopt manifold this is geoopt's
+    since X⁺ is the nearest point to Y; the other retractions project it, too. A step on our :class:`~manifold_tying.Sphere` is
+    the same with its projection and its nearest point. On any other geoopt manifold this is geoopt's
     RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
 
     With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
     iterations still converges. This needs the polar retraction, second_moment="element" and at most 2048 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
     ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
-    steps do not check for NaN, project every gradient, and do not follow constraints that come or go.
+    steps do not check for NaN or changed constraints, and project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
@@ -51,8 +52,8 @@ class RiemannianAdam(RiemannianOptimizer):
         betas: decay rates of the two moments, as in Adam.
         eps: added to the root of the second moment, as in Adam.
         weight_decay: decoupled; never applied to points. AdamW's default is 0.01.
-        second_moment: on Stiefel, one second moment per "element", per "row" or per "matrix" (mean of squares). "row" and
-            "matrix" make the trajectory independent of the basis of the columns.
+        second_moment: on Stiefel and Sphere, one second moment per "element", per "row" or per "matrix" (mean of squares).
+            "row" and "matrix" make the trajectory independent of the basis of the columns.
         project_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
             point is retracted at every step. Polar retraction only. See docs/learning-rates.md.
         maximize: maximize the objective.
@@ -97,7 +98,8 @@ class RiemannianAdam(RiemannianOptimizer):
             raise ValueError(f"unknown second_moment {group['second_moment']!r}; choose one of {choices}")
 
     def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
-        second = _second_moment(p, group) if isinstance(manifold, Stiefel) else manifold.component_inner(p, p)
+        ours = isinstance(manifold, Stiefel | Sphere)
+        second = _second_moment(p, group) if ours else manifold.component_inner(p, p)
         return {
             "step": torch.zeros((), dtype=torch.float32, device=p.device),
             "exp_avg": torch.zeros_like(p),
@@ -139,13 +141,17 @@ class RiemannianAdam(RiemannianOptimizer):
             sync_free = found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
             # The projection follows the user's float32 precision setting: it affects the direction, not the point.
             with precision.disable_autocast(batch.params[0].device):
-                rules.polar_adam_(batch, sync_free=sync_free, found_inf=found_inf, **_kernel_options(group, fused=True))
+                options = {"found_inf": found_inf, **_kernel_options(group, fused=True)}
+                if isinstance(batch.manifold, Stiefel):
+                    rules.polar_adam_(batch, sync_free=sync_free, **options)
+                else:
+                    rules.sphere_adam_(batch, **options)
             return
         direction = partial(self._direction, group, batch)
         rules.riemannian_step_(batch, direction, "exp_avg", lr=group["lr"], maximize=group["maximize"])
 
     def _direction(self, group: Group, batch: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
-        if isinstance(batch.manifold, Stiefel):
+        if isinstance(batch.manifold, Stiefel | Spheres):
             entries = batch.params[0].shape[-2:].numel()
             square = rules.mean_square(R, group["second_moment"], entries, batch.reduce)
         else:
@@ -154,18 +160,18 @@ class RiemannianAdam(RiemannianOptimizer):
         return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
-        """Whether :func:`rules.polar_adam_` can update p (required for masking on the device)."""
+        """Whether one of the rules by torch's fused kernel can update p (required for masking on the device)."""
         kernel = p.device.type in ("cpu", "cuda") and distributed.to_local(p).is_contiguous()
-        usual = rules.is_polar(self._manifolds[p]) and group["second_moment"] == "element" and p not in self._scales
-        return usual and kernel
+        manifold = self._manifolds[p]
+        usual = (rules.is_polar(manifold) and p not in self._scales) or type(manifold) is Sphere
+        return usual and kernel and group["second_moment"] == "element"
 
     def _sync_free(self, params: list[Tensor]) -> bool:
         if not (params and params[0].device.type in SYNC_FREE_DEVICES and all(g["fused"] for g in self.param_groups)):
             return False
         points = [(group, p) for group in self.param_groups for p in group["params"] if p in self._manifolds]
-        return len({p.device for p in params}) == 1 and all(
-            self._fits_kernel(group, p) and p.shape[-1] <= SYNC_FREE_MAX_COLUMNS for group, p in points
-        )
+        narrow = all(p.shape[-1] <= SYNC_FREE_MAX_COLUMNS for _, p in points if type(self._manifolds[p]) is not Sphere)
+        return narrow and len({p.device for p in params}) == 1 and all(self._fits_kernel(*pair) for pair in points)
 
 
 def _kernel_options(group: Group, *, fused: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Parameter groups that record the manifold of each point."""
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +12,7 @@ from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere
 from manifold_tying.optim.rules import manifold_key
-from manifold_tying.parametrizations import manifold_of
+from manifold_tying.parametrizations import manifolds_in, points
 
 
 def param_groups(
@@ -51,12 +52,12 @@ def param_groups(
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     matched = set()
     for name, p in model.named_parameters():
-        weight = name.replace("parametrizations.", "").removesuffix(".original")  # the name without the constraint
+        weight = re.sub(r"\.original\d*$", "", name.replace("parametrizations.", ""))  # the name without the constraint
         pattern = next((pattern for pattern in overrides if fnmatchcase(name, pattern) or weight == pattern), None)
         matched.add(pattern)
         if not p.requires_grad:
             continue
-        manifold = manifolds.get(p) or manifold_of(p)
+        manifold = manifolds.get(p)
         options: dict[str, Any] = {"weight_decay": weight_decay if p.ndim >= 2 and p not in parametrized else 0.0}
         if manifold is not None:
             # A group of spheres may have many radii: each point has its own manifold.
@@ -78,19 +79,13 @@ def param_groups(
 
 def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[Tensor]]:
     """Points with their manifolds, and all parameters behind a parametrization."""
-    manifolds: dict[Tensor, geoopt.Manifold] = {}
-    parametrized: set[Tensor] = set()
-    for path, module in model.named_modules():
-        if not isinstance(module, parametrize.ParametrizationList):
-            continue
-        parametrized.update(module.parameters(recurse=False))
-        manifold = getattr(module[0], "manifold", None)
-        if manifold is not None:
-            point = dict(module.named_parameters(recurse=False)).get("original")
-            if point is None:
+    lists = {path: part for path, part in model.named_modules() if isinstance(part, parametrize.ParametrizationList)}
+    for path, parts in lists.items():
+        for key, manifold in manifolds_in(parts).items():
+            if parts._parameters.get(key) is None:
                 raise ValueError(
                     f"{path} is constrained to {manifold}, but its stored tensor is no longer a parameter. Was the model "
                     "flattened (FSDP1, ZeRO-3)? Use FSDP2, which keeps parameters"
                 )
-            manifolds[point] = manifold
-    return manifolds, parametrized
+    parametrized: set[Tensor] = {p for parts in lists.values() for p in parts.parameters(recurse=False)}
+    return {point: manifold for _, point, manifold in points(model)}, parametrized

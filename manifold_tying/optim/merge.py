@@ -95,9 +95,8 @@ class MergeSchedule:
 
     def _reset_state(self, stored: Tensor) -> None:
         """Reset the optimizer's state of a parameter to its initial values."""
-        if isinstance(
-            self.optimizer, _ZERO_INITIAL_STATE
-        ):  # in place: a captured or compiled step refers to these tensors
+        if isinstance(self.optimizer, _ZERO_INITIAL_STATE):
+            # In place: a captured or compiled step refers to these tensors.
             for value in self.optimizer.state.get(stored, {}).values():
                 value.zero_()
         else:

@@ -44,9 +44,8 @@ class NonFiniteGuard:
         if not gradients:
             return True
         if deferred:
-            gradients = [
-                g if g.numel() else g.new_zeros(1) for g in gradients
-            ]  # the maximum of an empty tensor is undefined
+            # The maximum of an empty tensor is undefined.
+            gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
             largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
             bad = _on_any_rank((largest < float("inf")).logical_not_(), reduce)  # also where it is NaN
             self.found_inf = bad.any().float()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manifold_tying import distributed
@@ -14,8 +14,8 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
-from manifold_tying.optim.rules import Batch, manifold_key
-from manifold_tying.parametrizations import manifold_of, stamp_of
+from manifold_tying.optim.rules import Batch, is_large_sphere, manifold_key
+from manifold_tying.parametrizations import home_of, homes, is_removed, manifold_of
 
 
 class RiemannianOptimizer(Optimizer):
@@ -37,8 +37,7 @@ class RiemannianOptimizer(Optimizer):
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
-        self._tagged: set[Tensor] = set()  # points by an attribute of the tensor, which may be removed later
-        self._stamps: dict[Tensor, str | None] = {}  # of the constraint or plain weight that the state belongs to
+        self._homes: dict[Tensor, nn.Module | None] = {}
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
@@ -76,20 +75,21 @@ class RiemannianOptimizer(Optimizer):
         if names is not None and len(names) != len(added["params"]):
             self.param_groups.pop()
             raise ValueError(f"expected a name for each of {len(added['params'])} parameters, got {len(names)} names")
+        known = homes()
         try:
             self._check_options(added)
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
-                self._names[p], self._stamps[p] = name, stamp_of(p)
-                self._add_point(p, manifold or manifold_of(p), added)
+                self._names[p] = name
+                self._add_point(p, manifold or manifold_of(p, known), added)
                 if scale is not None:
                     self._scales[p] = checked_scale(p, scale, name, self._manifolds.get(p), added)
+                self._homes[p] = home_of(p, known)
         except BaseException:  # restore the optimizer
             self.param_groups.pop()
             for p in added["params"]:
-                self._tagged.discard(p)
-                for known in (self._names, self._stamps, self._manifolds, self._scales):
-                    known.pop(p, None)
+                for recorded in (self._names, self._manifolds, self._scales, self._homes):
+                    recorded.pop(p, None)
             raise
 
     def _add_point(self, p: Tensor, manifold: geoopt.Manifold | None, group: Group) -> None:
@@ -98,8 +98,6 @@ class RiemannianOptimizer(Optimizer):
         check_point(p, manifold, f"on-manifold parameter {self._names[p]}", group)
         self._manifolds[p] = manifold
         self._versions[p] = p._version
-        if manifold_of(p) is not None:
-            self._tagged.add(p)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; ``closure`` runs first, with gradients enabled, and its loss is returned.
@@ -113,7 +111,7 @@ class RiemannianOptimizer(Optimizer):
                 loss = closure()
         compiled = torch.compiler.is_compiling()
         if not compiled:
-            self._update_manifolds()
+            self._check_homes()
         with torch.no_grad():
             if compiled or self._gradients_usable():
                 for group in self.param_groups:
@@ -128,24 +126,18 @@ class RiemannianOptimizer(Optimizer):
                             self._versions |= {p: p._version for p in batch.params}
         return loss
 
-    def _update_manifolds(self) -> None:
-        """Follow parameters that were constrained or materialized since they were added, without their old moments."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                manifold, stamp = manifold_of(p), stamp_of(p)
-                is_new = stamp is not None and stamp != self._stamps.get(p)
-                if is_new and p in self._scales:
-                    checked_scale(p, self._scales[p], self._names[p], manifold, group)
-                if is_new or (manifold is None and p in self._tagged):
-                    self._stamps[p] = stamp
-                    self._tagged.discard(p)
-                    self._manifolds.pop(p, None)
-                    self.state.pop(p, None)
-                if manifold is not None:
-                    if p not in self._manifolds:
-                        self.state.pop(p, None)
-                        self._add_point(p, manifold, group)
-                    self._tagged.add(p)  # again, in a copy of the optimizer
+    def _check_homes(self) -> None:
+        """ValueError if a parameter was constrained or materialized since it was added: the state is another tensor's."""
+        known = homes()
+        for p, name in self._names.items():
+            had, has = self._homes.get(p), home_of(p, known)
+            # FSDP2 may have put the gathered parameter in the place of p: then no list has p.
+            if has is not had and (has is not None or is_removed(had)):
+                change = "added" if had is None else "removed" if has is None else "replaced"
+                raise ValueError(
+                    f"the constraint of {name} was {change} after this optimizer was made; its state belongs to another "
+                    "tensor. Make the optimizer after the constraint"
+                )
 
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -180,7 +172,8 @@ class RiemannianOptimizer(Optimizer):
             where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
-            own = manifold_key(manifold) if isinstance(manifold, Stiefel | Sphere) else id(p)
+            together = isinstance(manifold, Stiefel | Sphere) and not is_large_sphere(manifold, p)
+            own = manifold_key(manifold) if together else id(p)
             alike[own, p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 
@@ -211,12 +204,12 @@ class RiemannianOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; raises an unreported ValueError about a NaN or Inf gradient of the last steps."""
         self._guard.finish()
-        self._update_manifolds()
+        self._check_homes()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, for the parameters as they are constrained now."""
-        self._update_manifolds()
+        self._check_homes()
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,12 +262,11 @@ class RiemannianOptimizer(Optimizer):
         return torch.tensor(float(step), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        self._update_manifolds()  # a copied parameter has no stamp
+        self._check_homes()
         return {
             **super().__getstate__(),
             "_manifolds": self._manifolds,
-            "_tagged": set(),  # copying a tensor drops its attributes
-            "_stamps": self._stamps,
+            "_homes": self._homes,
             "_versions": {},
             "_names": self._names,
             "_scales": self._scales,

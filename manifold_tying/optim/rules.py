@@ -5,7 +5,7 @@ rank's rows and ``reduce`` sums p x p matrices over those ranks.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel, scaled_tangent_part, tangent_part
 
+_LARGE = 2**15  # entries of a point on a sphere
 _PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
 
 
@@ -44,6 +45,11 @@ class Batch(NamedTuple):
 def is_polar(manifold: geoopt.Manifold | Spheres) -> bool:
     """Whether points move by the polar retraction of our Stiefel, which accepts directions that are not tangent."""
     return type(manifold) is Stiefel and manifold.retraction == "polar"
+
+
+def is_large_sphere(manifold: geoopt.Manifold, p: Tensor) -> bool:
+    """Whether a point costs more to copy into a stack than to move alone."""
+    return type(manifold) is Sphere and p.numel() > _LARGE
 
 
 def manifold_key(manifold: geoopt.Manifold) -> Any:
@@ -80,6 +86,8 @@ def retract(
         return linalg.reorthonormalize_(X - step, reduce)
     if isinstance(manifold, Stiefel):
         return manifold.move(X, -step)
+    if isinstance(manifold, Spheres):
+        return manifold.projx(X - step)
     moved, moment = manifold.retr_transp(X, -step, transported)
     transported.copy_(moment)
     return moved
@@ -187,6 +195,21 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     linalg.reorthonormalize_(X, reduce, sync_free=sync_free, skip=found_inf)
     if count > 1:
         torch._foreach_copy_(points, list(X))
+
+
+def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> None:
+    """R = G - X <X, G> / radius²;  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y normalized, all in place."""
+    points, spheres = [distributed.to_local(p) for p in batch.params], cast(Spheres, batch.manifold)
+    alone = len(points) == 1
+    X, G = _stack(points), _stack(batch.gradients)
+    R = torch.addcmul(G, X, spheres.dot(X, G) / spheres.radius.square(), value=-1)
+    xs = points if alone else list(X)
+    fused_adam_(
+        xs, list(R), batch.local("exp_avg"), batch.local("exp_avg_sq"), batch.local("step"), found_inf, **options
+    )
+    spheres.normalize_(X, found_inf)
+    if not alone:
+        torch._foreach_copy_(points, xs)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

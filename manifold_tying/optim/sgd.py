@@ -17,9 +17,9 @@ from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 class RiemannianSGD(RiemannianOptimizer):
     """SGD with momentum for points on manifolds; bit for bit torch.optim.SGD for all other parameters.
 
-    The momentum averages Riemannian gradients. On our :class:`~manifold_tying.Stiefel` it lives in the ambient space, without
-    transport; on any other geoopt manifold it is transported, as in geoopt. It starts as the first Riemannian gradient, in
-    geoopt as the first Euclidean one.
+    The momentum averages Riemannian gradients. On our :class:`~manifold_tying.Stiefel` and :class:`~manifold_tying.Sphere` it
+    lives in the ambient space, without transport. On any other geoopt manifold it is transported, as in geoopt. It starts as
+    the first Riemannian gradient, in geoopt as the first Euclidean one.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.

@@ -13,6 +13,9 @@ from manifold_tying.parametrizations._layer_class import parametrized as paramet
 from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
 from manifold_tying.parametrizations._layout import Layout as Layout
 from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
+from manifold_tying.parametrizations._low_rank import LowRank as LowRank
+from manifold_tying.parametrizations._low_rank import isospectral as isospectral
+from manifold_tying.parametrizations._low_rank import low_rank as low_rank
 from manifold_tying.parametrizations._on_manifold import OnManifold as OnManifold
 from manifold_tying.parametrizations._on_manifold import constrain as constrain
 from manifold_tying.parametrizations._on_manifold import sphere as sphere
@@ -20,9 +23,11 @@ from manifold_tying.parametrizations._on_manifold import stiefel as stiefel
 from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
 from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
 from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
+from manifold_tying.parametrizations._points import home_of as home_of
+from manifold_tying.parametrizations._points import homes as homes
+from manifold_tying.parametrizations._points import is_removed as is_removed
 from manifold_tying.parametrizations._points import manifold_of as manifold_of
-from manifold_tying.parametrizations._points import mark as mark
-from manifold_tying.parametrizations._points import stamp_of as stamp_of
+from manifold_tying.parametrizations._points import manifolds_in as manifolds_in
 from manifold_tying.parametrizations._project import points as points
 from manifold_tying.parametrizations._project import project as project
 from manifold_tying.parametrizations._project import warn_if_off as warn_if_off

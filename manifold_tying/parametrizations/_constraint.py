@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
-from manifold_tying.parametrizations._points import PointList
+from manifold_tying.parametrizations._points import KnownList
 
 
 class Constraint(nn.Module, ABC):
@@ -106,13 +106,18 @@ def dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> torch.dty
     return fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
-class Float32ParametrizationList(PointList):
-    """Parametrization list whose stored tensor stays float32 under .half() and .bfloat16(); only the weight's dtype changes."""
+class Float32ParametrizationList(KnownList):
+    """Parametrization list whose stored tensors stay float32 under .half() and .bfloat16(); only the weight's dtype changes."""
 
     label: str
     """Class of the layer, name and shape of the parameter: identifies it in messages when the full name is unknown."""
     weight_shape: torch.Size
     """Shape of the parameter, which that of the stored tensor may differ from."""
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The stored tensors: "original", or "original0", "original1" and so on."""
+        return [self.original] if self.is_tensor else [getattr(self, f"original{i}") for i in range(self.ntensors)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         found = [part for part in self.modules() if isinstance(part, Constraint)]
@@ -133,16 +138,17 @@ class Float32ParametrizationList(PointList):
         return self
 
     def right_inverse(self, value: Tensor) -> None:
-        """Assign a weight, cast from any floating dtype; if the stored tensor is sharded, every rank has the same weight."""
+        """Assign a weight, cast from any floating dtype; if stored tensors are sharded, every rank has the same weight."""
         if isinstance(value, Tensor) and value.is_floating_point():
-            value = value.to(self.original.dtype)
-        if not distributed.is_dtensor(self.original):
+            value = value.to(self.stored[0].dtype)
+        if not distributed.is_dtensor(self.stored[0]):
             super().right_inverse(value)
             return
         with torch.no_grad():
             for part in reversed(cast(list[Constraint], list(self))):
                 value = part.right_inverse(value)
-            distributed.to_local(self.original).copy_(distributed.shard_like(value, self.original))
+            for tensor, new in zip(self.stored, [value] if self.is_tensor else value, strict=True):
+                distributed.to_local(tensor).copy_(distributed.shard_like(new, tensor))
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         parts = [(f"{prefix}{i}.form", part) for i, part in enumerate(self) if isinstance(part, Constraint)]
@@ -151,5 +157,5 @@ class Float32ParametrizationList(PointList):
             rest[-1].extend(errors)
             return
         super()._load_from_state_dict(state, prefix, *rest)
-        if self.original.dtype != precision.compute_dtype(cast(Constraint, self[0]).dtype):
-            self.to(self.original.dtype)  # assign=True replaced the stored tensor by one of another dtype
+        if self.stored[0].dtype != precision.compute_dtype(cast(Constraint, self[0]).dtype):
+            self.to(self.stored[0].dtype)  # assign=True replaced the stored tensor by one of another dtype

@@ -95,7 +95,8 @@ def _watched(parts: Any) -> Tensor:
                 stacklevel=3,
             )
     weight: Tensor = parts()
-    computed = type(weight) is Tensor and weight._base is not parts.original and not autograd.in_transform()
+    is_view = any(weight._base is tensor for tensor in parts.stored)
+    computed = type(weight) is Tensor and not is_view and not autograd.in_transform()
     if computed and autograd.has_data(weight) and not weight.is_inference():
         counter = weight.detach()
         counter.data = weight.new_empty(0)  # shares the version counter, not the memory
@@ -126,7 +127,9 @@ def _explain_plain_weights(kind: Any) -> None:
         *_, errors = rest
         lists = parametrized(self) if parametrize.is_parametrized(self) else {}  # torch may have removed them
         for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
-            if f"{prefix}{name}" in state and f"{prefix}parametrizations.{name}.original" not in state:
+            if f"{prefix}{name}" in state and not any(
+                key.startswith(f"{prefix}parametrizations.{name}.") for key in state
+            ):
                 errors.append(
                     f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
                     f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
@@ -144,7 +147,7 @@ def _reset_plain_weights(kind: Any) -> None:
             for name, parts in parametrized(self).items():
                 if isinstance(parts, Float32ParametrizationList) and len(parts) == 1:
                     # Not the map of the stored tensor, which may be uninitialized, or a shard.
-                    dtype, device = cast(Constraint, parts[0]).dtype, parts.original.device
+                    dtype, device = cast(Constraint, parts[0]).dtype, parts.stored[0].device
                     parametrize._cache[id(self), name] = torch.empty(parts.weight_shape, dtype=dtype, device=device)
             result = layer.reset_parameters(self, *args, **options)
             if isinstance(

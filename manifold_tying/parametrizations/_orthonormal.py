@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manifold_tying import linalg
+from manifold_tying import autograd, linalg
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 
@@ -15,21 +15,25 @@ OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 class OrthonormalFactor(Constraint):
     """The weight is the polar or QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, map: Literal["polar", "qr"]) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, map: Literal["polar", "qr"], special: bool) -> None:
         super().__init__(dtype)
         self.layout = layout
         self.map = map
+        self.special = special
 
     def describe(self) -> str:
-        return f"orthogonal(map={self.map!r}) on {self.layout}"
+        return f"orthogonal(map={self.map!r}{', special=True' if self.special else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
         X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
+        if self.special:  # the stored tensor may have crossed to the other component
+            last = torch.linalg.det(X.detach()).sign()[..., None, None]
+            X = torch.cat([X[..., :-1], X[..., -1:] * last], dim=-1)
         return self.layout.to_weight(X).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        return linalg.polar(self.layout.to_matrix(weight))[0]
+        return nearest(self.layout.to_matrix(weight), self.special)
 
     def extra_repr(self) -> str:
         return f"map={self.map!r}"
@@ -45,14 +49,16 @@ class CayleyFactor(Constraint):
 
     base: Tensor
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, base: Tensor, terms: int | None) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, base: Tensor, terms: int | None, special: bool) -> None:
         super().__init__(dtype)
         self.layout = layout
         self.terms = terms
+        self.special = special
         self.register_buffer("base", base)
 
     def describe(self) -> str:
-        return f"orthogonal(map={'cayley' if self.terms is None else 'cayley-neumann'!r}) on {self.layout}"
+        map = "cayley" if self.terms is None else "cayley-neumann"
+        return f"orthogonal(map={map!r}{', special=True' if self.special else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         X = linalg.cayley_at(self.base, stored, self.terms)
@@ -61,9 +67,19 @@ class CayleyFactor(Constraint):
         return self.layout.to_weight(X).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        base = linalg.polar(self.layout.to_matrix(weight))[0]
+        base = nearest(self.layout.to_matrix(weight), self.special)
         self.base.copy_(base)
         return base.new_zeros(base.shape)
 
     def extra_repr(self) -> str:
         return "cayley" if self.terms is None else f"cayley-neumann, terms={self.terms}"
+
+
+def nearest(Y: Tensor, special: bool) -> Tensor:
+    """The nearest matrix with orthonormal columns; if ``special``, the nearest rotation (Kabsch), whose determinant is 1."""
+    U, H = linalg.polar(Y)
+    if not special or not autograd.has_data(U):
+        return U
+    least = torch.linalg.eigh(H.double()).eigenvectors[..., :1]
+    reflected = U - (2 * U.double() @ least @ least.mT).to(U.dtype)
+    return torch.where((torch.linalg.det(U) < 0)[..., None, None], reflected, U)

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import autograd, distributed
 from manifold_tying._geoopt import geoopt
-from manifold_tying.parametrizations._points import manifold_in, manifold_of
+from manifold_tying.parametrizations._points import manifold_of, manifolds_in
 
 M = TypeVar("M", bound=nn.Module)
 _OFF = 1e-3  # an optimizer refuses a point that is further off, too
@@ -24,11 +24,14 @@ def points(module: nn.Module) -> Iterator[tuple[str, Tensor, geoopt.Manifold]]:
     for prefix, owner in module.named_modules():
         if not isinstance(owner, ParametrizationList):
             lists = cast(nn.ModuleDict | dict[str, nn.Module], getattr(owner, "parametrizations", {}))
-            stored = {name: cast(ParametrizationList, parts) for name, parts in lists.items()}
-            found = {name: (getattr(parts, "original", None), manifold_in(parts)) for name, parts in stored.items()}
-            found |= {name: (p, None) for name, p in owner.named_parameters(recurse=False)}
-            for name, (tensor, manifold) in found.items():
-                if tensor is not None and (manifold := manifold or manifold_of(tensor)) is not None:
+            found: list[tuple[str, Tensor | None, geoopt.Manifold | None]] = [
+                (name, getattr(parts, key, None), manifold)
+                for name, parts in lists.items()
+                for key, manifold in manifolds_in(cast(ParametrizationList, parts)).items()
+            ]
+            found += [(name, p, manifold_of(p, {})) for name, p in owner.named_parameters(recurse=False)]
+            for name, tensor, manifold in found:
+                if tensor is not None and manifold is not None:
                     yield (f"{prefix}.{name}" if prefix else name), tensor, manifold
 
 

@@ -12,14 +12,17 @@ from manifold_tying.parametrizations._cholesky import Bounds, CholeskySPD, Diago
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
 from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized
 from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._linear_class import share_class
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
-from manifold_tying.parametrizations._points import manifold_in, manifold_of, mark, set_owner, stamp, unmark
+from manifold_tying.parametrizations._points import manifold_of, manifolds_in, record
 from manifold_tying.parametrizations._project import warn_if_off
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None) -> M:
+def orthogonal(
+    module: M, name: str = "weight", *, map: OrthogonalMap = "polar", blocks: int | None = None, special: bool = False
+) -> M:
     """Make ``module.name`` orthonormal as the image of a free tensor, which any optimizer trains.
 
     The weight is projected to the nearest matrix with orthonormal columns (orthonormal rows if it is wide); so is every
@@ -35,18 +38,23 @@ def orthogonal(module: M, name: str = "weight", *, map: OrthogonalMap = "polar",
             long as "cayley" on squares of 512 to 2048. On a GPU all maps but "cayley" sync at each access, because they
             choose an algorithm by the values.
         blocks: number of matrices that the weight stacks along its rows, as for :func:`stiefel`.
+        special: keep the determinant 1, so that the weight is a rotation, SO(n). Square matrices only.
 
     Raises:
-        ValueError: unknown map; ``name`` and ``blocks`` as for :func:`stiefel`.
+        ValueError: unknown map; ``special`` for other than square matrices; ``name`` and ``blocks`` as for :func:`stiefel`.
     """
     if map not in get_args(OrthogonalMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
     layout = Layout.orthonormal(module, name, blocks)
+    if special and layout.matrix_shape[-2] != layout.matrix_shape[-1]:
+        raise ValueError(
+            f"expected {type(module).__name__}.{name} {layout} to be square for special=True, a determinant of 1"
+        )
     dtype = getattr(module, name).dtype
     if map == "polar" or map == "qr":
-        return register(module, name, OrthonormalFactor(layout, dtype, map))
+        return register(module, name, OrthonormalFactor(layout, dtype, map, special))
     base = torch.empty_like(layout.to_matrix(getattr(module, name).detach()))
-    return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2))
+    return register(module, name, CayleyFactor(layout, dtype, base, None if map == "cayley" else 2, special))
 
 
 def spd(module: M, name: str, *, diagonal: Diagonal = "softplus", bounds: Bounds | None = None) -> M:
@@ -86,15 +94,15 @@ def materialize(module: M) -> M:
     warn_if_off(module)
     found = list(constraints(module))
     for path, owner, name in found:
-        parts = parametrized(owner)[name]
+        parts = cast(Float32ParametrizationList, parametrized(owner)[name])
         if not all(isinstance(part, Constraint) for part in parts):
             raise ValueError(f"{path} has other parametrizations over ours; remove those first")
-        if distributed.is_dtensor(parts.original):
+        if distributed.is_dtensor(parts.stored[0]):
             raise ValueError(
                 f"{path} is a DTensor; gather the state dict into an unsharded model first, then materialize that"
             )
     watched = [
-        (path, part, parametrized(owner)[name].original)
+        (path, part, cast(Float32ParametrizationList, parametrized(owner)[name]).stored[0])
         for path, owner, name in found
         for part in parametrized(owner)[name]
     ]
@@ -104,6 +112,7 @@ def materialize(module: M) -> M:
         for _, owner, name in found:
             value = getattr(owner, name)
             own_class(owner)
+            _keep_first(cast(Float32ParametrizationList, parametrized(owner)[name]))
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     _release_others(module)
@@ -114,15 +123,22 @@ def _release_others(module: nn.Module) -> None:
     """Turn points that are not ours into plain parameters: under other parametrizations, and geoopt.ManifoldParameters."""
     for owner in module.modules():
         if parametrize.is_parametrized(owner):
-            for name in [name for name, parts in parametrized(owner).items() if manifold_in(parts) is not None]:
-                unmark(parametrized(owner)[name].original)
+            for name in [name for name, parts in parametrized(owner).items() if manifolds_in(parts)]:
                 own_class(owner)
                 parametrize.remove_parametrizations(owner, name)
         if not isinstance(owner, parametrize.ParametrizationList):
             for p in owner.parameters(recurse=False):
-                if manifold_of(p) is not None:
-                    unmark(p)
+                if manifold_of(p, {}) is not None:
+                    p.__dict__.pop("manifold", None)
                     p.__class__ = nn.Parameter  # the same object, which an optimizer may hold
+
+
+def _keep_first(parts: Float32ParametrizationList) -> None:
+    """Reduce several stored tensors to the first, the layer's own parameter: torch would leave another one."""
+    weight = parts.stored[0]
+    parts._parameters.clear()
+    parts.is_tensor, parts.ntensors = True, 1
+    parts.register_parameter("original", cast(nn.Parameter, weight))
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:
@@ -133,8 +149,6 @@ def _replace_stored(weight: Tensor, value: Tensor) -> None:
     else:
         weight.data = value
     weight.grad = None  # belonged to the stored tensor
-    unmark(weight)
-    stamp(weight)
 
 
 def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -147,7 +161,7 @@ def constraints(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def register(module: M, name: str, constraint: Constraint) -> M:
-    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the stored tensor."""
+    """Put a constraint on a parameter that :meth:`Layout.of` accepted; the same parameter becomes the (first) stored tensor."""
     weight = getattr(module, name)
     weight_shape = weight.shape
     label = f"{type(module).__name__}.{name} of shape {tuple(weight_shape)}"
@@ -164,10 +178,13 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts = cast(Float32ParametrizationList, parametrized(module)[name])
     parts.__class__ = Float32ParametrizationList
     parts.label, parts.weight_shape = label, weight_shape
+    if not parts.is_tensor:
+        weight.data = parts.original0.data
+        parts.original0 = weight
     constraint.record_form(weight.device)
-    set_owner(parts, module, name)
-    mark(parts)
-    stamp(weight)
+    record(parts)
     adapt_class(module, name)
+    if name == "weight" and hasattr(constraint, "linear") and type(module).forward is nn.Linear.forward:
+        share_class(cast(nn.Linear, module))
     weight.grad = None  # belonged to the plain weight
     return module

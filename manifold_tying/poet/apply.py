@@ -1,18 +1,16 @@
 """Orthogonal equivalence on a layer or a model, merging, and plain weights in a transformers state dict."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import distributed, precision
 from manifold_tying.parametrizations import Layout, constraints, is_ours, parametrized, register, shared_parameters
-from manifold_tying.poet.layer_class import share_class
 from manifold_tying.poet.parametrization import Equivalence, equivalences, merge_all
 from manifold_tying.poet.spec import (
     Init,
@@ -97,32 +95,19 @@ def equivalence(
 
 
 def _start(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, init: Init, seed: int) -> None:
-    start = None if init == "keep" else initial_matrix(layout.matrix_shape, init, seed).view(layout.shape)
     weight = getattr(module, name)
-    device, dtype = weight.device, weight.dtype
+    device, dtype = weight.device, precision.compute_dtype(weight.dtype)
     register_equivalence(module, name, layout, spec, seed)
-    if start is not None:
-        setattr(module, name, start.to(device, precision.compute_dtype(dtype)))
+    if init != "keep":
+        setattr(module, name, initial_matrix(layout.matrix_shape, init, seed).view(layout.shape).to(device, dtype))
 
 
 def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
-    """Put the constraint on ``module.name``, whose weight becomes W0; an nn.Linear also gets the matching forward."""
+    """Put the constraint on ``module.name``, whose weight becomes W0."""
     weight = getattr(module, name)
     part = Equivalence(layout, weight.dtype, spec, seed, weight)
     register(module, name, part)
-    if name == "weight" and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        share_class(module, _linear_forward)
     return part
-
-
-def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of an nn.Linear with an equivalence; nn.Linear's own if the weight has other or further parametrizations."""
-    lists = cast(Any, self).parametrizations
-    parts: Any = lists["weight"] if "weight" in lists else []
-    # accelerate brings an offloaded skew vector from the meta device where a module is called: the weight's own modules.
-    if len(parts) == 1 and isinstance(parts[0], Equivalence) and not parts.original.is_meta:
-        return parts[0].linear(input, parts.original, self.bias)
-    return nn.Linear.forward(self, input)
 
 
 def equivalence_(
@@ -170,8 +155,11 @@ def equivalence_(
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     if not (selected := _selected(linears, include, exclude) if linears else []):
+        weights = [(type(module).__name__, module._parameters.get("weight")) for module in model.modules()]
+        kinds = sorted({kind for kind, weight in weights if weight is not None and weight.ndim >= 2})  # GPT-2's Conv1D
         raise ValueError(
-            f"no nn.Linear is selected (there are: {', '.join(linears) or 'none'}); {_other_matrices(model)}"
+            f"no nn.Linear is selected (there are: {', '.join(linears) or 'none'}); weight matrices are in "
+            f"{', '.join(kinds) or 'no layer'}: call equivalence(module) on each layer to constrain"
         )
     shared = shared_parameters([module._parameters.get("weight") for module in linears.values()])
     plans = {
@@ -181,8 +169,7 @@ def equivalence_(
     }
     taken = [name for name, (_, spec) in plans.items() if spec.num_params]
     left = [name for name in linears if name not in taken]
-    if seed is None:
-        seed = random_seed()
+    seed = random_seed() if seed is None else seed
     for name in taken:
         _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, plain_name(name)))
     keep_plain_weights(model)
@@ -208,8 +195,7 @@ def plain_name(path: str) -> str:
 
 def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """All options of :func:`equivalence`, with defaults; ValueError for wrong ones."""
-    parameters = inspect.signature(equivalence).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    defaults = dict(equivalence.__kwdefaults__ or {})
     if unknown := sorted(set(options) - set(defaults)):
         raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}")
     options = {**defaults, **options}
@@ -223,15 +209,12 @@ def _selected(names: Iterable[str], include: Sequence[str], exclude: Sequence[st
     for pattern in (*include, *(exclude or ())):
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"pattern {pattern!r} matches no linear layer; there are: {', '.join(map(repr, names))}")
+    kinds = (LORA_NAMES, HEAD_NAMES) if exclude is None else (LORA_NAMES,)  # skipped unless a pattern names them
 
     def takes(name: str) -> bool:
         patterns = [pattern for pattern in include if fnmatchcase(name, pattern)]
-        if exclude is None:
-            excluded = _has_part(name, HEAD_NAMES) and not any(_has_part(pattern, HEAD_NAMES) for pattern in patterns)
-        else:
-            excluded = any(fnmatchcase(name, pattern) for pattern in exclude)
-        is_lora = _has_part(name, LORA_NAMES) and not any(_has_part(pattern, LORA_NAMES) for pattern in patterns)
-        return bool(patterns) and not excluded and not is_lora
+        skipped = any(_has_part(name, kind) and not any(_has_part(own, kind) for own in patterns) for kind in kinds)
+        return bool(patterns) and not skipped and not any(fnmatchcase(name, pattern) for pattern in exclude or ())
 
     return [name for name in names if takes(name)]
 
@@ -239,15 +222,6 @@ def _selected(names: Iterable[str], include: Sequence[str], exclude: Sequence[st
 def _has_part(name: str, parts: Sequence[str]) -> bool:
     """Whether one of the parts is a dot-separated component of the name or pattern."""
     return any(part.strip("*") in parts for part in name.split("."))
-
-
-def _other_matrices(model: nn.Module) -> str:
-    """Names the other layer classes that :func:`equivalence` takes, such as the Conv1D of GPT-2 in transformers."""
-    weights = [(type(module).__name__, module._parameters.get("weight")) for module in model.modules()]
-    kinds = sorted({kind for kind, weight in weights if weight is not None and weight.ndim >= 2})
-    if not kinds:
-        return "it has no weight matrix"
-    return f"weight matrices are in {', '.join(kinds)}: call equivalence(module) on each layer to constrain"
 
 
 def _plan(name: str, module: nn.Linear, options: dict[str, Any]) -> tuple[Layout, RotationSpec]:
@@ -276,8 +250,7 @@ def merge(module: nn.Module) -> int:
     1
     """
     distributed.reshard_fsdp(module)
-    found = equivalences(module)
-    merge_all(found)
+    merge_all(found := equivalences(module))
     return len(found)
 
 
@@ -294,22 +267,20 @@ def keep_plain_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _add(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for name, stored, parts in _constrained(model):
-        if f"{prefix}{stored}" in state:
-            weight = distributed.full_tensor(parts.original.detach())
-            for part in parts:
-                weight = part(weight)
-            state[f"{prefix}{name}"] = weight.clone()  # safetensors rejects tensors that share memory
+    for name, parts in _constrained(model, state, prefix):
+        weight = distributed.full_tensor(parts.original.detach())
+        for part in parts:
+            weight = part(weight)
+        state[name] = weight.clone()  # safetensors rejects tensors that share memory
 
 
 def _drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, stored, _parts in _constrained(model):
-        if f"{prefix}{stored}" in state:
-            state.pop(f"{prefix}{name}", None)
+    for name, _parts in _constrained(model, state, prefix):
+        state.pop(name, None)
 
 
-def _constrained(model: nn.Module) -> Iterator[tuple[str, str, ParametrizationList]]:
-    """(weight name, stored tensor name, constraint) of the layers that a stock model also has."""
+def _constrained(model: nn.Module, state: dict[str, Any], prefix: str) -> Iterator[tuple[str, ParametrizationList]]:
+    """(weight name, constraint) of the layers that a stock model also has, whose stored tensors are in the state."""
     for name, owner, own in constraints(model):
-        if not is_ours(owner):
-            yield name, f"{name.removesuffix(own)}parametrizations.{own}.original", parametrized(owner)[own]
+        if not is_ours(owner) and f"{prefix}{name.removesuffix(own)}parametrizations.{own}.original" in state:
+            yield f"{prefix}{name}", parametrized(owner)[own]

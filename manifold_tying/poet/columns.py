@@ -1,25 +1,37 @@
-"""The input-centric POET layer on a GPU, in few kernel launches.
+"""The input-centric POET layer, on transposed activations.
 
 To permute the columns of x (T, n) is to move single entries; to permute the rows of xᵀ (n, T) is to move whole rows. So x is
-transposed and permuted in one pass. All products take xᵀ as it is: the blocks are one batched product, W0 is another.
+transposed and permuted, on a GPU in one pass. All products take xᵀ as it is: the blocks are one batched product, W0 is another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import autograd, precision
-from manifold_tying.kernels import cubic_blocks, cubic_gradient, from_columns, runs_triton, to_columns
-from manifold_tying.poet.linear import plain_input_centric
-from manifold_tying.poet.rotation import Blocks, both_blocks, matmul_dtype, transposed
-from manifold_tying.poet.spec import Permutations, RotationSpec
+from manifold_tying import autograd, kernels, precision
+from manifold_tying.poet.rotation import (
+    Blocks,
+    block_matmul,
+    block_matmul_rows,
+    both_blocks,
+    matmul_dtype,
+    orthogonal_blocks,
+    permute,
+    rows_of,
+    transposed,
+)
+from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order
+
+_CHUNK_TOKENS = 1040  # few enough for a CPU's cache; rows that are a power of two apart would share its sets
 
 
-def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
-    """Whether :func:`poet_linear_on_gpu` is for these.
+def uses_triton(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
+    """Whether :func:`by_activations` has kernels for these; then it is the faster formulation.
 
     Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation.
     """
@@ -27,100 +39,135 @@ def is_for_gpu(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
         return False
     if torch.compiler.is_compiling() and not autograd.is_exporting():
         return x.is_cuda and spec.terms == 2 and not autograd.in_transform()
-    return runs_triton(x)
+    return kernels.runs_triton(x)
 
 
-def poet_linear_on_gpu(
-    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, bias: Tensor | None
+def by_activations(
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, triton: bool
 ) -> Tensor:
-    """x Wᵀ + bias as :func:`poet_linear`, where kernels are usable; ``rows`` and ``columns`` are the dimensions' places."""
-    x = x.to(precision.autocast_dtype(x))
-    flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
-    if torch.compiler.is_compiling():
+    """x Wᵀ for W = R W0 P and x (T, n), without W; ``rows`` and ``columns`` are the dimensions' places."""
+    if not torch.compiler.is_compiling():
+        return _by_columns(x, W0, skew_params, rows, columns, spec, triton)
+    if triton:
         from manifold_tying.poet.compiled import compiled_linear  # which imports the compiler
 
-        y = compiled_linear(flat, W0, skew_params, rows, columns, spec)
-    else:
-        y = _by_columns(flat, W0, skew_params, rows, columns, spec)
-    y = y.view(*x.shape[:-1], len(W0))
-    return y if bias is None else y + bias.to(y.dtype)
+        return compiled_linear(x, W0, skew_params, rows, columns, spec)
+    return _plain(x, W0, skew_params, rows, columns, spec, triton)
+
+
+def _plain(
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, _triton: bool
+) -> Tensor:
+    (of_R, of_P), perms = spec.split(skew_params), Permutations.of(rows, columns)
+    v = F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype))
+    return _rotate_out(v, of_R, spec, perms)
+
+
+@autograd.recomputed
+def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    """x Pᵀ, in the order of W0's stored columns."""
+    P = orthogonal_blocks(spec.P, of_P, spec.terms, matmul_dtype(x.dtype))
+    return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
+
+
+@autograd.recomputed
+def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+    """v Rᵀ, in the layer's order."""
+    R = orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype(v.dtype))
+    return permute(block_matmul(v, transposed(R)), perms.rows_inverse, perms.rows)
 
 
 def forward(
-    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec
-) -> list[Tensor]:
-    """y with yᵀ = R W0 P xᵀ, and what the backward needs: W0 P xᵀ, and the blocks of R and P in x's dtype."""
-    blocks, skews = _blocks(spec, skew_params, x.dtype)
-    R, P = blocks[: len(spec.R.runs)], blocks[len(spec.R.runs) :]
-    v = torch.mm(W0.to(x.dtype), _rotated(P, to_columns(x, columns)))
-    return [from_columns(_rotated(R, v), rows, len(x)), v, *blocks, *skews]
+    x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, triton: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """y with yᵀ = R W0 P xᵀ, and for the backward W0 P xᵀ for each chunk of tokens, and what :func:`_blocks` keeps."""
+    R, P, of_blocks = _blocks(spec, skew_params, x.dtype, triton)
+    W, products, rotated = W0.to(x.dtype), [], spec.R.num_rotated
+
+    def part(x: Tensor) -> Tensor:
+        u = block_matmul_rows(_to_columns(x, columns, triton), P)
+        v = torch.mm(W, u) if triton or R else torch.mm(u.mT, W.mT).mT  # no rows to move: y in its own layout
+        # The rows that rotate are all that the gradient of R needs.
+        products.append(v if triton or rotated == len(v) else v[:rotated].clone())
+        return _from_columns(block_matmul_rows(v, R), rows, len(x), triton)
+
+    return _in_chunks(part, W, x), products, of_blocks
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    W0: Tensor,
-    skew_params: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    spec: RotationSpec,
-    kept: list[Tensor],
+    grad: Tensor, args: Sequence[Any], products: list[Tensor], of_blocks: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the skew parameters."""
-    (v, *kept), sides = kept, (len(spec.R.runs), len(spec.R.runs) + len(spec.P.runs))
-    R, P, skews = kept[: sides[0]], kept[sides[0] : sides[1]], kept[sides[1] :]
-    g = to_columns(grad, rows)
-    of_R = _outer(g, v, R)
-    g = torch.mm(W0.to(x.dtype).mT, _rotated(transposed(R), g))
-    of_P = _outer(g, to_columns(x, columns), P)
-    grad_x = from_columns(_rotated(transposed(P), g), columns, len(x))
-    return grad_x, _gradient(spec, skew_params, x.dtype, of_R + of_P, skews)
+    """The gradients of x and of the skew parameters, from the arguments and the other results of :func:`forward`."""
+    x, W0, skew_params, rows, columns, spec, triton = args
+    R, P, pull_back = _blocks_again(spec, skew_params, x.dtype, of_blocks)
+    W, remaining, sums = W0.to(x.dtype), iter(products), list[Tensor]()
+
+    def part(grad: Tensor, x: Tensor) -> Tensor:
+        g = _to_columns(grad, rows, triton)
+        outer = _outer(g, next(remaining), R)
+        g = torch.mm(W.mT, block_matmul_rows(g, transposed(R)))
+        outer += _outer(g, _to_columns(x, columns, triton), P)
+        sums[:] = [total.to(skew_params.dtype) + own for total, own in zip(sums, outer, strict=True)] if sums else outer
+        return _from_columns(block_matmul_rows(g, transposed(P)), columns, len(x), triton)
+
+    return _in_chunks(part, W, grad, x), pull_back(sums)
+
+
+def _in_chunks(part: Callable[..., Tensor], W: Tensor, *tokens: Tensor) -> Tensor:
+    """The rows that ``part`` computes from each chunk of tokens: on a CPU, the intermediates stay in its cache."""
+    T = len(tokens[0])
+    if T <= _CHUNK_TOKENS or W.device.type != "cpu":
+        return part(*tokens).contiguous()
+    y = W.new_empty(0)
+    for start in range(0, T, _CHUNK_TOKENS):
+        t = slice(start, start + _CHUNK_TOKENS)
+        found = part(*(each[t] for each in tokens))
+        y = y if start else found.new_empty(T, found.shape[1])
+        y[t] = found
+    return y
+
+
+def _to_columns(x: Tensor, place: Tensor, triton: bool) -> Tensor:
+    """xᵀ (n, T) with row place[c] = x[:, c] for x (T, n); an empty ``place`` stands for the identity."""
+    if triton:
+        return kernels.to_columns(x, place)
+    return x.mT.contiguous().index_select(0, inverse_order(place)) if len(place) else x.mT
+
+
+def _from_columns(v: Tensor, place: Tensor, T: int, triton: bool) -> Tensor:
+    """The inverse of :func:`_to_columns`."""
+    if triton:
+        return kernels.from_columns(v, place, T)
+    return (v.index_select(0, place) if len(place) else v).mT
+
+
+# Triton launches on the current device, not on that of its arguments. Builds without CUDA cannot ask for it.
+_device_of = torch.cuda.device_of if torch.backends.cuda.is_built() else lambda tensor: nullcontext()
 
 
 class _ByColumns(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        # Triton launches on the current device, not on that of its arguments.
-        with torch.cuda.device_of(args[0]), precision.disable_autocast(args[0].device):
-            y, *kept = forward(*args)
-        autograd.save(ctx, args, *kept)
+        with _device_of(args[0]), precision.disable_autocast(args[0].device):
+            y, products, of_blocks = forward(*args)
+        autograd.save(ctx, args, *products, *of_blocks)
+        ctx.products = len(products)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, W0, skew_params, rows, columns, spec), kept = autograd.saved(ctx)
-        with torch.cuda.device_of(grad), precision.disable_autocast(grad.device):
-            grad_x, grad_skew = backward(grad, x, W0, skew_params, rows, columns, spec, kept)
-        return grad_x, None, grad_skew, None, None, None
-
-
-def _plain(x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec) -> Tensor:
-    return plain_input_centric(x, W0, skew_params, spec, Permutations.of(rows, columns))
+        args, kept = autograd.saved(ctx)
+        with _device_of(grad), precision.disable_autocast(grad.device):
+            grad_x, grad_skew = backward(grad, args, kept[: ctx.products], kept[ctx.products :])
+        return grad_x, None, grad_skew, None, None, None, None
 
 
 _by_columns = autograd.custom_gradient(_ByColumns, _plain)
 
 
-def _rotated(blocks: Blocks, x: Tensor) -> Tensor:
-    """G_j x_j block by block for x (n, T); the remaining rows are unchanged."""
-    parts = [torch.bmm(G, x_j).flatten(0, 1) for G, x_j in zip(blocks, _rows(x, blocks), strict=True)]
-    done = sum(map(len, parts))
-    parts += [x[done:]] if done < len(x) else []
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _outer(g: Tensor, x: Tensor, blocks: Blocks) -> Blocks:
     """g_j x_jᵀ, the gradient of G_j in G_j x_j, for g and x (n, T)."""
-    return [torch.bmm(g_j, x_j.mT) for g_j, x_j in zip(_rows(g, blocks), _rows(x, blocks), strict=True)]
-
-
-def _rows(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
-    """For each run of blocks, its rows of x (n, T) as (k, b, T)."""
-    start = 0
-    for G in blocks:
-        k, b, _ = G.shape
-        yield x[start : start + k * b].unflatten(0, (k, b))
-        start += k * b
+    return [torch.bmm(g_j, x_j.mT) for g_j, x_j in zip(rows_of(g, blocks), rows_of(x, blocks), strict=True)]
 
 
 def _runs(spec: RotationSpec, skew_params: Tensor) -> Iterator[tuple[Tensor, int, list[int]]]:
@@ -138,35 +185,48 @@ def _runs(spec: RotationSpec, skew_params: Tensor) -> Iterator[tuple[Tensor, int
         start += size
 
 
-def _blocks(spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype) -> tuple[Blocks, list[Tensor]]:
-    """The blocks of R, then P, in ``dtype``; for each group of :func:`_runs` the skew matrices."""
-    low = matmul_dtype(dtype)
-    if spec.terms != 2:
-        R, P = both_blocks(spec, skew_params, low)
-        return [G.to(dtype) for G in (*R, *P)], []
+def _blocks(
+    spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, triton: bool
+) -> tuple[Blocks, Blocks, list[Tensor]]:
+    """The blocks of R and P in ``dtype``, and what a GPU keeps: the blocks, and for each group of :func:`_runs` A."""
+    low, count = matmul_dtype(dtype), len(spec.R.runs)
+    if not triton or spec.terms != 2:
+        R, P = ([G.to(dtype) for G in side] for side in both_blocks(spec, skew_params, low))
+        return R, P, [*R, *P] if triton else []
     blocks: Blocks = []
     skews: list[Tensor] = []
     for vectors, b, counts in _runs(spec, skew_params):
-        of_run, A = cubic_blocks(vectors, b, dtype, low or torch.float32)
+        of_run, A = kernels.cubic_blocks(vectors, b, dtype, low or torch.float32)
         blocks += of_run.split(counts) if len(counts) > 1 else [of_run]
         skews.append(A)
-    return blocks, skews
+    return blocks[:count], blocks[count:], [*blocks, *skews]
 
 
-def _gradient(
-    spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, of_blocks: Blocks, skews: list[Tensor]
-) -> Tensor:
-    """The gradient of the skew parameters from those of the blocks of R, then P."""
-    if spec.terms != 2:
-        with torch.enable_grad():
-            leaf = skew_params.detach().requires_grad_()
-            R, P = both_blocks(spec, leaf, matmul_dtype(dtype))
+def _blocks_again(
+    spec: RotationSpec, skew_params: Tensor, dtype: torch.dtype, kept: list[Tensor]
+) -> tuple[Blocks, Blocks, Callable[[Blocks], Tensor]]:
+    """The blocks of :func:`_blocks`, and a function that maps the gradients of R's, then P's to that of the skew parameters."""
+    count, both = len(spec.R.runs), len(spec.R.runs) + len(spec.P.runs)
+    if kept and spec.terms == 2:
+        return kept[:count], kept[count:both], lambda sums: _cubic_gradient(spec, skew_params, sums, kept[both:])
+    with torch.enable_grad():
+        leaf = skew_params.detach().requires_grad_()
+        R, P = both_blocks(spec, leaf, matmul_dtype(dtype))
+
+    def pull_back(sums: Blocks) -> Tensor:
         with precision.full_precision(leaf.device):
-            weights = [of.to(G.dtype) for of, G in zip(of_blocks, (*R, *P), strict=True)]
+            weights = [of.to(leaf.dtype) for of in sums]
             return torch.autograd.grad((*R, *P), leaf, weights)[0]
+
+    blocks = kept or [G.detach().to(dtype) for G in (*R, *P)]
+    return blocks[:count], blocks[count:], pull_back
+
+
+def _cubic_gradient(spec: RotationSpec, skew_params: Tensor, sums: Blocks, skews: list[Tensor]) -> Tensor:
+    """The gradient of the skew parameters by kernels."""
     found = []
     for (_, _, counts), A in zip(_runs(spec, skew_params), skews, strict=True):
-        of_run, of_blocks = of_blocks[: len(counts)], of_blocks[len(counts) :]
+        of_run, sums = sums[: len(counts)], sums[len(counts) :]
         grad = of_run[0] if len(of_run) == 1 else torch.cat(of_run)
-        found.append(cubic_gradient(A, grad).flatten())
+        found.append(kernels.cubic_gradient(A, grad).flatten())
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -13,7 +13,8 @@ from manifold_tying.poet.spec import BlockSpec, RotationSpec
 def _linear(
     x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int]
 ) -> list[Tensor]:
-    return forward(x, W0, skew_params, rows, columns, _spec(sizes))
+    y, products, of_blocks = forward(x, W0, skew_params, rows, columns, _spec(sizes), True)
+    return [y, *products, *of_blocks]
 
 
 @torch.library.triton_op("manifold_tying::poet_linear_backward", mutates_args={})
@@ -27,7 +28,7 @@ def _linear_backward(
     sizes: list[int],
     kept: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    return backward(grad, x, W0, skew_params, rows, columns, _spec(sizes), kept)
+    return backward(grad, (x, W0, skew_params, rows, columns, _spec(sizes), True), kept[:1], kept[1:])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

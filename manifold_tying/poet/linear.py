@@ -4,7 +4,6 @@ The rows and columns of W0 are stored in rotation order, so that R and P are blo
 permuted.
 """
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,22 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from manifold_tying import autograd, precision
-from manifold_tying.poet.rotation import (
-    Blocks,
-    add_block_outer_,
-    block_matmul,
-    block_matmul_rows,
-    both_blocks,
-    matmul_dtype,
-    orthogonal_blocks,
-    permute,
-    permute_into,
-    transposed,
-)
+from manifold_tying.poet.columns import by_activations
+from manifold_tying.poet.rotation import block_matmul, block_matmul_rows, both_blocks, permute
 from manifold_tying.poet.spec import Permutations, RotationSpec
-
-_CHUNK_ENTRIES = 2**21  # size of a chunk of tokens that fits a CPU cache
-_MIN_CHUNK_TOKENS = 1024  # each chunk reads all of W0: 180 MB in a layer of 11,008 x 4,096
 
 # Cost model: float32 operations that take as long as moving one entry (also in low precision), and as one float32 operation
 # in a bfloat16 layer. Fitted at 18 sizes on CPUs of 0.3 and 1 TFLOP/s. An H200's data sheet gives 100, 600 and 14.
@@ -40,24 +26,25 @@ def poet_linear(
     W0: Tensor,
     skew_params: Tensor,
     spec: RotationSpec,
-    perms: Permutations,
+    places: tuple[Tensor, Tensor],
     bias: Tensor | None = None,
     *,
     input_centric: bool,
+    triton: bool = False,
 ) -> Tensor:
     """x Wᵀ + bias for W = R W0 P: x (..., n), W0 (m, n), bias (m,) to (..., m), in x's dtype or autocast's.
 
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ never forms W; it saves x and x Pᵀ W0ᵀ for the backward. Weight-centric: forms W in the
     skew parameters' dtype, casts it to x's, and forms it again in the backward; it saves x. Both agree to rounding.
+    ``places`` are those of the rows and columns, see :func:`places`; ``triton``: input-centric by kernels.
     """
     x = x.to(precision.autocast_dtype(x))
-    is_compiling = torch.compiler.is_compiling()
     if input_centric:
         flat = x.flatten(0, -2) if x.ndim > 1 else x[None]
-        y = (plain_input_centric if is_compiling else _input_centric)(flat, W0, skew_params, spec, perms)
-        y = y.view(*x.shape[:-1], len(W0))
+        y = by_activations(flat, W0, skew_params, *places, spec, triton).view(*x.shape[:-1], len(W0))
     else:
-        y = (_recomputed_weight_centric if is_compiling else _weight_centric)(x, W0, skew_params, spec, perms)
+        weight_centric = _recomputed_weight_centric if torch.compiler.is_compiling() else _weight_centric
+        y = weight_centric(x, W0, skew_params, spec, Permutations.of(*places))
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -117,93 +104,9 @@ class _WeightCentric(Function):
         return grad_x, None, grad_skew, None, None
 
 
-# ---- input-centric
-
-
-def plain_input_centric(x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    of_R, of_P = spec.split(skew_params)
-    v = F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype))
-    return _rotate_out(v, of_R, spec, perms)
-
-
-@autograd.recomputed
-def _rotate_in(x: Tensor, of_P: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    """x Pᵀ, in the order of W0's stored columns."""
-    P = orthogonal_blocks(spec.P, of_P, spec.terms, matmul_dtype(x.dtype))
-    return block_matmul(permute(x, perms.columns, perms.columns_inverse), transposed(P))
-
-
-@autograd.recomputed
-def _rotate_out(v: Tensor, of_R: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    """v Rᵀ, in the layer's order."""
-    R = orthogonal_blocks(spec.R, of_R, spec.terms, matmul_dtype(v.dtype))
-    return permute(block_matmul(v, transposed(R)), perms.rows_inverse, perms.rows)
-
-
-class _InputCentric(Function):
-    """On a CPU, tokens are processed in chunks whose intermediates stay in the cache."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
-    ) -> Tensor:
-        R, P = (transposed(side) for side in both_blocks(spec, skew_params, matmul_dtype(x.dtype)))
-        W, rotated = W0.to(x.dtype), spec.R.num_rotated
-        y, kept = x.new_empty(len(x), len(W)), x.new_empty(len(x), rotated)
-        for t in _chunks(x, W):
-            u = block_matmul(permute(x[t], perms.columns, perms.columns_inverse), P)
-            if rotated == len(W):
-                v = torch.mm(u, W.mT, out=kept[t])
-            else:
-                v = u @ W.mT
-                kept[t] = v[:, :rotated]  # all that the gradient of R needs
-            permute_into(y[t], block_matmul(v, R), perms.rows_inverse)
-        autograd.save(ctx, (x, W0, skew_params, spec, perms), kept)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, W0, skew_params, spec, perms), (v,) = autograd.saved(ctx)
-        R, P, pull_back = _blocks_with_gradient(spec, skew_params, matmul_dtype(x.dtype))
-        W, of_R, of_P, grad_x = W0.to(grad.dtype), _zeros(R), _zeros(P), torch.empty_like(x)
-        for t in _chunks(x, W):
-            g = permute(grad[t], perms.rows, perms.rows_inverse)
-            add_block_outer_(of_R, g, v[t])
-            g = block_matmul(g, R) @ W
-            add_block_outer_(of_P, g, permute(x[t], perms.columns, perms.columns_inverse))
-            permute_into(grad_x[t], block_matmul(g, P), perms.columns_inverse)
-        return grad_x, None, pull_back(of_R, of_P) if ctx.needs_input_grad[2] else None, None, None
-
-
-def _chunks(x: Tensor, W: Tensor) -> Iterator[slice]:
-    """Chunks of tokens on a CPU, one chunk elsewhere."""
-    size = max(_MIN_CHUNK_TOKENS, _CHUNK_ENTRIES // max(W.shape)) if x.device.type == "cpu" else max(1, len(x))
-    return (slice(start, start + size) for start in range(0, len(x), size))
-
-
-def _blocks_with_gradient(
-    spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None
-) -> tuple[Blocks, Blocks, Callable[[Blocks, Blocks], Tensor]]:
-    """Blocks of R and P, and a function that maps their gradients to that of the skew parameters, in full precision."""
-    with torch.enable_grad():
-        leaf = skew_params.detach().requires_grad_()
-        R, P = both_blocks(spec, leaf, low)
-
-    def pull_back(of_R: Blocks, of_P: Blocks) -> Tensor:
-        with precision.full_precision(leaf.device):
-            return torch.autograd.grad((*R, *P), leaf, (*of_R, *of_P))[0]
-
-    return [G.detach() for G in R], [G.detach() for G in P], pull_back
-
-
-def _zeros(blocks: Blocks) -> Blocks:
-    return [torch.zeros_like(G, memory_format=torch.contiguous_format) for G in blocks]
-
-
 _weight = autograd.recomputed(_plain_weight)
 _recomputed_weight_centric = autograd.recomputed(_plain_weight_centric)
 _weight_centric = autograd.custom_gradient(_WeightCentric, _plain_weight_centric)
-_input_centric = autograd.custom_gradient(_InputCentric, plain_input_centric)
 
 
 # ---- the cheaper of the two

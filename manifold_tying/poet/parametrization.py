@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
-from manifold_tying.poet.columns import is_for_gpu, poet_linear_on_gpu
+from manifold_tying.poet.columns import uses_triton
 from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
 from manifold_tying.poet.rotation import Side, both_blocks, warn_if_not_orthogonal
 from manifold_tying.poet.spec import Permutations, RotationSpec, places
@@ -108,25 +108,27 @@ class Equivalence(Constraint):
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         return W.view(self.layout.shape).to(self.dtype)
 
-    def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias by the cheaper formulation; x (..., n) must have the layer's dtype unless autocast is on."""
-        dtype = precision.autocast_dtype(x)
+        (stored,), dtype = tensors, precision.autocast_dtype(x)
         autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
-        if is_for_gpu(x, stored, self.spec):
-            return poet_linear_on_gpu(x, self.ordered_base, stored, *self.places, self.spec, bias)
-        tokens = x.numel() // x.shape[-1]
+        triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
-        input_centric = not any_number and prefers_input_centric(
-            tokens,
-            self.spec,
-            training=torch.is_grad_enabled() and stored.requires_grad,
-            low_precision=dtype.itemsize < stored.dtype.itemsize,
+        input_centric = triton or (
+            not any_number
+            and prefers_input_centric(
+                x.numel() // x.shape[-1],
+                self.spec,
+                training=torch.is_grad_enabled() and stored.requires_grad,
+                low_precision=dtype.itemsize < stored.dtype.itemsize,
+            )
         )
-        return poet_linear(x, self.ordered_base, stored, self.spec, self.perms, bias, input_centric=input_centric)
+        base, spec = self.ordered_base, self.spec
+        return poet_linear(x, base, stored, spec, self.places, bias, input_centric=input_centric, triton=triton)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Make the weight the new base, with R and P the identity."""

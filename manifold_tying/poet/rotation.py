@@ -53,71 +53,40 @@ def transposed(blocks: Blocks) -> Blocks:
     return [G.mT for G in blocks]
 
 
-def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
-    """x_j G_j block by block, x (..., T, n), blocks with the same leading dimensions; remaining columns are unchanged."""
+def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
+    """G_j x_j block by block, x (..., n, T), blocks with the same leading dimensions; remaining rows are unchanged."""
     if not blocks:
         return x
-    if x.ndim == 2 and not autograd.is_tracing():
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        block_matmul_into(y, x, blocks)
+    pairs, done = list(zip(blocks, rows_of(x, blocks), strict=True)), num_rotated(blocks)
+    if x.is_cpu and x.ndim == 2 and not autograd.is_tracing() and (len(blocks) > 1 or done < len(x)):
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)  # concatenation would copy it once more
+        for (G, x_j), y_j in zip(pairs, rows_of(y, blocks), strict=True):
+            torch.bmm(G.to(x.dtype), x_j, out=y_j)
+        y[done:] = x[done:]
         return y
-    parts = [
-        (x_j @ G.to(x.dtype)).transpose(-3, -2).flatten(-2) for G, x_j in zip(blocks, _columns(x, blocks), strict=True)
-    ]
-    parts = [part for part in (*parts, x[..., num_rotated(blocks) :]) if part.shape[-1]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    product = torch.bmm if x.ndim == 2 else torch.matmul
+    parts = [product(G.to(x.dtype), x_j).flatten(-3, -2) for G, x_j in pairs]
+    parts += [x[..., done:, :]] if done < x.shape[-2] else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def block_matmul_into(y: Tensor, x: Tensor, blocks: Blocks) -> None:
-    """:func:`block_matmul` of x (T, n) written to y, without a gradient; avoids concatenating the blocks' results."""
-    for G, x_j, y_j in zip(blocks, _columns(x, blocks), _columns(y, blocks), strict=True):
-        if _bmm_copies(x, G):
-            for x_i, G_i, y_i in zip(x_j, G.to(x.dtype), y_j, strict=True):
-                torch.mm(x_i, G_i, out=y_i)
-        else:
-            torch.bmm(x_j, G.to(x.dtype), out=y_j)
-    end = num_rotated(blocks)
-    if end < x.shape[-1]:
-        y[:, end:] = x[:, end:]
+def block_matmul(x: Tensor, blocks: Blocks) -> Tensor:
+    """x_j G_j block by block, x (..., T, n); remaining columns are unchanged."""
+    return block_matmul_rows(x.mT, transposed(blocks)).mT
 
 
-def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
-    """G_j x_j block by block, x (..., n, T); remaining rows are unchanged."""
-    return block_matmul(x.mT, transposed(blocks)).mT
-
-
-def add_block_outer_(sums: Blocks, left: Tensor, right: Tensor) -> None:
-    """Add left_jᵀ right_j to each sum (k, b, b), left and right (T, n).
-
-    This is the gradient of G_j for (left, right) = (gradient of z_j G_jᵀ, z_j) or (z_j, gradient of z_j G_j).
-    """
-    for total, left_j, right_j in zip(sums, _columns(left, sums), _columns(right, sums), strict=True):
-        if left.dtype == total.dtype:
-            total.baddbmm_(left_j.mT, right_j)
-        elif _bmm_copies(left, total):
-            for total_i, left_i, right_i in zip(total, left_j, right_j, strict=True):
-                total_i.add_(left_i.mT @ right_i)
-        else:
-            total.add_(left_j.mT @ right_j)
+def rows_of(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
+    """For each run of blocks, its rows of x (..., n, T) as a view (..., k, b, T)."""
+    start = 0
+    for G in blocks:
+        k, b = G.shape[-3], G.shape[-1]
+        yield x[..., start : start + k * b, :].unflatten(-2, (k, b))
+        start += k * b
 
 
 def num_rotated(blocks: Blocks) -> int:
     """Number of dimensions that the blocks rotate."""
     return sum(G.shape[-3] * G.shape[-1] for G in blocks)
-
-
-def _bmm_copies(x: Tensor, G: Tensor) -> bool:
-    """Whether bmm would copy both sides (16-bit floats on a CPU); for small blocks the copies cost less than separate calls."""
-    return x.device.type == "cpu" and x.dtype.itemsize == 2 and G.shape[-1] >= 64
-
-
-def _columns(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
-    """For each run of blocks, its columns of x (..., T, n) as a view (..., k, T, b)."""
-    start = 0
-    for G in blocks:
-        k, b = G.shape[-3], G.shape[-1]
-        yield x[..., start : start + k * b].unflatten(-1, (k, b)).transpose(-3, -2)
-        start += k * b
 
 
 class _Permute(Function):
@@ -145,16 +114,6 @@ _permute = autograd.custom_gradient(_Permute, _gather, differentiable=True)
 def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
     """Permute the last dimension of x (or the rows, dim=-2); an empty order means none. The backward gathers, too."""
     return _permute(x, order, inverse, dim) if len(order) else x
-
-
-def permute_into(y: Tensor, x: Tensor, order: Tensor) -> None:
-    """Permute the last dimension of x (T, n) into y, without a gradient."""
-    if not len(order):
-        y.copy_(x)
-        return
-    if x.dtype.itemsize == 2 and x.device.type == "cpu":  # 16-bit floats would be gathered through float32
-        x, y = x.view(torch.int16), y.view(torch.int16)
-    torch.gather(x, -1, order.expand(*x.shape[:-1], -1), out=y)
 
 
 def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:

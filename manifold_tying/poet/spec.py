@@ -125,7 +125,7 @@ class Permutations(NamedTuple):
     @classmethod
     def of(cls, rows_inverse: Tensor, columns_inverse: Tensor) -> "Permutations":
         """From the inverses, see :func:`places`."""
-        return cls(_inverse(rows_inverse), _inverse(columns_inverse), rows_inverse, columns_inverse)
+        return cls(inverse_order(rows_inverse), inverse_order(columns_inverse), rows_inverse, columns_inverse)
 
 
 def places(order: Tensor, n: int) -> Tensor:
@@ -133,10 +133,11 @@ def places(order: Tensor, n: int) -> Tensor:
     if 0 < len(order) < n:
         others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
         order = torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
-    return _inverse(order)
+    return inverse_order(order)
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse_order(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
     return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
 
 

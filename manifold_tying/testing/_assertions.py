@@ -1,6 +1,6 @@
 """Assertions with tolerances derived from dtype, size and condition number."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ def _require(error: Tensor | float, allowed: float, what: str) -> None:
     error = float(torch.as_tensor(error).max()) if torch.as_tensor(error).numel() else 0.0
     if not error <= allowed:
         raise AssertionError(f"{what} is {error:.3g}; rounding allows {allowed:.3g}")
+
+
+def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    """Each tensor is equal, bit for bit, to its counterpart."""
+    for a, b in zip(actual, expected, strict=True):
+        if not torch.equal(a, b):
+            raise AssertionError(f"{what}: the difference is {float((a - b).abs().max()):.3g}")
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:

@@ -17,6 +17,7 @@ from manifold_tying.parametrizations import (
     OnManifold,
     OrthonormalFactor,
     constraints,
+    manifold_of,
     materialize,
     parametrized,
     spd,
@@ -157,8 +158,8 @@ class ConstraintMachine(RuleBasedStateMachine):
             parts = parametrized(owner)[name]
             constraint: Any = parts[0]
             if isinstance(constraint, OnManifold):
-                manifold = getattr(parts.original, "manifold", None)
-                assert manifold is constraint.manifold, f"the point {name} lost its manifold attribute"
+                manifold = manifold_of(parts.original)
+                assert manifold is constraint.manifold, f"the point {name} is not known as one"
                 if not isinstance(manifold, Stiefel):
                     assert_on_manifold(manifold, _narrow(parts.original.detach()))
                     continue

@@ -45,11 +45,6 @@ def build_model(config: TrainConfig) -> Model:
     """The model on its device, initialized from the run's seed or from a checkpoint."""
     if config.settings.init_from is not None:
         return build_hugging_face_model(config.interface, config.settings, config.seed)
-    return build_reference_model(config).to(config.settings.device)
-
-
-def build_reference_model(config: TrainConfig) -> Llama:
-    """The reference model on torch's default device."""
     shape = config.settings.model
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
@@ -57,7 +52,7 @@ def build_reference_model(config: TrainConfig) -> Llama:
         model = Llama(shape, interface)
     if config.settings.poet:
         equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **_equivalence_options(config.settings))
-    return model
+    return model.to(config.settings.device)
 
 
 def _equivalence_options(settings: Settings) -> dict[str, Any]:

@@ -8,17 +8,16 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from manifold_tying import distributed
 from manifold_tying._json import parsed, read_bytes
+from manifold_tying._safetensors import read_into, whole_shapes
 from manifold_tying.optim import MergeSchedule, RiemannianAdam
 from manifold_tying.training.config import check_same
 from manifold_tying.training.files import Damaged, digest
@@ -126,7 +125,7 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
 
 def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes: Probes | None) -> dict[str, Tensor]:
     """This rank's part of every tensor to load."""
-    shapes = read_shapes(path)
+    shapes = whole_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
     expected = {k: v.shape for k, v in tensors.items()}
     found = {k: shape for k, (shape, _) in shapes.items() if not k.startswith(("optimizer.", "probes."))}
@@ -144,7 +143,7 @@ def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes
         _check_state(path, shapes, optimizer)
         for name in [name for name in shapes if name.startswith("optimizer.")]:
             tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
-    read_tensors(path, tensors)
+    read_into(path, tensors)
     return tensors
 
 
@@ -186,23 +185,3 @@ def advice(path: Path) -> str:
     if older:
         return f"Resume from the one before it with --resume-from {older[-1]}"
     return "There is no older one: start in another folder, or delete it to start over"
-
-
-def read_shapes(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Unsharded shape and dtype of every tensor in the folder."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-    try:
-        metadata: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except SafetensorError as error:
-        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
-    return {name: (found.size, found.properties.dtype) for name, found in metadata.items()}
-
-
-def read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Read this rank's part of each tensor into it. Not collective."""
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
-        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)

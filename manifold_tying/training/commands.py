@@ -1,7 +1,8 @@
-"""The commands train, ablate, report, sample, convert, export and inspect."""
+"""Parse and run the commands train, ablate, report, sample, convert, export and inspect."""
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,16 +11,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from manifold_tying import diagnostics, precision
-from manifold_tying.diagnostics import saved_interface, table_blocks
+from manifold_tying.diagnostics import saved_interface
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock
 from manifold_tying.huggingface.folder import recorded_mark
 from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
-from manifold_tying.training.config import TrainConfig, unused_settings
+from manifold_tying.training.config import Settings, TrainConfig, unused_settings
 from manifold_tying.training.evaluate import health_warnings
 from manifold_tying.training.loop import train
 from manifold_tying.training.processes import Processes, process_group
@@ -29,6 +29,31 @@ from manifold_tying.training.run_data import load_data
 from manifold_tying.training.rundir import METRICS, check_out
 from manifold_tying.training.sample import sample
 from manifold_tying.training.saving import export_model
+
+# tyro shows each section as a group of options.
+_SECTIONS = [(kind.__name__.lower(), kind, field(default_factory=kind)) for kind in Settings.__bases__[::-1]]
+_Sections = make_dataclass("_Sections", _SECTIONS, frozen=True, kw_only=True)
+
+
+def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
+    """Parse the configuration of a command. SystemExit after --help or for a wrong type, ValueError for a wrong value."""
+    names = [field.name for field in fields(kind)]
+    # tyro would print a ValueError in a box, under a name that the user never wrote, so we validate after it.
+    unchecked = make_dataclass(
+        kind.__name__,
+        [("settings", Annotated[_Sections, tyro.conf.arg(name="")])] if "settings" in names else [],
+        bases=(kind,),
+        namespace={"__doc__": kind.__doc__, "__post_init__": lambda self: None},
+        frozen=True,
+        kw_only=True,
+    )
+    prog, config = f"manifold-tying {command}", (tyro.conf.OmitArgPrefixes,)
+    found: Any = tyro.cli(unchecked, prog=prog, args=arguments, config=config)
+    values = {name: getattr(found, name) for name in names}
+    if "settings" in values:
+        values["settings"] = Settings(**{k: v for part in vars(found.settings).values() for k, v in vars(part).items()})
+    return kind(**values)
+
 
 DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
 
@@ -70,8 +95,8 @@ class SampleConfig:
 
 
 def run_sample(config: SampleConfig, console: Console) -> None:
-    options: dict[str, Any] = {"tokens": config.tokens, "temperature": config.temperature, "seed": config.seed}
-    print(sample(config.run, config.prompt, **options))  # rich would wrap the lines
+    text = sample(config.run, config.prompt, tokens=config.tokens, temperature=config.temperature, seed=config.seed)
+    print(text)  # rich would wrap the lines
 
 
 def run_train(config: TrainConfig, console: Console) -> None:
@@ -221,7 +246,7 @@ def interface_numbers(path: Path) -> tuple[list[tuple[str, str, str]], list[str]
     """(label, value, explanation) for each row of the summary of a saved model's token interface, and warnings."""
     (E, W_out, description), pit = saved_interface(path)
     V, d = E.shape
-    squares = [_squared_singular_values(table) for table in (E, W_out.mT)]
+    squares = [torch.linalg.eigvalsh(precision.gram_in_double(table)).clamp_min(0) for table in (E, W_out.mT)]
     ranks = ", ".join(f"{torch.special.entr(part / part.sum()).sum().exp():.1f}" for part in squares)
     numbers = [
         ("token interface", description, ""),
@@ -237,12 +262,3 @@ def interface_numbers(path: Path) -> tuple[list[tuple[str, str, str]], list[str]
     numbers += [(name, f"{value:.2g}", compared) for name, value, compared in consistency.rows()]
     measured = {"cond_transform": condition, "delta_ti": consistency.delta_ti} if pit is not None else {}
     return numbers, list(health_warnings(measured).values())
-
-
-def _squared_singular_values(table: Tensor) -> Tensor:
-    """Of a tall table, ascending, from its float64 Gram matrix, a block of rows at a time."""
-    d = table.shape[1]
-    gram = torch.zeros(d, d, dtype=torch.float64)
-    for rows in table_blocks(table):
-        gram += precision.gram(rows)
-    return torch.linalg.eigvalsh(gram).clamp_min(0)

@@ -1,19 +1,16 @@
 """Progress bars with loss, tokens per second and the consistency of a PIT interface."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from manifold_tying.training.loop import Observer
 
-
-class Started(Protocol):
-    """Called before a run; returns its observer."""
-
-    def __call__(self, name: str, index: int, count: int, steps: int | None = None) -> Observer: ...
+Started = Callable[..., Observer]
+"""Called before a run with its name, index, number of runs and perhaps steps; returns its observer."""
 
 
 @contextmanager

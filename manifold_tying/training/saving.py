@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manifold_tying import distributed
+from manifold_tying._safetensors import read_into, whole_shapes
 from manifold_tying.optim import MergeSchedule
 from manifold_tying.training import checkpoint as reading
 from manifold_tying.training.files import digest, flush_to_disk
@@ -103,9 +104,9 @@ def export_model(path: Path, out: Path) -> None:
     """Write a checkpoint's model, unsharded, to ``OUT/model.safetensors``, and its configuration to ``OUT/state.json``."""
     state = reading.read_state(path)
     reading.check_files(path, state)
-    found = {k: v for k, v in reading.read_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
+    found = {k: v for k, v in whole_shapes(path).items() if not k.startswith(("optimizer.", "probes."))}
     tensors = {k: torch.empty(shape, dtype=dtype) for k, (shape, dtype) in found.items()}
-    reading.read_tensors(path, tensors)
+    read_into(path, tensors)
     out.mkdir(parents=True, exist_ok=True)
     content = {"format": reading.FORMAT, "step": state["step"], "config": state["config"]}
     _make_empty(draft := out.with_name(f".{out.name}.draft"))

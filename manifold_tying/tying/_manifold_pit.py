@@ -142,7 +142,8 @@ class ManifoldPIT(PIT):
         Z, L = stored["memory"].original, stored["cholesky_factor"].original
         cast(Stiefel, stored["memory"][0].manifold).random_(Z)
         eye = torch.eye(self.hidden_size, dtype=L.dtype, device=L.device)
-        distributed.copy_rows_(L, cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye))
+        start = cast(CholeskyFactor, stored["cholesky_factor"][0]).right_inverse(eye)
+        distributed.to_local(L).copy_(distributed.shard_like(start, L))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.memory.dtype

@@ -78,6 +78,9 @@ def tied_std(hidden_size: int) -> float:
 class _PlainTables(TokenInterface):
     """E and W_outᵀ are tables (V, d); the second is multiplied by a learned exp(``log_scale``) if there is one."""
 
+    _names: tuple[str, str]
+    """The parameters E and W_outᵀ."""
+
     def __init__(self, vocab_size: int, hidden_size: int, std: float, logit_scale: bool) -> None:
         super().__init__(vocab_size, hidden_size)
         self.std = std
@@ -85,19 +88,17 @@ class _PlainTables(TokenInterface):
         self.log_scale = nn.Parameter(torch.zeros(1)) if logit_scale else None
 
     @property
-    @abstractmethod
-    def _embedding(self) -> Tensor: ...
+    def _embedding(self) -> Tensor:
+        return getattr(self, self._names[0])
 
     @property
-    @abstractmethod
-    def _head(self) -> Tensor: ...
+    def _head(self) -> Tensor:
+        return getattr(self, self._names[1])
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        return (
-            hidden
-            if self.log_scale is None
-            else hidden * distributed.full_tensor(self.log_scale).exp().to(hidden.dtype)
-        )
+        if self.log_scale is None:
+            return hidden
+        return hidden * distributed.full_tensor(self.log_scale).exp().to(hidden.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.vocab_size)
@@ -137,20 +138,14 @@ class Untied(_PlainTables):
         logit_scale: multiply the logits by a learned exp(``log_scale``), initially 1.
     """
 
+    _names = "embedding", "head"
+
     def __init__(
         self, vocab_size: int, hidden_size: int, *, std: float = INITIAL_STD, logit_scale: bool = False
     ) -> None:
         super().__init__(vocab_size, hidden_size, std, logit_scale)
         self.embedding = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
         self.head = nn.Parameter(torch.randn(vocab_size, hidden_size) * std)
-
-    @property
-    def _embedding(self) -> Tensor:
-        return self.embedding
-
-    @property
-    def _head(self) -> Tensor:
-        return self.head
 
 
 class TransposeTying(_PlainTables):
@@ -167,6 +162,8 @@ class TransposeTying(_PlainTables):
     Raises:
         ValueError: input_gradient_scale negative or not finite.
     """
+
+    _names = "weight", "weight"
 
     def __init__(
         self,
@@ -187,14 +184,5 @@ class TransposeTying(_PlainTables):
         rows = super().embed(ids)
         if self.input_gradient_scale == 1.0:
             return rows
-        return rows.detach().lerp(
-            rows, self.input_gradient_scale
-        )  # between equals: the rows, and a part of the gradient
-
-    @property
-    def _embedding(self) -> Tensor:
-        return self.weight
-
-    @property
-    def _head(self) -> Tensor:
-        return self.weight
+        # Between equals: the rows, and a part of the gradient.
+        return rows.detach().lerp(rows, self.input_gradient_scale)

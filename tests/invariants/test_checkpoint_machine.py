@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from manifold_tying import distributed
+from manifold_tying._safetensors import read_into, whole_shapes
 from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.training import checkpoint as reading
 from manifold_tying.training import saving
-from manifold_tying.training.checkpoint import read_shapes, read_tensors
 from manifold_tying.training.files import digest
 from manifold_tying.tying import shard_model
 
@@ -185,8 +185,8 @@ def full_disk(moment: int, *, at_the_name: bool) -> Iterator[Any]:
 def split(path: Path, processes: int) -> None:
     """Save a checkpoint again as so many processes would: rows in torch.chunk's shares, with their place beside them."""
     state = reading.read_state(path)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in read_shapes(path).items()}
-    read_tensors(path, tensors)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in whole_shapes(path).items()}
+    read_into(path, tensors)
     for file in path.glob("*.safetensors"):
         file.unlink()
     files = {}

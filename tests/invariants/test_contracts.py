@@ -23,6 +23,8 @@ from manifold_tying import (
     Untied,
     constrain,
     equivalence,
+    low_rank,
+    orthogonal,
     spd,
     sphere,
     stiefel,
@@ -192,6 +194,15 @@ def test_orthonormal_weights(constraint: str, layer: str) -> None:
     mtt.check_parametrization(lambda module: ORTHONORMAL[constraint](module, name), make(), name, holds=holds)
 
 
+@pytest.mark.parametrize("map", ["polar", "cayley"])
+def test_rotations(map: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        mtt.assert_orthonormal(weight)
+        assert torch.linalg.det(weight) > 0
+
+    mtt.check_parametrization(lambda layer: orthogonal(layer, map=map, special=True), nn.Linear(3, 3), holds=holds)
+
+
 @pytest.mark.parametrize("of", RADII)
 def test_weights_of_given_norms(of: Any) -> None:
     def holds(weight: Tensor) -> None:
@@ -209,6 +220,17 @@ def test_spd_weights(diagonal: Any) -> None:
     mtt.check_parametrization(
         lambda layer: spd(layer, "weight", diagonal=diagonal), nn.Linear(4, 4), holds=mtt.assert_spd
     )
+
+
+@pytest.mark.parametrize("spectrum", ["free", "fixed", "equal"])
+def test_weights_of_low_rank(spectrum: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        values = torch.linalg.svdvals(weight.double())
+        assert values[2:].max() <= 1e-6 * values[0]
+        if spectrum == "equal":
+            torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=0)
+
+    mtt.check_parametrization(lambda layer: low_rank(layer, rank=2, spectrum=spectrum), nn.Linear(4, 5), holds=holds)
 
 
 @pytest.mark.parametrize("scheme", ["block", "full"])

@@ -12,7 +12,7 @@ import tyro
 from benchmarks._command import select
 from benchmarks.gpu import Options, pieces, run
 from manifold_tying.training import AblateConfig
-from manifold_tying.training.arguments import parsed
+from manifold_tying.training.commands import parsed
 
 
 def script(*lines: str) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from manifold_tying import PIT, kernels, linalg
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
+from manifold_tying.parametrizations import manifold_of
 from manifold_tying.training import Settings, TrainConfig, resolve
 from manifold_tying.training.build import build_merges, build_model, build_optimizer
 from manifold_tying.tying import linear_cross_entropy
@@ -96,6 +97,7 @@ def test_tf32_does_not_reach_what_decides(precision: str) -> None:
 
 LAYERS: dict[str, Callable[[nn.Module], Any]] = {
     **{name: ORTHONORMAL[name] for name in ("stiefel", "polar", "qr", "cayley", "cayley-neumann")},
+    "low rank": lambda layer: mt.low_rank(layer, rank=4),
     "equivalence": lambda layer: mt.equivalence(layer, block_size=5, terms=2),
     "equivalence, exact": lambda layer: mt.equivalence(layer, block_size=5, terms=None),
     "equivalence, full": lambda layer: mt.equivalence(layer, scheme="full", fraction=0.5),
@@ -107,7 +109,7 @@ def test_constrained_layers(name: str) -> None:
     """Output, gradients and, after a step and a merge, the weight; a few tokens and more than the layer has columns."""
     layer = LAYERS[name](nn.Linear(24, 16, dtype=torch.float64))
     for p in layer.parameters():
-        if not hasattr(p, "manifold"):  # a point stays one
+        if manifold_of(p) is None:  # a point stays one
             p.data += 0.01 * torch.randn_like(p)
     for tokens in (3, 200):
         x, results = torch.randn(tokens, 24, dtype=torch.float64), []

@@ -67,7 +67,9 @@ def prepare(
     """
     if tokens_needed is not None and tokens_needed < 1:
         raise ValueError(f"expected tokens_needed to be positive, got {tokens_needed}")
-    given = None if tokenizer is None else _read_tokenizer(Path(tokenizer))
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise ValueError(f"expected tokenizer to be the path of a tokenizer.json, found no file {tokenizer}")
+    given = None if tokenizer is None else Path(tokenizer).read_bytes()
     kind, _, rest = spec.partition(":")
     if kind == "tokens":
         return _check_given(Path(rest).expanduser(), vocab_size, given)
@@ -92,12 +94,6 @@ def prepare(
                     shutil.rmtree(draft, ignore_errors=True)
     open_tokens(final)
     return final
-
-
-def _read_tokenizer(path: Path) -> bytes:
-    if not path.is_file():
-        raise ValueError(f"expected tokenizer to be the path of a tokenizer.json, found no file {path}")
-    return path.read_bytes()
 
 
 def _check_given(directory: Path, vocab_size: int, given: bytes | None) -> Path:

@@ -63,7 +63,7 @@ def outcome(layer: Any, forward: Any, x: Tensor, cotangent: Tensor) -> list[Tens
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers take the path that is for GPUs, here as well."""
-    monkeypatch.setattr("manifold_tying.poet.parametrization.is_for_gpu", lambda *_: True)
+    monkeypatch.setattr("manifold_tying.poet.parametrization.uses_triton", lambda *_: True)
 
 
 @pytest.mark.usefixtures("on_gpu")

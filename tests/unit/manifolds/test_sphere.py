@@ -94,8 +94,8 @@ def test_norms_do_not_overflow() -> None:
     ("make", "advice"),
     [
         (lambda: Sphere("row"), "unknown of='row'; choose one of rows, columns, matrix"),  # type: ignore[arg-type]
-        (lambda: Sphere(radius=0.0), "positive, finite float or a tensor of them, got 0.0"),
-        (lambda: Sphere(radius=torch.tensor([1.0, math.inf])), "positive, finite float"),
+        (lambda: Sphere(radius=0.0), "a float from 1e-15 to 1e15 or a tensor of them, got 0.0"),
+        (lambda: Sphere(radius=torch.tensor([1.0, math.inf])), "a float from 1e-15 to 1e15"),
         (lambda: Sphere(radius=torch.ones(3, 1)).random(4, 2), r"norms of shape \(4, 1\), but radius \(3, 1\)"),
         (lambda: mt.sphere(nn.Embedding(5, 3, padding_idx=0)), "rows of Embedding.weight .* but 1 of 5 are zero"),
         (
@@ -193,20 +193,42 @@ def test_layers_with_their_own_norms_are_one_group_and_move_as_if_alone(monkeypa
     assert len(calls) == 3 + 9
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         close(one.detach(), other.detach(), 1e-6)
-    assert [tuple(together.state[p]["exp_avg_sq"].shape) for p in groups[0]["params"]] == [(6, 1)] * 3
+
+
+@pytest.mark.parametrize("of", ["rows", "columns", "matrix"])
+@pytest.mark.parametrize("size", [8, 200])  # moved as one stack, and each alone
+def test_a_step_is_adams_of_the_projected_gradient_then_normalized(of: Any, size: int) -> None:
+    torch.manual_seed(0)
+    layers: list[Any] = [mt.sphere(nn.Linear(size, 4 * size, bias=False, dtype=torch.float64), of=of) for _ in range(2)]
+    shadows = [nn.Parameter(layer.weight.detach().clone()) for layer in layers]
+    dims = {"rows": (-1,), "columns": (-2,), "matrix": (-2, -1)}[of]
+    lengths = [X.detach().norm(dim=dims, keepdim=True) for X in shadows]
+    ours = RiemannianAdam([p for layer in layers for p in layer.parameters()], lr=0.05)
+    theirs = torch.optim.Adam(shadows, lr=0.05)
+    for _ in range(4):
+        for layer, X, radius in zip(layers, shadows, lengths, strict=True):
+            (stored,) = layer.parameters()
+            stored.grad = torch.randn_like(stored)
+            G = stored.grad
+            X.grad = G - X.detach() * (X.detach() * G).sum(dims, keepdim=True) / radius**2
+        ours.step()
+        theirs.step()
+        for layer, X, radius in zip(layers, shadows, lengths, strict=True):
+            X.data.mul_(radius / X.data.norm(dim=dims, keepdim=True))
+            close(layer.weight.detach(), X.detach(), 1e-13)
 
 
 def test_layer_and_step_compile() -> None:
-    layer = mt.sphere(nn.Linear(6, 4))
+    layer = mt.sphere(nn.Linear(6, 4, bias=False, dtype=torch.float64))
     optimizer = RiemannianAdam(layer.parameters(), lr=torch.tensor(0.1))
-    assert_one_graph(layer, torch.randn(3, 6))
+    assert_one_graph(layer, torch.randn(3, 6, dtype=torch.float64))
     other = copy.deepcopy(layer)
     plain = RiemannianAdam(other.parameters(), lr=torch.tensor(0.1))
     compiled = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 6)
+    x = torch.randn(3, 6, dtype=torch.float64)
     for _ in range(3):
         for built, step in ((layer, compiled), (other, plain.step)):
             built.zero_grad()
             built(x).square().mean().backward()
             step()
-    close(layer.weight.detach(), other.weight.detach(), 1e-6)
+    close(layer.weight.detach(), other.weight.detach(), 1e-12)

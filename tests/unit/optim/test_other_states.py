@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ PUT_ON: dict[str, Callable[[nn.Linear], Any]] = {
     "plain": lambda layer: layer,
     "stiefel": mt.stiefel,
     "rows": mt.sphere,
+    "theirs": lambda layer: mt.constrain(layer, "weight", geoopt.Sphere()),  # one second moment per row
     "columns": lambda layer: mt.sphere(layer, of="columns"),
 }
 
@@ -28,7 +30,7 @@ def stepped(name: str, make: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("rows", "stiefel"), ("stiefel", "rows"), ("rows", "columns"), ("rows", "plain")]
+    ("saved", "loaded"), [("theirs", "stiefel"), ("stiefel", "theirs"), ("theirs", "columns"), ("theirs", "plain")]
 )
 def test_a_state_of_another_constraint_is_refused(saved: str, loaded: str) -> None:
     _, other = stepped(saved, RiemannianAdam)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.poet import Equivalence, linear
+from manifold_tying.poet import Equivalence, columns
 from manifold_tying.poet.linear import poet_linear, prefers_input_centric
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
@@ -145,13 +145,12 @@ def test_the_weight_and_its_gradient_are_those_of_the_dense_product(layer: str, 
 def test_the_linear_layer_and_its_gradients(
     scheme: str, input_centric: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_MIN_CHUNK_TOKENS", 4)  # ten tokens are processed in blocks of 4, 4 and 2
-    monkeypatch.setattr(linear, "_CHUNK_ENTRIES", 0)
+    monkeypatch.setattr(columns, "_CHUNK_TOKENS", 4)  # ten tokens are processed in blocks of 4, 4 and 2
     module: Any = equivalence(nn.Linear(9, 7, bias=bias), **SCHEMES[scheme]).double()
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    y = poet_linear(x, part.ordered_base, vector, part.spec, part.perms, module.bias, input_centric=input_centric)
+    y = poet_linear(x, part.ordered_base, vector, part.spec, part.places, module.bias, input_centric=input_centric)
     C = torch.randn_like(y)
     leaves = [x, vector, module.bias] if bias else [x, vector]
     dense = F.linear(x, dense_weight(module, vector), module.bias)
@@ -496,8 +495,8 @@ def test_W_and_the_maps_to_blocks_stay_in_full_precision(terms: int | None) -> N
     for input_centric in (True, False):
         found.clear()
         with Record():
-            W0, spec, perms = part.ordered_base, part.spec, part.perms
-            poet_linear(x, W0, vector, spec, perms, input_centric=input_centric).sum().backward()
+            W0, spec, places = part.ordered_base, part.spec, part.places
+            poet_linear(x, W0, vector, spec, places, input_centric=input_centric).sum().backward()
         assert found == {(False, "ieee"), (True, "bf16")}  # those with x are as nn.Linear's
     found.clear()
     with Record():

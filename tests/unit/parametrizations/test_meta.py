@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from manifold_tying import PIT, TransposeTying, equivalence, orthogonal, spd, stiefel
+from manifold_tying import PIT, TransposeTying, equivalence, isospectral, low_rank, orthogonal, spd, stiefel
 from manifold_tying.parametrizations import materialize
 
 V, D = 50, 8
@@ -21,6 +21,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "cayley": lambda: orthogonal(nn.Linear(D, 12), map="cayley"),
     "cayley-neumann": lambda: orthogonal(nn.Linear(D, D), map="cayley-neumann"),
     "stiefel": lambda: stiefel(nn.Linear(D, 12)),
+    "low rank": lambda: low_rank(nn.Linear(D, 12), rank=2),
+    "isospectral": lambda: isospectral(nn.Linear(D, 12)),
     "spd": lambda: spd(nn.Linear(D, D), "weight", bounds=(0.1, 10.0)),
     "equivalence": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=2),
     "equivalence, exact": lambda: equivalence(nn.Linear(D, 12), block_size=4, terms=None),
@@ -70,7 +72,7 @@ def test_up_from_the_meta_device(name: str) -> None:
     real = MODELS[name]()
     with torch.no_grad():
         for p in real.parameters():
-            if not name.startswith(("stiefel", "PIT")):
+            if not name.startswith(("stiefel", "low", "iso", "PIT")):
                 p.add_(0.1 * torch.randn_like(p))
     for assign in (False, True):
         with torch.device("meta"):

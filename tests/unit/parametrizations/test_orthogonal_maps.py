@@ -56,3 +56,25 @@ def test_the_cayley_map_of_large_skew_matrices(b: int, size: float) -> None:
     (expected,) = torch.autograd.grad(linalg.cayley(wide), wide, cotangent.double())
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_special_weights_are_rotations_wherever_their_tensor_goes(map: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.diag(torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0])) @ torch.linalg.qr(layer.weight).Q)
+        layer.weight[0] *= -torch.linalg.det(layer.weight).sign()  # a reflection
+        U, _, Vh = torch.linalg.svd(layer.weight)
+        U[:, -1] *= -1
+    module: Any = mt.orthogonal(layer, map=map, special=True)
+    torch.testing.assert_close(module.weight, U @ Vh)  # the nearest rotation
+    for seed in range(20):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            stored(module).normal_(std=3)
+        assert linalg.defect(module.weight.detach()) < 1e-6 and torch.linalg.det(module.weight) > 0.99
+    module.weight = -module.weight.detach()
+    assert torch.linalg.det(module.weight) > 0.99
+    with pytest.raises(ValueError, match=r"expected Linear.weight \(3, 5\) to be square for special=True"):
+        mt.orthogonal(nn.Linear(5, 3), map=map, special=True)

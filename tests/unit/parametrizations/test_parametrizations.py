@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations, parametrize
 from manifold_tying import equivalence, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import param_groups
-from manifold_tying.parametrizations import constraints
+from manifold_tying.parametrizations import constraints, manifold_of
 
 # name: how to build the layer, and the constrained tensor
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -53,7 +53,7 @@ def perturb(module: nn.Module, name: str = "weight", size: float = 0.1) -> None:
     with torch.no_grad():
         point = stored(module, name)
         step = size * torch.randn_like(point)
-        on_manifold = isinstance(getattr(point, "manifold", None), Stiefel)
+        on_manifold = isinstance(manifold_of(point), Stiefel)
         point.copy_(Stiefel().move(point, step) if on_manifold else point + step)
 
 
@@ -90,7 +90,7 @@ def test_materialize_leaves_plain_weights(layer: str, constraint: str) -> None:
     assert materialize(module) is module  # to the same weight, by check_parametrization
     weight = getattr(module, name)
     assert type(weight) is nn.Parameter and weight.requires_grad and weight.is_contiguous()
-    assert not hasattr(weight, "manifold") and list(constraints(module)) == []
+    assert manifold_of(weight) is None and list(constraints(module)) == []
     # The gradient was that of the stored tensor, of another shape perhaps: a step with it would be wrong or fail.
     assert weight.grad is None
     getattr(module, name).sum().backward()
@@ -425,6 +425,6 @@ def test_a_point_stays_one_when_torch_swaps_tensors() -> None:
     try:
         for use in uses:
             use()
-            assert isinstance(getattr(stored(layer), "manifold", None), Stiefel)
+            assert isinstance(manifold_of(stored(layer)), Stiefel)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)

@@ -162,7 +162,8 @@ def test_impossible_blocks_are_refused() -> None:
     module = nn.LSTM(5, H)
     before = {name: p.clone() for name, p in module.named_parameters()}
     impossible: list[Any] = [0, -1, 1.5, True, "4", 5]
-    for put_on, blocks in itertools.product((mt.stiefel, mt.orthogonal), impossible):
+    constraints: list[Any] = [mt.stiefel, mt.orthogonal]
+    for put_on, blocks in itertools.product(constraints, impossible):
         rows = "divide the 24 rows of LSTM.weight_hh_l0"
         with pytest.raises(ValueError, match=rows if blocks == 5 else "expected blocks to be an integer >= 1"):
             put_on(module, "weight_hh_l0", blocks=blocks)
