@@ -5,40 +5,37 @@ Knopp (1967), the implicit gradient of Luise et al. (2018), elimination without 
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from manifold_tying.linalg._cayley import cayley
 from manifold_tying.precision import check_square, compute_dtype, full_precision
-
-_STEPS = 300  # normal entries times 1e6, 64 x 64, take 40
-_RANGE = 20.0  # of log entries from which matrices are solved at a higher temperature first
-_FAST = 16  # up to this size elimination on whole batches beats LAPACK
-_ENTRIES = 2**18  # of a part of the batch, for a CPU's cache
 
 
 def sinkhorn(M: Tensor) -> Tensor:
     """P = diag(eᵘ) e^M diag(eᵛ) of M (..., n, n): positive, and rows and columns sum to 1 to rounding.
 
     Rounds of Sinkhorn and Newton steps on u, to convergence. Entries more than 20 apart are reached from M/2ᵏ by doubling. The
-    gradient is implicit, one n x n system, and can be differentiated again in reverse mode; there is no forward mode. Other
-    dtypes than float64 are computed in float32. NaN makes its matrix NaN. The host waits for a GPU at each Newton step, mostly
-    2 to 5. Compiled and exported code calls it as an operator of this package.
+    gradient is implicit, one n x n system. It has derivatives of any order in reverse mode, compiled code the first ones; there
+    is no forward mode, and an exported program, which needs this package, has no gradient. Other dtypes than float64 are
+    computed in float32. NaN makes its matrix NaN. The host waits for a GPU at each Newton step, mostly 2 to 5.
 
     Raises:
         ValueError: M is not square or not floating, or has an infinite entry.
         ArithmeticError: no convergence in 300 steps; no finite M is known to cause it.
     """
     check_square(M)
-    return _balance(M.to(compute_dtype(M.dtype))).to(M.dtype)
+    return cast(Tensor, _Sinkhorn.apply(M.to(compute_dtype(M.dtype)))).to(M.dtype)
 
 
 def orthostochastic(A: Tensor) -> Tensor:
     """R ∘ R with R = (I - K)⁻¹(I + K), K = (A - Aᵀ)/2, of A (..., n, n): doubly stochastic by construction.
 
-    Computed in float64 or float32. ValueError if A is not square or not floating. The gradient is 0 where R ∘ R is a
-    permutation: at symmetric A, such as 0, it is the identity.
+    Computed in float64 or float32, with the rounding of :func:`cayley`, which grows with ‖A‖². ValueError if A is not square or
+    not floating. The gradient is 0 where R ∘ R is a permutation: at symmetric A, such as 0, it is the identity.
     """
     check_square(A)
     W = A.to(compute_dtype(A.dtype))
@@ -54,30 +51,40 @@ def _balance(M: Tensor) -> Tensor:
 
 _balance.register_fake(lambda M: M.new_empty(M.shape))
 _balance.register_vmap(lambda info, dims, M: (_balance(M.movedim(dims[0], 0)), 0))
-_balance.register_autograd(
-    lambda ctx, grad: _in_parts(_tangent, *ctx.saved_tensors, grad),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
+
+
+class _Sinkhorn(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(M: Tensor) -> Tensor:
+        return _balance(M)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _in_parts(_tangent, *ctx.saved_tensors, grad)
 
 
 def _in_parts(function: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
-    """A function of batches (n, n, b) on matrices (..., n, n)."""
-    n = matrices[0].shape[-1]
-    batches = [A.reshape(-1, n, n) for A in matrices]
-    size = len(batches[0]) if torch.compiler.is_compiling() else max(1, _ENTRIES // n**2)
+    shape, n = matrices[0].shape, matrices[0].shape[-1]
+    size = max(1, shape.numel() if torch.compiler.is_compiling() else 2**18 // n**2)  # which a CPU's cache holds
     with full_precision(matrices[0].device):
-        parts = zip(*(A.split(size) for A in batches), strict=True)
+        parts = zip(*(A.reshape(-1, n, n).split(size) for A in matrices), strict=True)
         found = [function(*(A.movedim(0, -1).contiguous() for A in part)).movedim(-1, 0) for part in parts]
-    return torch.cat(found).reshape(matrices[0].shape)
+    return torch.cat(found).reshape(shape)
 
 
 def _balanced(M: Tensor) -> Tensor:
     """P of M (n, n, b)."""
     L = M - M.amax(1, keepdim=True)
     L = L - L.amax(0, keepdim=True)
-    heat = _RANGE / (-L.amin((0, 1))).clamp_min(_RANGE)
+    heat = 20 / (-L.amin((0, 1))).clamp_min(20)  # a wider range is approached from a higher temperature
     P = (L * heat).exp()
-    for _ in range(_STEPS):
+    for _ in range(300):  # normal entries times 1e6, 64 x 64, take 40
         for _ in range(5):  # columns first, else Newton's step on the rows would be undone
             P = P / P.sum(0)
             P = P / P.sum(1, keepdim=True)
@@ -91,7 +98,7 @@ def _balanced(M: Tensor) -> Tensor:
         if (heat < 1).any():  # matrices that are near to balance double M
             factor = torch.where(off < 0.1, 2.0, 1.0).minimum(1 / heat)
             P, heat = P**factor, heat * factor
-    raise ArithmeticError(f"e^M is not doubly stochastic after {_STEPS} steps; make the entries of M smaller")
+    raise ArithmeticError("e^M is not doubly stochastic after 300 steps; make the entries of M smaller")
 
 
 def _tangent(P: Tensor, G: Tensor) -> Tensor:
@@ -104,15 +111,14 @@ def _tangent(P: Tensor, G: Tensor) -> Tensor:
 
 def _solve(P: Tensor, y: Tensor) -> Tensor:
     """x with (diag(P 1) - P Pᵀ) x = y, for P whose columns sum to 1 and y that sums to 0, (n, n, b) and (n, b)."""
-    if len(P) > _FAST:
+    if len(P) > 16:  # below, elimination on whole batches beats LAPACK
         Q = P.movedim(-1, 0)
         A = torch.diag_embed(Q.sum(-1) + 4 * torch.finfo(P.dtype).eps) - Q @ Q.mT + 1 / len(P)  # Q Qᵀ 1 = Q 1
         return torch.linalg.solve_ex(A, y.mT)[0].mT
     W = P[:, None, 0] * P[:, 0]
     for k in range(1, len(P)):
         W = torch.addcmul(W, P[:, None, k], P[:, k])
-    x = _eliminate(W, y)
-    return x - x.mean(0)
+    return _eliminate(W, y)
 
 
 def _eliminate(W: Tensor, y: Tensor) -> Tensor:

@@ -28,15 +28,15 @@ class DoublyStochastic(Constraint):
         return (linalg.sinkhorn if self.map == "sinkhorn" else linalg.orthostochastic)(stored).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        if self.map == "orthostochastic":
-            if "form" in self._buffers:
-                raise ValueError("an orthostochastic weight cannot be assigned; load a state dict, or use map='sinkhorn'")
-            return weight
         if autograd.has_data(weight):
             precision.check_finite(weight)
-        largest, info = weight.abs().amax((-2, -1), keepdim=True), torch.finfo(weight.dtype)
+        if self.map == "orthostochastic":
+            if "form" not in self._buffers:  # the first weight
+                return weight
+            raise ValueError("an orthostochastic weight cannot be assigned; load a state dict, or use map='sinkhorn'")
+        largest, eps = weight.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30), torch.finfo(weight.dtype).eps
         signed = weight.amin((-2, -1), keepdim=True) < -1e-3 * largest
-        return torch.where(signed, weight, weight.maximum((info.eps * largest).clamp_min(info.tiny)).log())
+        return torch.where(signed, weight, weight.maximum(eps * largest).log())
 
 
 def doubly_stochastic(module: M, name: str = "weight", *, map: DoublyStochasticMap = "sinkhorn") -> M:
@@ -45,21 +45,17 @@ def doubly_stochastic(module: M, name: str = "weight", *, map: DoublyStochasticM
     "sinkhorn" scales e^Y (:func:`manifold_tying.linalg.sinkhorn`) and reaches every positive one. The given weight W and every
     assigned one are scaled: Y = log W, where entries below eps times the largest, 1e-7 in float32, are raised to that. So a
     doubly stochastic W is kept to rounding, and W = 0 becomes 1/n. Entries of the identity hardly have a gradient: start from
-    0.9 I + 0.1/n, say. A W with negative entries (below -0.001 of the largest), such as nn.Linear's default, is not near any:
-    it becomes Y itself.
+    0.9 I + 0.1/n, say. A W with an entry below -0.001 of the largest, such as nn.Linear's default, is near none: it becomes Y.
 
     "orthostochastic" squares the entries of a rotation (:func:`manifold_tying.linalg.orthostochastic`): exact, without
     iterations, zeros are possible. The given weight becomes Y; a symmetric one gives the identity, where the gradient is 0.
     From n = 3 on some doubly stochastic matrices are no such squares, so assigning a weight is refused.
 
     Raises:
-        ValueError: unknown map; the weight is not square, or for "sinkhorn" not finite; ``name`` as for :func:`stiefel`.
+        ValueError: unknown map; the weight is not square or not finite; ``name`` as for :func:`stiefel`.
     """
     if map not in get_args(DoublyStochasticMap):
         raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(DoublyStochasticMap))}")
-    shape = Layout.of(module, name).shape
-    if shape[-1] != shape[-2]:
-        raise ValueError(
-            f"expected {type(module).__name__}.{name} to be square, got {tuple(shape)}; choose another shape"
-        )
-    return register(module, name, DoublyStochastic(getattr(module, name).dtype, map))
+    Layout.of(module, name)
+    precision.check_square(weight := getattr(module, name))
+    return register(module, name, DoublyStochastic(weight.dtype, map))
