@@ -5,7 +5,7 @@ Knopp (1967), the implicit gradient of Luise et al. (2018), elimination without 
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,18 +55,9 @@ _balance.register_vmap(lambda info, dims, M: (_balance(M.movedim(dims[0], 0)), 0
 
 class _Sinkhorn(Function):
     generate_vmap_rule = True
-
-    @staticmethod
-    def forward(M: Tensor) -> Tensor:
-        return _balance(M)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _in_parts(_tangent, *ctx.saved_tensors, grad)
+    forward = staticmethod(lambda M: _balance(M))
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(output))
+    backward = staticmethod(lambda ctx, grad: _in_parts(_tangent, *ctx.saved_tensors, grad))
 
 
 def _in_parts(function: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
@@ -85,10 +76,8 @@ def _balanced(M: Tensor) -> Tensor:
     heat = 20 / (-L.amin((0, 1))).clamp_min(20)  # a wider range is approached from a higher temperature
     P = (L * heat).exp()
     for _ in range(300):  # normal entries times 1e6, 64 x 64, take 40
-        for _ in range(5):  # columns first, else Newton's step on the rows would be undone
-            P = P / P.sum(0)
-            P = P / P.sum(1, keepdim=True)
-        P = P / P.sum(0)
+        for dim in (0, 1) * 5 + (0,):  # columns first, else Newton's step on the rows would be undone
+            P = P / P.sum(dim, keepdim=True)
         excess = 1 - P.sum(1)
         off = excess.abs().amax(0)
         if not ((heat < 1) | (off > 8 * torch.finfo(P.dtype).eps)).any():
