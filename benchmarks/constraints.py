@@ -93,7 +93,7 @@ def sphere_row(of: str, d: int, options: Options) -> Row:
         layers = nn.ModuleList(nn.Linear(d, d, bias=False, device=options.device) for _ in range(LAYERS))
         if constrained:
             for layer in layers:
-                mt.sphere(layer, of=of, radius=1.0)  # type: ignore[type-var, arg-type]
+                mt.sphere(layer, of=of, radius=1.0)  # type: ignore[arg-type]
         optimizer = RiemannianAdam(param_groups(layers)) if constrained else torch.optim.AdamW(layers.parameters())
         for seed, p in enumerate(layers.parameters()):
             p.grad = options.normal(seed, d, d)
