@@ -43,6 +43,11 @@ HOT_PATHS = (
     ("poet_step", "", "poet-block 256, two terms, compiled", "the same, compiled", "adamw, compiled", "AdamW, compiled"),
     ("poet_step", "", "poet-block 64", "block, b = 64", "adamw", "AdamW"),
     ("poet_step", "", "poet-full 1/2", "full 1/2", "adamw", "AdamW"),
+    (
+        "constraints", "doubly stochastic batch", "ours, compiled", "`linalg.sinkhorn`, compiled",
+        "20 rounds, compiled", "20 rounds of Sinkhorn, compiled",
+    ),
+    ("constraints", "constrained layer or step", "ours", "`low_rank`, `sphere`", "plain", "`nn.Linear`, AdamW"),
 )  # fmt: skip
 ORDER = tuple(dict.fromkeys(path[0] for path in HOT_PATHS))
 

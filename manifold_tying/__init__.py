@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
     from manifold_tying.manifolds import Sphere as Sphere
     from manifold_tying.manifolds import Stiefel as Stiefel
     from manifold_tying.parametrizations import constrain as constrain
+    from manifold_tying.parametrizations import doubly_stochastic as doubly_stochastic
     from manifold_tying.parametrizations import isospectral as isospectral
     from manifold_tying.parametrizations import low_rank as low_rank
     from manifold_tying.parametrizations import materialize as materialize
@@ -64,7 +65,7 @@ _PACKAGES = (
 _HOMES = {
     **dict.fromkeys(("SPD", "Sphere", "Stiefel"), "manifolds"),
     **dict.fromkeys(("constrain", "isospectral", "low_rank", "materialize", "orthogonal"), "parametrizations"),
-    **dict.fromkeys(("project", "spd", "sphere", "stiefel"), "parametrizations"),
+    **dict.fromkeys(("doubly_stochastic", "project", "spd", "sphere", "stiefel"), "parametrizations"),
     **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),

@@ -19,4 +19,6 @@ from manifold_tying.linalg._reorthonormalize import defect as defect
 from manifold_tying.linalg._reorthonormalize import orthonormalize_rows_ as orthonormalize_rows_
 from manifold_tying.linalg._reorthonormalize import reorthonormalize as reorthonormalize
 from manifold_tying.linalg._reorthonormalize import reorthonormalize_ as reorthonormalize_
+from manifold_tying.linalg._sinkhorn import orthostochastic as orthostochastic
+from manifold_tying.linalg._sinkhorn import sinkhorn as sinkhorn
 from manifold_tying.linalg._spd_log import spd_log as spd_log

@@ -5,6 +5,7 @@ from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
 from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
 from manifold_tying.parametrizations._constraint import Constraint as Constraint
 from manifold_tying.parametrizations._constraint import dtype_after as dtype_after
+from manifold_tying.parametrizations._doubly_stochastic import doubly_stochastic as doubly_stochastic
 from manifold_tying.parametrizations._layer_class import is_ours as is_ours
 from manifold_tying.parametrizations._layer_class import own_class as own_class
 from manifold_tying.parametrizations._layer_class import parametrized as parametrized

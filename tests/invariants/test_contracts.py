@@ -23,6 +23,7 @@ from manifold_tying import (
     TransposeTying,
     Untied,
     constrain,
+    doubly_stochastic,
     equivalence,
     low_rank,
     orthogonal,
@@ -272,6 +273,20 @@ def test_weights_of_low_rank(spectrum: Any) -> None:
             torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=0)
 
     mtt.check_parametrization(lambda layer: low_rank(layer, rank=2, spectrum=spectrum), nn.Linear(4, 5), holds=holds)
+
+
+@pytest.mark.parametrize("map", ["sinkhorn", "orthostochastic"])
+def test_doubly_stochastic_weights(map: Any) -> None:
+    def holds(weight: Tensor) -> None:
+        assert weight.min() >= 0
+        for dim in (0, 1):
+            sums = weight.sum(dim)
+            torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6 if map == "sinkhorn" else 1e-5)
+
+    refused = ["assigning the current weight changes nothing"] if map == "orthostochastic" else []
+    mtt.check_parametrization(
+        lambda layer: doubly_stochastic(layer, map=map), nn.Linear(4, 4), holds=holds, skip=refused
+    )
 
 
 @pytest.mark.parametrize("scheme", ["block", "full"])

@@ -165,6 +165,16 @@ def test_interfaces_run(tmp_path: Path) -> None:
         assert row["contenders"]["transpose, Liger"] == {"unavailable": "needs CUDA"}
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_constraints_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    batches, square, *others = run("constraints", tmp_path / "result.json")
+    for row in (batches, square):
+        assert row["contenders"]["20 rounds, compiled"]["ratio"] == 1
+        assert row["extra"]["off"]["ours"] < 1e-6 and row["extra"]["off"]["ours, compiled"] < 1e-6
+    assert [row["row"].split()[0] for row in others] == ["low_rank", "sphere", "sphere", "sphere"]
+
+
 def test_equivalence_runs(tmp_path: Path) -> None:
     (row,) = run("equivalence", tmp_path / "result.json", "--rows", "24x40", "--only", "ours block")
     operations = row["extra"]["operations / nn.Linear"]

@@ -89,6 +89,15 @@ def test_short_pages_run(page: str) -> None:
     assert run_page(page, program(page))["optimizer"].state
 
 
+def test_hyper_connections_train_and_mix_by_doubly_stochastic_matrices() -> None:
+    names = run_page("docs/tutorials/hyper-connections.md", program("docs/tutorials/hyper-connections.md"))
+    mix, losses = names["mix"], names["losses"]
+    assert losses[0] > 2 and losses[-1] < 0.3
+    assert mix.shape == (256, 4, 4) and mix.std(0).max() > 1e-3  # they differ from token to token
+    for dim in (-2, -1):
+        torch.testing.assert_close(mix.sum(dim), torch.ones(256, 4), rtol=0, atol=1e-6)
+
+
 @pytest.mark.usefixtures("one_layer")
 def test_learning_rates_has_the_recipe_of_a_trainable_memory() -> None:
     names = run_page("docs/learning-rates.md", program("docs/learning-rates.md"))
