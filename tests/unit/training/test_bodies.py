@@ -50,7 +50,7 @@ def test_muon_moves_what_was_asked_for_at_its_rate(body: str, memory_rule: str, 
     run = run_of(tmp_path, corpus, body, "pit-trainable", memory_rule=memory_rule, memory_lr=0.456, **rates)
     model = build_model(run)
     optimizer = build_optimizer(model, run.settings)
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     for p in names:
         p.grad = torch.ones_like(p)
     optimizer.step()
