@@ -96,9 +96,3 @@ def _run_four_processes(environment: dict[str, str], name: str, folder: Path) ->
         done = subprocess.run(command, env=environment, timeout=PATIENCE, stdout=log, stderr=log)
         log.seek(0)
         assert done.returncode == 0, log.read()[-10_000:]
-
-
-@pytest.fixture
-def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No PNG of figures, for tests of what stands around them."""
-    monkeypatch.setattr("manifold_tying.training.report.figures.picture", lambda figure, frame, arms: b"")

@@ -1,6 +1,5 @@
-"""Figures: curves over seeds as data frames, drawn by plotly, and by matplotlib for readers without JavaScript."""
+"""Figures: curves over seeds as data frames, drawn by plotly."""
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 
 from manifold_tying.training.numbers import significant
 from manifold_tying.training.report.load import Experiment, arm_names
@@ -17,8 +15,7 @@ from manifold_tying.training.report.tables import Cell, Table
 
 # Okabe and Ito's palette without its yellow, too pale for a line; from the eighth arm on, lines are also dashed
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
-DASHES = ("solid", "dashed", "dotted")
-PLOTLY_DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot"}
+DASHES = ("solid", "dash", "dot")
 MOST, LISTED = 250, 20  # points of a curve in the figure, and in its table
 LINE = ["arm", "weight", "quantity"]  # identify a curve of a figure
 NUMBERS = ["x", "mean", "low", "high"]
@@ -173,33 +170,10 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
             "x": x, "y": mean, "customdata": list(zip(notes, low, high, strict=True)), "showlegend": not quantity,
             "hovertemplate": f"%{{y:.5g}}{between}%{{customdata[0]}}{at}",
             "mode": "lines+markers" if few else "lines", "marker": {"size": 5},
-            "line": {"width": 1 if quantity else 2, "dash": PLOTLY_DASHES[_dash(place)]},
+            "line": {"width": 1 if quantity else 2, "dash": DASHES[place // len(COLOURS) % len(DASHES)]},
         }  # fmt: skip
         data.append(own | line)
     return {"name": figure.name, "data": data, "x": _x_label(figure), "y": figure.label, "log": figure.log}
-
-
-def picture(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> bytes:
-    """A PNG of the figure, for the first weight."""
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
-    data, weight = io.BytesIO(), frame.weight.iloc[0]
-    with matplotlib.rc_context({"font.size": 8}):
-        canvas = Canvas(figsize=(6, 3.6))
-        axes = canvas.subplots()
-        for (arm, quantity), of in frame[frame.weight == weight].groupby(["arm", "quantity"], sort=False):
-            place, colour = arms.index(arm), COLOURS[arms.index(arm) % len(COLOURS)]
-            # "$" would start a formula; "_" at the start would hide the arm from the legend.
-            named = {"linewidth": 0.8} if quantity else {"linewidth": 1.5, "label": f" {arm}".replace("$", r"\$")}
-            axes.fill_between(of.x, of.low, of.high, color=colour, alpha=0.18, linewidth=0)
-            axes.plot(of.x, of["mean"], color=colour, linestyle=_dash(place), **named)
-        axes.set(title=weight, yscale="log" if figure.log else "linear", xlabel=_x_label(figure), ylabel=figure.label)
-        axes.legend(frameon=False)
-        canvas.savefig(data, format="png", dpi=120, bbox_inches="tight")
-    quantized = io.BytesIO()
-    Image.open(data).quantize(64).save(quantized, format="png", optimize=True)
-    return quantized.getvalue()
 
 
 def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
@@ -236,10 +210,6 @@ def values(figure: Figure, frame: pd.DataFrame) -> Table:
         names = [Cell(of[key] or figure.y) for key in named]
         rows.append((of["arm"], names + [Cell(significant(of[key], 5), value=of[key]) for key in NUMBERS]))
     return Table("arm", [(column, "") for column in (*named, figure.x, "mean", "lowest", "highest")], rows)
-
-
-def _dash(place: int) -> str:
-    return DASHES[place // len(COLOURS) % len(DASHES)]
 
 
 def _x_label(figure: Figure) -> str:

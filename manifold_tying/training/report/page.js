@@ -1,4 +1,4 @@
-// Tables that sort, arms that can be hidden, and plotly in place of the pictures. Without it the page shows the same, at rest.
+// Tables that sort, arms that can be hidden, and plotly. Without it the page has the tables.
 (async () => {
   "use strict";
 

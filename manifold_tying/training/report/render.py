@@ -47,7 +47,6 @@ def page(experiment: Experiment) -> str:
         {
             "title": figure.title,
             "plot": plots.plot(figure, frame, arms),
-            "png": base64.b64encode(plots.picture(figure, frame, arms)).decode(),
             "weights": [weight for weight in frame.weight.unique() if weight],
             "caption": plots.caption(figure, frame, arms, window),
             "alternative": plots.alternative(figure, frame),

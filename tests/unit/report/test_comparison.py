@@ -72,7 +72,6 @@ def test_the_difference_is_to_one_arm_where_losses_can_be_compared() -> None:
         ({"vocabulary": 300}, "vocabulary: 4,096 tokens (first/untied, first/transpose); 300 tokens (second/transpose"),
     ],
 )
-@pytest.mark.usefixtures("without_drawing")
 def test_what_cannot_be_compared_is_said_at_the_top(
     folders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +126,6 @@ def test_the_budgets_of_an_ablation_are_compared_each_in_itself(tmp_path: Path) 
     assert list(load_experiments([tmp_path]).arms) == ["transpose"]
 
 
-@pytest.mark.usefixtures("without_drawing")
 def test_a_run_has_a_report_of_its_own(folders: dict[str, Path]) -> None:
     run = folders["run"]
     before = tree(run)

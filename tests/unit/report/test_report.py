@@ -18,7 +18,6 @@ import pandas as pd
 import pytest
 from hostile import tree
 from made_up import ARMS, Page, with_losses, write_experiment, write_lines
-from PIL import Image
 from rich.console import Console
 
 from manifold_tying.training.numbers import decimals_of, paired_differences, perplexity, significant, summarize
@@ -162,11 +161,6 @@ def test_a_figure_shows_the_arms_that_have_its_quantity(reported: Reported) -> N
         assert described == {trace["name"] for trace in data["data"]} == expected and figure["role"] == "img"
         assert {ARMS[trace["meta"]["arm"]] for trace in data["data"]} == expected
         assert data["log"] == spec.log
-    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert [one["alt"] for one in pictures] == [one["aria-label"] for one in page.figures]
-    for one in pictures:  # what is seen where no script runs
-        png = Image.open(io.BytesIO(base64.b64decode(one["src"].removeprefix("data:image/png;base64,"))))
-        assert png.width > 500 and len(np.unique(np.asarray(png))) > 10
     captions = "".join(page.text)
     assert captions.count("Left out, with no positive value of this quantity: untied, transpose.") == 2
     assert "each point is the mean over the last 2 steps" in captions
@@ -210,12 +204,11 @@ def test_the_page_fetches_nothing_and_runs_its_own_script_alone(reported: Report
         assert attributes.get("src", "data:").startswith("data:")
         assert attributes.get("href", "#").startswith(("#", "data:"))
     markup = (out / "report.html").read_text(encoding="utf-8")
-    shown = re.sub(r"data:image/png;base64,[^\"]*|(?<=id=\"plotly\">)[^<]*", "", markup)
+    shown = re.sub(r"(?<=id=\"plotly\">)[^<]*", "", markup)
     assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", shown)
     assert len(markup.encode()) < 3e6
 
 
-@pytest.mark.usefixtures("without_drawing")
 def test_what_comes_from_data_is_escaped(tmp_path: Path) -> None:
     arm, command, value = '<script>x" & $x^2$', 'run "$title" </code><script>y', "</style><img src=x onerror=z>"
     write_experiment(tmp_path, arms=(arm,), seeds=(0,))
@@ -243,7 +236,6 @@ def test_names_in_figures_and_their_numbers_are_escaped(tmp_path: Path) -> None:
     assert "<!--<" not in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("without_drawing")
 def test_one_seed_and_one_arm(tmp_path: Path) -> None:
     rows = write_experiment(tmp_path, arms=("untied",), seeds=(7,))
     page = reported_page(tmp_path)
@@ -275,7 +267,6 @@ def test_a_diverged_run_is_shown_and_not_compared(tmp_path: Path) -> None:
     assert "left out of the comparison: untied." in findings(rows)[1]
 
 
-@pytest.mark.usefixtures("without_drawing")
 def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
     (tmp_path / "report.html").write_bytes(MARK + b"old")
@@ -293,7 +284,6 @@ def test_a_reader_sees_the_old_page_or_the_new_one(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("mark", [b"", MARK])
-@pytest.mark.usefixtures("without_drawing")
 def test_no_file_that_is_not_ours_is_replaced_or_removed(tmp_path: Path, mark: bytes) -> None:
     write_experiment(tmp_path, arms=("transpose",), seeds=(0,))
     for name in ("report.html", "defect.png", "val-loss-tokens.png"):

@@ -158,7 +158,6 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-@pytest.mark.usefixtures("without_drawing")
 def test_ablation_of_bodies_and_its_report(tmp_path: Path, corpus: Path) -> None:
     arms = "adamw,poet-full,pit-trainable+body=poet-block"
     out = tmp_path / "out"
