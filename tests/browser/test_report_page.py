@@ -217,7 +217,9 @@ def test_without_a_script_the_values_are_there(browser: webdriver.Chrome, experi
         browser.get((experiment / "report.html").as_uri())
         assert not all_of(browser, ".modebar") and not one_of(browser, ".arms").is_displayed()
         plots = all_of(browser, ".plot")
-        assert len(plots) == 12 and "The values are below" in plots[0].text and "Last values" in plots[0].accessible_name
+        assert (
+            len(plots) == 12 and "The values are below" in plots[0].text and "Last values" in plots[0].accessible_name
+        )
         assert len(all_of(browser, "figure details td")) > 100
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
