@@ -28,7 +28,6 @@ RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "free": ((3,), "pit-free", {"parallel": "fsdp"}),
     "tied": ((2,), "transpose", {"second_moment": "row", "accumulate": 2, "batch_size": 6}),
     "row": ((2,), "pit-trainable", {"second_moment": "row", "parallel": "fsdp"}),
-    "muon-fsdp": ((2,), "pit-trainable", {"body": "muon", "memory_rule": "muon", "parallel": "fsdp"}),
     "poet-fsdp": ((2,), "untied", {"body": "poet-block", "body_lr": 2e-3, "parallel": "fsdp"}),
     "poet-ddp": ((2,), "pit-frozen", {"body": "poet-full", "body_lr": 2e-3, "parallel": "ddp"}),
 }
