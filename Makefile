@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation gpu wheels test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check clean
+.PHONY: install ablation gpu wheels test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check api audit release clean
 
 install: $(READY)
 
@@ -92,5 +92,25 @@ docs: $(READY)
 
 check: lint types docs test
 
+# Records public names, parameters and defaults, which a test compares.
+api: $(READY)
+	$(BIN)/python tests/unit/test_public_api.py
+
+# Known vulnerabilities of what constraints.txt pins. Needs the network.
+audit: $(READY)
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet pip-audit
+	grep -v "^torch==" constraints.txt > $(VENV)-audit/pinned.txt
+	$(VENV)-audit/bin/pip-audit --requirement $(VENV)-audit/pinned.txt --no-deps --disable-pip
+
+# Wheel and source distribution in dist/, the README's programs run with the wheel in an empty environment, the pages in site/.
+release: docs
+	rm -rf dist && $(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv dist/venv
+	dist/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	dist/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	sed -n '/^```python/,/^```/{/^```/!p}' README.md > dist/readme.py && test -s dist/readme.py && cd dist && venv/bin/python readme.py
+	rm -rf dist/venv dist/readme.py && ls -l dist
+
 clean:
-	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-oldest-torch dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-oldest-torch $(VENV)-audit dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
