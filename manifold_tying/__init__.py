@@ -38,9 +38,7 @@ if _TYPE_CHECKING:
     from manifold_tying.parametrizations import stiefel as stiefel
     from manifold_tying.poet import equivalence as equivalence
     from manifold_tying.poet import equivalence_ as equivalence_
-    from manifold_tying.poet import load_adapter as load_adapter
     from manifold_tying.poet import merge as merge
-    from manifold_tying.poet import save_adapter as save_adapter
     from manifold_tying.recipe import pit_groups as pit_groups
     from manifold_tying.recipe import pit_schedule as pit_schedule
     from manifold_tying.tying import PIT as PIT
@@ -66,7 +64,7 @@ _HOMES = {
     **dict.fromkeys(("SPD", "Sphere", "Stiefel"), "manifolds"),
     **dict.fromkeys(("constrain", "isospectral", "low_rank", "materialize", "orthogonal"), "parametrizations"),
     **dict.fromkeys(("doubly_stochastic", "project", "spd", "sphere", "stiefel"), "parametrizations"),
-    **dict.fromkeys(("equivalence", "equivalence_", "load_adapter", "merge", "save_adapter"), "poet"),
+    **dict.fromkeys(("equivalence", "equivalence_", "merge"), "poet"),
     **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
     **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "huggingface"),

@@ -1,7 +1,5 @@
 """Orthogonal equivalence W = R W0 P (POET): W0 is fixed, the orthogonal R and P are learned and merged into it."""
 
-from manifold_tying.poet.adapter import load_adapter as load_adapter
-from manifold_tying.poet.adapter import save_adapter as save_adapter
 from manifold_tying.poet.apply import equivalence as equivalence
 from manifold_tying.poet.apply import equivalence_ as equivalence_
 from manifold_tying.poet.apply import keep_plain_weights as keep_plain_weights
@@ -10,9 +8,15 @@ from manifold_tying.poet.parametrization import Equivalence as Equivalence
 from manifold_tying.poet.parametrization import check_drift as check_drift
 from manifold_tying.poet.parametrization import equivalences as equivalences
 from manifold_tying.poet.parametrization import merge_all as merge_all
+from manifold_tying.poet.rotation import Blocks as Blocks
 from manifold_tying.poet.rotation import Side as Side
+from manifold_tying.poet.rotation import both_blocks as both_blocks
+from manifold_tying.poet.rotation import permute as permute
 from manifold_tying.poet.rotation import rotated_columns as rotated_columns
 from manifold_tying.poet.rotation import rotated_rows as rotated_rows
+from manifold_tying.poet.rotation import transposed as transposed
 from manifold_tying.poet.spec import Init as Init
+from manifold_tying.poet.spec import RotationSpec as RotationSpec
 from manifold_tying.poet.spec import Scheme as Scheme
 from manifold_tying.poet.spec import check_options as check_options
+from manifold_tying.poet.spec import inverse_order as inverse_order

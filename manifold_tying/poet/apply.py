@@ -135,7 +135,7 @@ def equivalence_(
         exclude: patterns of names to skip; () for none. None skips heads and token interfaces (:data:`HEAD_NAMES`), except
             those that a pattern of ``include`` names ("lm_head", "*.lm_head").
         freeze: turn off the gradients of all other parameters, biases and tables included, as PEFT does. By default they
-            train as before, and :func:`save_adapter` refuses to leave them out.
+            train as before.
         verbose: print which layers were selected and which were skipped.
         options: options of :func:`equivalence`.
 
@@ -174,18 +174,13 @@ def equivalence_(
         _start(linears[name], "weight", *plans[name], options["init"], hash_seed(seed, plain_name(name)))
     keep_plain_weights(model)
     if freeze:
-        for _, parameter in other_parameters(model):
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
+        for _, _, stored in equivalences(model):
+            stored.requires_grad_()
     if verbose:
         print(f"orthogonal equivalence on {len(taken)} linear layers: {', '.join(taken) or 'none'}")
         print(f"left unchanged: {', '.join(left) or 'none'}")
     return taken, left
-
-
-def other_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of all but the skew vectors."""
-    vectors = {id(stored) for _, _, stored in equivalences(model)}
-    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in vectors]
 
 
 def plain_name(path: str) -> str:

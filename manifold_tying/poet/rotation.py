@@ -138,7 +138,7 @@ def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) ->
         warnings.warn(
             f"{name}: the skew matrices have grown, so R and P are only orthogonal to {worst:.1g} and the singular values "
             "drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
-            stacklevel=4,  # the caller of save_adapter, or merge
+            stacklevel=4,  # the caller of merge or materialize
         )
 
 

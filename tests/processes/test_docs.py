@@ -156,7 +156,7 @@ def test_scaling_out_runs(one_process: None) -> None:
 @pytest.mark.usefixtures("one_layer")
 def test_poet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("docs/poet.md", program("docs/poet.md"))
-    assert len(names["taken"]) == 7 and (tmp_path / "adapter.safetensors").exists()
+    assert len(names["taken"]) == 7 and (tmp_path / "adapter/adapter_config.json").exists()
     assert "orthogonal equivalence on 7 linear layers" in capsys.readouterr().out
 
 

@@ -19,6 +19,7 @@ PACKAGES = (
     "models",
     "optim",
     "parametrizations",
+    "peft",
     "poet",
     "testing",
     "training",
@@ -46,7 +47,8 @@ def described(name: str, value: Any) -> list[str]:
     lines = [f"{name}({', '.join(shown)})"]
     if inspect.isclass(value):
         for key, own in sorted(vars(value).items()):
-            if not key.startswith("_"):
+            # torch.optim puts a wrapper of ``step`` into a class when it is used
+            if not key.startswith("_") and getattr(own, "__qualname__", value.__name__).startswith(value.__name__):
                 bound = getattr(value, key)
                 lines += described(f"{name}.{key}", bound if callable(bound) else own)
     return lines

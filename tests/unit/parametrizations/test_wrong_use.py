@@ -72,11 +72,6 @@ def test_wrong_values(use: Callable[[], Any], advice: str) -> None:
 @pytest.mark.parametrize(
     ("package", "use", "advice"),
     [
-        (
-            "safetensors",
-            lambda: mt.load_adapter(nn.Linear(2, 2), "file"),
-            r"pip install 'manifold-tying\[huggingface\]'",
-        ),
         ("transformers", lambda: mt.optim.MergeCallback, r"pip install 'manifold-tying\[huggingface\]'"),
     ],
 )

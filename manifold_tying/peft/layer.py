@@ -1,0 +1,164 @@
+"""A linear layer whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from manifold_tying import precision
+from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
+
+_REFERENCE = 32  # block size at which the stored numbers are the skew entries
+
+
+class PoetLayer(nn.Module, BaseTunerLayer):
+    """W = diag(1 + g) R W0 P for each active adapter, around nn.Linear, transformers' Conv1D or a quantized linear layer.
+
+    ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then turns blocks of any size b alike,
+    and a learning rate does not depend on b (POET's tables have rates proportional to 1 / b). ``poet_magnitude`` is g.
+    """
+
+    adapter_layer_names = ("poet_skew", "poet_magnitude")
+    other_param_names = ("specs", "orders")
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.poet_skew, self.poet_magnitude = nn.ParameterDict(), nn.ParameterDict()
+        self.specs: dict[str, RotationSpec] = {}
+        self.orders: dict[str, tuple[Tensor, ...]] = {}  # of rows and columns, and their inverses; empty: none
+        self.scales: dict[str, float] = {}
+        self._disable_adapters, self.merged_adapters = False, []
+        base: Any = self.get_base_layer()
+        self.transposed = not hasattr(base, "in_features")  # Conv1D has (n, m)
+        self.in_features, self.out_features = (
+            base.weight.shape if self.transposed else (base.in_features, base.out_features)
+        )
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config)
+
+    def update_layer(self, adapter_name: str, config: Any, inference_mode: bool = False) -> None:
+        m, n = self.out_features, self.in_features
+        spec = RotationSpec.of(m, n, "block", config.block_size, None, None, config.sides, config.terms)
+        orders = (side.sample_permutation(config.seed, 0, name) for side, name in ((spec.R, "R"), (spec.P, "P")))
+        self.specs[adapter_name] = spec
+        self.orders[adapter_name] = (
+            tuple(part for order in orders for part in (order, inverse_order(order))) if config.permute else ()
+        )
+        self.scales[adapter_name] = _REFERENCE / config.block_size
+        start = torch.zeros(spec.num_params)
+        self.poet_skew[adapter_name] = nn.Parameter(start if config.init_weights else start.normal_(std=0.1))
+        if config.magnitude:
+            self.poet_magnitude[adapter_name] = nn.Parameter(torch.zeros(m))
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def set_scale(self, adapter: str, scale: float) -> None:
+        """A rotation has no scale: ValueError unless it is 1."""
+        if scale != 1:
+            raise ValueError(f"a rotation cannot be scaled, got scale {scale} for adapter {adapter!r}; pass 1")
+
+    def scale_layer(self, scale: float) -> None:
+        """As :meth:`set_scale`."""
+        self.set_scale(", ".join(self.active_adapters), scale)
+
+    def unscale_layer(self, scale: float | None = None) -> None:
+        """Nothing was scaled."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """y (..., m) of x (..., n), in the base layer's dtype."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        names = [name for name in self.active_adapters if name in self.specs]
+        if self.disable_adapters or self.merged or not names:
+            return self.base_layer(x, *args, **kwargs)
+        sides = {name: self._sides(name) for name in names}
+        for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂
+            x = _rotated(x, sides[name][1], self.orders[name][2:])
+        y, bias = self._product(x, *args, **kwargs)
+        for name in names:
+            y = _rotated(y, sides[name][0], self.orders[name][:2])
+            if name in self.poet_magnitude:
+                y = y * (1 + self.poet_magnitude[name]).to(y.dtype)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """x W0ᵀ without the bias, and the bias."""
+        bias = getattr(self.base_layer, "bias", None)
+        if bias is None:
+            return self.base_layer(x, *args, **kwargs), None
+        if type(self.base_layer) is nn.Linear:
+            return F.linear(x, self.base_layer.weight), bias
+        return self.base_layer(x, *args, **kwargs) - bias, bias
+
+    def _sides(self, name: str) -> tuple[Blocks, Blocks]:
+        skew = self.poet_skew[name]
+        with precision.full_precision(skew.device), precision.disable_autocast(skew.device):
+            return both_blocks(self.specs[name], skew.float() * self.scales[name])
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Multiply adapters into W0. ValueError with ``safe_merge`` if the result is not finite, and for a quantized W0."""
+        for name in check_adapters_to_merge(self, adapter_names) or []:
+            if name not in self.specs:
+                continue
+            R, P = self._sides(name)
+            factor = 1 + self.poet_magnitude[name].float() if name in self.poet_magnitude else None
+            W = self._turned(name, R, P)
+            self._write(W if factor is None else W * factor[:, None], check=safe_merge)
+            self.merged_adapters.append(name)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Take the merged adapters out of W0 again, to rounding."""
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            R, P = ([torch.linalg.inv(G.double()).to(G.dtype) for G in side] for side in self._sides(name))
+            if name in self.poet_magnitude:
+                self._write(self._weight() / (1 + self.poet_magnitude[name].float())[:, None])
+            self._write(self._turned(name, R, P))
+
+    def _base(self) -> Any:
+        return self.get_base_layer()
+
+    def _weight(self) -> Tensor:
+        """W0 (m, n) in float32 or wider."""
+        weight: Tensor = self._base().weight
+        if not (weight.is_floating_point() and weight.dtype.itemsize >= 2 and type(weight.data) is Tensor):
+            raise ValueError(
+                f"cannot merge into a quantized weight, {type(weight).__name__} of {weight.dtype}; keep the adapter beside it, "
+                "or load the base model in bfloat16"
+            )
+        weight = weight.T if self.transposed else weight
+        return weight.to(precision.compute_dtype(weight.dtype))
+
+    def _turned(self, name: str, R: Blocks, P: Blocks) -> Tensor:
+        orders = self.orders[name]
+        W = _rotated(self._weight(), transposed(P), orders[2:])  # the rows of W0 times P
+        return _rotated(W.T, R, orders[:2]).T
+
+    def _write(self, W: Tensor, check: bool = False) -> None:
+        if check and not W.isfinite().all():
+            raise ValueError("the merged weight is not finite; the adapter is damaged")
+        weight: Tensor = self._base().weight
+        weight.copy_(W.T if self.transposed else W)
+
+
+def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:
+    """G x for each vector x (..., n), G block-diagonal after the permutation."""
+    if not blocks:
+        return x
+    if orders:
+        order, inverse = (part.to(x.device) for part in orders)
+        return permute(_rotated(permute(x, order, inverse), blocks, ()), inverse, order)
+    flat, parts, start = x.reshape(-1, x.shape[-1]), [], 0
+    for G in blocks:
+        k, b = G.shape[0], G.shape[-1]
+        part = flat[:, start : start + k * b].unflatten(1, (k, b))
+        parts.append(torch.bmm(part.transpose(0, 1), G.mT.to(x.dtype)).transpose(0, 1).flatten(1))
+        start += k * b
+    rest = [flat[:, start:]] if start < x.shape[-1] else []
+    return (parts[0] if len(parts) + len(rest) == 1 else torch.cat([*parts, *rest], 1)).view(x.shape)

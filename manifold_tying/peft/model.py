@@ -1,0 +1,114 @@
+"""The configuration and the tuner, registered with PEFT under the name POET."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, PeftType, register_peft_method
+from torch import nn
+
+from manifold_tying.peft.layer import PoetLayer
+from manifold_tying.poet import check_options
+
+
+def _named(name: str) -> Any:
+    """A member of PEFT's enumeration of methods, which lists its own only."""
+    if name not in PeftType.__members__:
+        member = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        type.__setattr__(PeftType, name, member)
+        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+        PeftType._member_names_.append(name)
+    return PeftType.__members__[name]
+
+
+@dataclass
+class PoetConfig(PeftConfig):
+    """Orthogonal finetuning, W = R W0 P with block-diagonal orthogonal R and P that start at the identity.
+
+        model = get_peft_model(model, PoetConfig(block_size=32, target_modules=["q_proj", "v_proj"]))
+
+    Works on activations: W0 is neither copied nor dequantized, and may be quantized. The singular values of W0 are kept
+    (POET, arXiv 2506.08001); with ``sides="in"`` it is orthogonal finetuning, PEFT's OFT, which keeps the angles between rows.
+
+    Args:
+        block_size: b, at least 2. A side narrower than b is one block; the last block of a side may be smaller.
+        sides: which rotate: "both", "in" (P) or "out" (R).
+        terms: of the Neumann series for the Cayley map; None is the exact map.
+        permute: rotate blocks of random dimensions, not of neighbours; drawn from ``seed``.
+        magnitude: also learn a factor for each row of W.
+        seed: of the permutations.
+        init_weights: start at the identity; False draws normal skew entries, for tests.
+        target_modules: as in PEFT's LoraConfig, also "all-linear"; None chooses LoRA's for the architecture.
+        exclude_modules: as in LoraConfig.
+        layers_to_transform: as in LoraConfig.
+        layers_pattern: as in LoraConfig.
+        modules_to_save: as in LoraConfig.
+
+    Raises:
+        ValueError: block_size, sides, terms or seed out of range.
+    """
+
+    block_size: int = 32
+    sides: Literal["both", "in", "out"] = "both"
+    terms: int | None = None
+    permute: bool = False
+    magnitude: bool = False
+    seed: int = 0
+    init_weights: bool = True
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = _named("POET")
+        check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
+        for name in ("target_modules", "exclude_modules"):
+            given = getattr(self, name)
+            setattr(self, name, set(given) if isinstance(given, list) else given)
+
+
+class PoetModel(BaseTuner):
+    """The tuner that :func:`peft.get_peft_model` makes for a :class:`PoetConfig`."""
+
+    prefix = "poet_"
+    tuner_layer_cls = PoetLayer
+    target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if kwargs.pop("adapter_names", None) is not None:
+            raise ValueError("PoetConfig does not mix adapters within a batch; set one adapter, or merge it")
+        yield
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        if isinstance(target, PoetLayer):
+            return target.update_layer(adapter_name, peft_config)
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if not (hasattr(base, "in_features") or type(base).__name__ == "Conv1D"):
+            raise ValueError(
+                f"PoetConfig rotates linear layers, got {type(base).__name__} as {target_name!r}; leave it out of "
+                "target_modules"
+            )
+        new = PoetLayer(target, adapter_name, peft_config)
+        if adapter_name not in self.active_adapters:
+            new.requires_grad_(False)
+        self._replace_module(parent, target_name, new, target)
+
+
+register_peft_method(name=_named("POET").value.lower(), config_cls=PoetConfig, model_cls=PoetModel)

@@ -1,0 +1,250 @@
+"""PoetConfig as a method of PEFT: its function against NumPy, and what PEFT does with adapters."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from peft import OFTConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from manifold_tying.peft import PoetConfig, PoetLayer
+
+TARGETS = ["q_proj", "up_proj", "down_proj", "c_attn", "first", "last"]
+IDS = torch.tensor([[1, 5, 2, 8, 3], [0, 4, 4, 9, 7]])
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0)
+    ),
+    "plain": lambda: nn.Sequential(OrderedDict(first=nn.Linear(24, 30), between=nn.Tanh(), last=nn.Linear(30, 7))),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "both": {"block_size": 8},
+    "ragged": {"block_size": 7, "permute": True, "magnitude": True},
+    "in": {"block_size": 4, "sides": "in", "terms": 2},
+    "out": {"block_size": 32, "sides": "out"},
+}
+
+
+def output(model: Any) -> Tensor:
+    with torch.no_grad():
+        if isinstance(model.get_base_model() if hasattr(model, "get_base_model") else model, nn.Sequential):
+            return model(torch.linspace(-1, 1, 48).view(2, 24))
+        return model(input_ids=IDS).logits
+
+
+# PEFT reads a property that transformers renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted(model: Any, adapter: str = "default", **options: Any) -> Any:
+    """A copy with an adapter that turns."""
+    found = get_peft_model(copy.deepcopy(model), PoetConfig(target_modules=TARGETS, **options), adapter_name=adapter)
+    return turned(found, adapter).eval()
+
+
+def turned(model: Any, adapter: str) -> Any:
+    generator = torch.Generator().manual_seed(len(adapter))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "poet_" in name and name.endswith(adapter):
+                p.normal_(std=0.1, generator=generator)
+    return model
+
+
+def same(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def expected_weight(layer: Any, options: dict[str, Any]) -> np.ndarray:
+    """diag(1 + g) R W0 P by NumPy."""
+    base: Any = layer.get_base_layer()
+    W = base.weight.detach().double().numpy()
+    W = W if isinstance(base, nn.Linear) else W.T
+    numbers, b = (
+        layer.poet_skew["default"].detach().double().numpy() * 32 / options["block_size"],
+        options["block_size"],
+    )
+    sides, orders = [], list(layer.orders["default"])
+    for i, (n, name) in enumerate(zip(W.shape, ("out", "in"), strict=True)):
+        matrix = np.eye(n)
+        if options.get("sides", "both") in ("both", name):
+            blocks, start = [], 0
+            for size in [min(b, n)] * (n // min(b, n)) + ([n % min(b, n)] if n % min(b, n) > 1 else []):
+                A, count = np.zeros((size, size)), size * (size - 1) // 2
+                A[np.triu_indices(size, 1)] = numbers[start : start + count]
+                A, start = A - A.T, start + count
+                series = np.linalg.solve(np.eye(size) - A, np.eye(size) + A)
+                if options.get("terms") == 2:
+                    series = (np.eye(size) + A) @ (np.eye(size) + A + A @ A)
+                blocks.append(series)
+            numbers = numbers[start:]
+            matrix[: sum(map(len, blocks)), : sum(map(len, blocks))] = scipy.linalg.block_diag(*blocks)
+            if orders:
+                order = orders[2 * i].numpy()
+                place = np.eye(n)[order]
+                matrix = place.T @ matrix @ place
+        sides.append(matrix)
+    W = sides[0] @ W @ sides[1]
+    if "default" in layer.poet_magnitude:
+        W = (1 + layer.poet_magnitude["default"].detach().double().numpy())[:, None] * W
+    return W
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "plain"])
+def test_layers_compute_the_formula(kind: str, option: str) -> None:
+    model = adapted(MODELS[kind](), **OPTIONS[option])
+    layers: list[Any] = [part for part in model.modules() if isinstance(part, PoetLayer)]
+    assert layers
+    for layer in layers[:3]:
+        W, x = expected_weight(layer, OPTIONS[option]), torch.randn(2, 3, layer.in_features)
+        bias = layer.get_base_layer().bias
+        expected = torch.from_numpy(x.double().numpy() @ W.T).float() + (0 if bias is None else bias.detach())
+        same(layer(x).detach(), expected)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_are_saved_disabled_merged_and_unmerged(kind: str, option: str, tmp_path: Path) -> None:
+    base = MODELS[kind]().eval()
+    start = get_peft_model(copy.deepcopy(base), PoetConfig(target_modules=TARGETS, **OPTIONS[option])).eval()
+    same(output(start), output(base), 1e-6)
+    assert all(p.requires_grad == ("poet_" in name) for name, p in start.named_parameters())
+    model = adapted(base, **OPTIONS[option])
+    found = output(model)
+    assert (found - output(base)).abs().max() > 1e-4
+    with model.disable_adapter():
+        same(output(model), output(base), 1e-7)
+    model.save_pretrained(tmp_path)
+    same(output(PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()), found, 1e-7)
+    model.merge_adapter()
+    same(output(model), found)
+    model.unmerge_adapter()
+    same(output(model), found)
+    plain = model.merge_and_unload(safe_merge=True)
+    assert plain.state_dict().keys() == base.state_dict().keys()
+    same(output(plain), found)
+
+
+def test_several_adapters_switch_stack_and_are_deleted() -> None:
+    base = MODELS["llama"]().eval()
+    first, second = adapted(base, "a", block_size=8), adapted(base, "bb", block_size=6, permute=True)
+    model = adapted(base, "a", block_size=8)
+    model.add_adapter("bb", PoetConfig(target_modules=TARGETS, block_size=6, permute=True))
+    turned(model, "bb")
+    same(output(model), output(first), 1e-7)
+    model.set_adapter("bb")
+    same(output(model), output(second), 1e-7)
+    model.base_model.set_adapter(["a", "bb"])
+    both = output(model)
+    assert min((both - output(one)).abs().max() for one in (first, second)) > 1e-4
+    model.merge_adapter()
+    same(output(model), both)
+    model.unmerge_adapter()
+    model.base_model.set_adapter("a")
+    model.delete_adapter("bb")
+    same(output(model), output(first), 1e-7)
+
+
+def test_one_side_is_orthogonal_finetuning() -> None:
+    """PEFT's OFT trained by the same data has the same number of parameters, and both keep the angles between rows."""
+    counts, kept = [], []
+    for config in (
+        PoetConfig(block_size=8, sides="in", target_modules=["0"]),
+        OFTConfig(r=0, oft_block_size=8, target_modules=["0"]),
+    ):
+        torch.manual_seed(0)
+        model: Any = get_peft_model(nn.Sequential(nn.Linear(24, 5)), config)
+        before = model.get_base_model()[0].get_base_layer().weight.detach().clone()
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            losses.append((model(torch.eye(24)) - 1).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0]
+        counts.append(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        W = model.merge_and_unload()[0].weight.detach()
+        kept.append(float((W @ W.T - before @ before.T).abs().max()))
+    assert counts[0] == counts[1] == 3 * 28 and kept[0] < 1e-5
+
+
+def test_under_autocast_and_in_bfloat16() -> None:
+    model = adapted(MODELS["llama"](), block_size=8, magnitude=True)
+    exact = output(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        same(output(model).float(), exact, 0.05)
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    same(output(low).float(), exact, 0.05)
+
+
+def test_a_rate_turns_blocks_of_any_size_alike() -> None:
+    angles = []
+    for block_size in (8, 64):
+        torch.manual_seed(0)
+        model: Any = get_peft_model(
+            nn.Sequential(nn.Linear(64, 64, bias=False)), PoetConfig(block_size=block_size, target_modules=["0"])
+        )
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        before = model.get_base_model()[0].get_base_layer().weight.detach().clone()
+        G = torch.ones(64, 64)
+        model.get_base_model()[0](torch.eye(64)).mul(G).sum().backward()
+        optimizer.step()
+        moved = model.merge_and_unload()[0].weight.detach() - before
+        angles.append(float(torch.linalg.matrix_norm(moved, 2) / torch.linalg.matrix_norm(before, 2)))
+    assert 0.3 < angles[0] / angles[1] < 3
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: PoetConfig(block_size=1), "block_size"),
+    (lambda: PoetConfig(sides="left"), "unknown sides"),  # type: ignore[arg-type]
+    (lambda: PoetConfig(terms=0), "terms"),
+    (
+        lambda: get_peft_model(nn.Sequential(nn.Conv2d(1, 1, 1)), PoetConfig(target_modules=["0"])),
+        "rotates linear layers, got Conv2d",
+    ),
+    (lambda: adapted(MODELS["llama"]())(input_ids=IDS, adapter_names=["default", "__base__"]), "does not mix adapters"),
+    (lambda: adapted(MODELS["plain"]()).get_base_model().first.scale_layer(2.0), "cannot be scaled"),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), WRONG)
+def test_wrong_use(use: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use()
+
+
+def test_a_quantized_weight_is_used_and_not_merged() -> None:
+    class Quantized(nn.Linear):
+        """Eight bits and a scale, dequantized in the forward."""
+
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__(layer.in_features, layer.out_features)
+            self.scale = float(layer.weight.detach().abs().max()) / 127
+            self.weight = nn.Parameter((layer.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight * self.scale).T + self.bias
+
+    layer = Quantized(nn.Linear(12, 8))
+    model = adapted(nn.Sequential(OrderedDict(first=layer)), block_size=4)
+    x = torch.randn(3, 12, requires_grad=True)
+    y = model(x)
+    wide: Any = nn.Sequential(OrderedDict(first=nn.Linear(12, 8)))
+    wide.first.weight.data, wide.first.bias.data = layer.weight * layer.scale, layer.bias.data
+    same(y, adapted(wide, block_size=4)(x))
+    y.sum().backward()
+    assert x.grad is not None and model.get_base_model().first.poet_skew["default"].grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="cannot merge into a quantized weight"):
+        model.merge_adapter()
