@@ -22,7 +22,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("poet_skew", "poet_magnitude")
-    other_param_names = ("specs", "orders")
+    other_param_names = ("specs", "orders", "scales")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any) -> None:
         super().__init__()

@@ -384,6 +384,35 @@ def test_lengths_collect_runs_and_draw(tmp_path: Path, capsys: pytest.CaptureFix
     assert "normalized transpose tying" in (tmp_path / "lengths.svg").read_text()
 
 
+def test_bodies_collect_runs_and_show_the_best_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = tmp_path / "runs/tokens-2048"
+    budget.mkdir(parents=True)
+    (budget / "experiment.json").write_text(json.dumps({"settings": {"preset": "nano"}}))
+    module = import_module("benchmarks.bodies")
+    for arm, seed, loss, speed in (
+        ("adamw+lr=0.004", 0, 5.0, 100.0),
+        ("muon+lr=0.004+body_lr=0.008", 0, 4.8, 50.0),
+        ("muon+lr=0.004+body_lr=0.008", 1, 4.6, 50.0),
+        ("muon+lr=0.004+body_lr=0.016", 0, 4.9, 50.0),
+    ):
+        folder = budget / f"{arm}-{seed}"
+        folder.mkdir()
+        row = dict.fromkeys(module.KEPT, 1) | {
+            "val_loss": loss,
+            "tokens_per_second": speed,
+            "tokens": 2048,
+            "seed": seed,
+        }
+        (folder / "result.json").write_text(json.dumps(row))
+        probes = [{"weights": {"w": {"singular_values": values}}} for values in ([1.0, 2.0], [1.0, 3.0], [1.5, 2.2])]
+        (folder / "probes.jsonl").write_text("\n".join(map(json.dumps, probes)))
+    module.main([str(budget.parent), "--results", str(tmp_path / "bodies.json")])
+    shown = capsys.readouterr().out
+    assert "| `muon` | 4.700 ± 0.141 | 2 | 2.00 | 0 | 2.5e-01 | 0.008 | 0.008: 4.800 / 0.016: 4.900 |" in shown
+    module.main(["--results", str(tmp_path / "bodies.json")])
+    assert capsys.readouterr().out == shown
+
+
 def test_call_paths() -> None:
     found = import_module("benchmarks.call_paths").measure()
     assert min(min(counts) for counts in found.values()) > 0 and len(found) == 9

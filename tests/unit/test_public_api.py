@@ -19,7 +19,6 @@ PACKAGES = (
     "models",
     "optim",
     "parametrizations",
-    "peft",
     "poet",
     "testing",
     "training",
