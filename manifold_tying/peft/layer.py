@@ -77,10 +77,10 @@ class PoetLayer(nn.Module, BaseTunerLayer):
             return self.base_layer(x, *args, **kwargs)
         sides = {name: self._sides(name) for name in names}
         for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂
-            x = _rotated(x, sides[name][1], self.orders[name][2:])
+            x = _rotated(x, sides[name][1], self._orders(name, x)[2:])
         y, bias = self._product(x, *args, **kwargs)
         for name in names:
-            y = _rotated(y, sides[name][0], self.orders[name][:2])
+            y = _rotated(y, sides[name][0], self._orders(name, y)[:2])
             if name in self.poet_magnitude:
                 y = y * (1 + self.poet_magnitude[name]).to(y.dtype)
         return y if bias is None else y + bias.to(y.dtype)
@@ -98,6 +98,12 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         skew = self.poet_skew[name]
         with precision.full_precision(skew.device), precision.disable_autocast(skew.device):
             return both_blocks(self.specs[name], skew.float() * self.scales[name])
+
+    def _orders(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
+        """On x's device; moved there once."""
+        if any(part.device != x.device for part in self.orders[name]):
+            self.orders[name] = tuple(part.to(x.device) for part in self.orders[name])
+        return self.orders[name]
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -136,8 +142,9 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         return weight.to(precision.compute_dtype(weight.dtype))
 
     def _turned(self, name: str, R: Blocks, P: Blocks) -> Tensor:
-        orders = self.orders[name]
-        W = _rotated(self._weight(), transposed(P), orders[2:])  # the rows of W0 times P
+        W = self._weight()
+        orders = self._orders(name, W)
+        W = _rotated(W, transposed(P), orders[2:])  # the rows of W0 times P
         return _rotated(W.T, R, orders[:2]).T
 
     def _write(self, W: Tensor, check: bool = False) -> None:
@@ -152,7 +159,7 @@ def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:
     if not blocks:
         return x
     if orders:
-        order, inverse = (part.to(x.device) for part in orders)
+        order, inverse = orders
         return permute(_rotated(permute(x, order, inverse), blocks, ()), inverse, order)
     flat, parts, start = x.reshape(-1, x.shape[-1]), [], 0
     for G in blocks:
