@@ -3,8 +3,9 @@
     python -m benchmarks.bodies runs/bodies   # adds the finished runs of `ablate --tokens` in these folders
     python -m benchmarks.bodies               # prints the tables
 
-The runs are in benchmarks/results/bodies-cpu.json. Times are those of runs beside others, each on one thread of two. Drift
-is the largest move of a quantile of a weight's singular values over the run, divided by the weight's largest one at the start.
+The runs are in benchmarks/results/bodies-cpu.json. Times are those of each body's fastest run, on one thread of two, beside
+others. Drift is the largest move of a quantile of a weight's singular values over the run, divided by the weight's largest one
+at the start.
 """
 
 import json
@@ -70,11 +71,11 @@ def table(found: Runs) -> str:
     for (preset, tokens), bodies in found.items():
         body = []
         best = {name: min(rates, key=lambda rate: rates[rate][0]["val_loss"]) for name, rates in bodies.items()}
-        reference = mean(run["tokens_per_second"] for run in bodies["adamw"][best["adamw"]])
+        reference = max(run["tokens_per_second"] for run in bodies["adamw"][best["adamw"]])
         for name, rates in bodies.items():
             runs = rates[best[name]]
             losses = [run["val_loss"] for run in runs]
-            time = reference / mean(run["tokens_per_second"] for run in runs)
+            time = reference / max(run["tokens_per_second"] for run in runs)
             others = {rate: of[0]["val_loss"] for rate, of in rates.items()}
             body.append([
                 f"`{name}`", f"{mean(losses):.3f}" + (f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""), f"{len(losses)}",

@@ -15,8 +15,8 @@ BODY_LR: dict[Interface, float] = {
 }  # fmt: skip
 UNTIED_STD = 0.06
 BETAS = (0.9, 0.99)
-# Of the rate of plain matrices, for what the body trains in their place.
-BODY_FACTORS = {"muon": 1.0, "hyperball": 4.0, "stiefel": 1.0, "stiefel-muon": 4.0, "isospectral": 1.0}
+# Of the rate of plain matrices, for what the body trains in their place (docs/bodies.md).
+BODY_FACTORS = {"muon": 1.0, "hyperball": 20.0, "stiefel": 1.0, "stiefel-muon": 5.0, "isospectral": 1.0}
 MAPS = {"retraction": "polar", "diagonal": "exp"}
 # POET's tables 9 and 10: 1e-3 at b = 256, inversely proportional to b; in scheme full, to the fraction.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
