@@ -244,6 +244,11 @@ class RiemannianOptimizer(Optimizer):
             for p in group["params"]:
                 saved = {k: v for k, v in state["state"].get(p, {}).items() if isinstance(v, Tensor) and v.ndim > 0}
                 expected = self.state_shapes({**self.defaults, **group}, p) if saved else {}
+                if missing := [key for key, shape in expected.items() if shape and key not in saved]:
+                    raise ValueError(
+                        f"the state of {self._names[p]} has {', '.join(saved)} and not {', '.join(missing)}: another kind of "
+                        "optimizer saved it. Load it there, or start a new optimizer"
+                    )
                 for key, value in saved.items():
                     shape = expected.get(key, p.shape)
                     if value.shape != shape:

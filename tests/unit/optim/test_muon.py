@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from manifold_tying import linalg
 from manifold_tying.models import Llama, LlamaConfig
-from manifold_tying.optim import RiemannianMuon, adam, param_groups
+from manifold_tying.optim import RiemannianAdam, RiemannianMuon, adam, param_groups
 
 LR, MOMENTUM = 0.05, 0.8
 
@@ -195,6 +195,21 @@ def test_a_bad_gradient_changes_nothing(where: int, ahead: bool, monkeypatch: py
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)  # a sphere is normalized once more
     drive(optimizer, params, 1, seeded, start=2)
     assert all(not torch.equal(p.detach(), b) for p, b in zip(params, before, strict=False))
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (4,)])
+def test_a_state_of_another_kind_of_optimizer_is_refused(shape: tuple[int, ...]) -> None:
+    """Of a point or a matrix; a vector moves by AdamW in both."""
+    p = point(*shape) if len(shape) == 2 else nn.Parameter(torch.randn(shape))
+    kinds: list[Any] = [RiemannianMuon([p], lr=0.1), RiemannianAdam([p], lr=0.1)]
+    for one, other in (kinds, kinds[::-1]):
+        drive(one, [p], 1, seeded)
+        if len(shape) == 1:
+            other.load_state_dict(one.state_dict())
+        else:
+            with pytest.raises(ValueError, match="another kind of optimizer saved it"):
+                other.load_state_dict(one.state_dict())
+        one.load_state_dict(one.state_dict())
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
