@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import manifold_tying as mt
 from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step
+from manifold_tying.manifolds import Of
 from manifold_tying.optim import RiemannianAdam, param_groups
 
 TITLE = "Doubly stochastic, low-rank and spherical weights"
@@ -88,12 +89,12 @@ def low_rank_row(d: int, tokens: int, options: Options) -> Row:
     return Row(f"low_rank d={d}, rank d/4, {tokens} tokens", "plain", contenders)
 
 
-def sphere_row(of: str, d: int, options: Options) -> Row:
+def sphere_row(of: Of, d: int, options: Options) -> Row:
     def build(constrained: bool) -> Step:
         layers = nn.ModuleList(nn.Linear(d, d, bias=False, device=options.device) for _ in range(LAYERS))
         if constrained:
             for layer in layers:
-                mt.sphere(layer, of=of, radius=1.0)  # type: ignore[arg-type]
+                mt.sphere(layer, of=of, radius=1.0)
         optimizer = RiemannianAdam(param_groups(layers)) if constrained else torch.optim.AdamW(layers.parameters())
         for seed, p in enumerate(layers.parameters()):
             p.grad = options.normal(seed, d, d)

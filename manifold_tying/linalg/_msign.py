@@ -64,22 +64,24 @@ def _normalized(M: Tensor, reduce: Reduce) -> Tensor:
 def _inverse_sqrt(G: Tensor) -> Tensor:
     """About G^(-1/2) for positive semidefinite G (..., p, p); where G is 0 it is finite."""
     H = G.reshape(-1, *G.shape[-2:])
-    Q: Tensor | None = None
-    for a, b, c in _POLAR_EXPRESS:
-        squares = _product(H, H)
-        if Q is None:  # ‖G²‖^(1/2) bounds the eigenvalues of G better than ‖G‖
-            bound = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
-            bound = bound.clamp_min(torch.finfo(G.dtype).tiny ** 0.5)
-            H, squares = H / bound, squares / bound.square()
-        Z = torch.add(b * H, squares, alpha=c)
-        Z.diagonal(dim1=-2, dim2=-1).add_(a)
-        if Q is None:
-            Q = Z / bound.sqrt()
-        else:
-            Q = _product(Q, Z)
+    squares = _product(H, H)
+    # ‖G²‖^(1/2) bounds the eigenvalues of G better than ‖G‖
+    bound = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
+    bound = bound.clamp_min(torch.finfo(G.dtype).tiny ** 0.5)
+    H = H / bound
+    Q = Z = _polynomial(_POLAR_EXPRESS[0], H, squares / bound.square())
+    for coefficients in _POLAR_EXPRESS[1:]:
         H = _product(_product(H, Z), Z)
-    assert Q is not None
-    return Q.view(G.shape)
+        Z = _polynomial(coefficients, H, _product(H, H))
+        Q = _product(Q, Z)
+    return (Q / bound.sqrt()).view(G.shape)
+
+
+def _polynomial(coefficients: tuple[float, float, float], H: Tensor, squares: Tensor) -> Tensor:
+    a, b, c = coefficients
+    Z = torch.add(b * H, squares, alpha=c)
+    Z.diagonal(dim1=-2, dim2=-1).add_(a)
+    return Z
 
 
 def _product(A: Tensor, B: Tensor) -> Tensor:

@@ -81,8 +81,6 @@ class RiemannianAdam(RiemannianOptimizer):
         nonfinite: NonFinite = "raise",
     ) -> None:
         check_kernels(lr, foreach, fused)
-        if foreach and isinstance(lr, Tensor):
-            raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
@@ -91,6 +89,8 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, eps=0, weight_decay=0)
+        if group["foreach"] and isinstance(group["lr"], Tensor):
+            raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {group['betas']}")
         if group["second_moment"] not in get_args(SecondMoment):

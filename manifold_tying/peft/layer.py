@@ -43,11 +43,10 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     def update_layer(self, adapter_name: str, config: Any, inference_mode: bool = False) -> None:
         m, n = self.out_features, self.in_features
         spec = RotationSpec.of(m, n, "block", config.block_size, None, None, config.sides, config.terms)
-        orders = (side.sample_permutation(config.seed, 0, name) for side, name in ((spec.R, "R"), (spec.P, "P")))
         self.specs[adapter_name] = spec
-        self.orders[adapter_name] = (
-            tuple(part for order in orders for part in (order, inverse_order(order))) if config.permute else ()
-        )
+        sides = ((spec.R, "R"), (spec.P, "P")) if config.permute else ()
+        orders = (side.sample_permutation(config.seed, 0, name) for side, name in sides)
+        self.orders[adapter_name] = tuple(part for order in orders for part in (order, inverse_order(order)))
         self.scales[adapter_name] = _REFERENCE / config.block_size
         start = torch.zeros(spec.num_params)
         self.poet_skew[adapter_name] = nn.Parameter(start if config.init_weights else start.normal_(std=0.1))
@@ -96,7 +95,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
 
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
         skew = self.poet_skew[name]
-        with precision.full_precision(skew.device), precision.disable_autocast(skew.device):
+        with precision.full_precision(skew.device):
             return both_blocks(self.specs[name], skew.float() * self.scales[name])
 
     def _orders(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
@@ -111,28 +110,29 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         for name in check_adapters_to_merge(self, adapter_names) or []:
             if name not in self.specs:
                 continue
-            R, P = self._sides(name)
-            factor = 1 + self.poet_magnitude[name].float() if name in self.poet_magnitude else None
-            W = self._turned(name, R, P)
-            self._write(W if factor is None else W * factor[:, None], check=safe_merge)
+            W = self._turned(self.base_weight(), name, *self._sides(name))
+            W = W * self._factor(name)
+            if safe_merge and not W.isfinite().all():
+                raise ValueError(f"the weight merged with adapter {name!r} is not finite; the adapter is damaged")
+            self._write(W)
             self.merged_adapters.append(name)
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Take the merged adapters out of W0 again, to rounding."""
+        if not self.merged:
+            return
+        W = self.base_weight()
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             R, P = ([torch.linalg.inv(G.double()).to(G.dtype) for G in side] for side in self._sides(name))
-            if name in self.poet_magnitude:
-                self._write(self._weight() / (1 + self.poet_magnitude[name].float())[:, None])
-            self._write(self._turned(name, R, P))
+            W = self._turned(W / self._factor(name), name, R, P)
+        self._write(W)
 
-    def _base(self) -> Any:
-        return self.get_base_layer()
-
-    def _weight(self) -> Tensor:
-        """W0 (m, n) in float32 or wider."""
-        weight: Tensor = self._base().weight
+    def base_weight(self) -> Tensor:
+        """W0 (m, n) in float32 or wider. ValueError if it is quantized."""
+        base: Any = self.get_base_layer()
+        weight: Tensor = base.weight
         if not (weight.is_floating_point() and weight.dtype.itemsize >= 2 and type(weight.data) is Tensor):
             raise ValueError(
                 f"cannot merge into a quantized weight, {type(weight).__name__} of {weight.dtype}; keep the adapter beside it, "
@@ -141,17 +141,18 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         weight = weight.T if self.transposed else weight
         return weight.to(precision.compute_dtype(weight.dtype))
 
-    def _turned(self, name: str, R: Blocks, P: Blocks) -> Tensor:
-        W = self._weight()
-        orders = self._orders(name, W)
-        W = _rotated(W, transposed(P), orders[2:])  # the rows of W0 times P
-        return _rotated(W.T, R, orders[:2]).T
+    def _factor(self, name: str) -> Tensor | float:
+        return 1 + self.poet_magnitude[name].float()[:, None] if name in self.poet_magnitude else 1.0
 
-    def _write(self, W: Tensor, check: bool = False) -> None:
-        if check and not W.isfinite().all():
-            raise ValueError("the merged weight is not finite; the adapter is damaged")
-        weight: Tensor = self._base().weight
-        weight.copy_(W.T if self.transposed else W)
+    def _turned(self, W: Tensor, name: str, R: Blocks, P: Blocks) -> Tensor:
+        """R W P."""
+        orders = self._orders(name, W)
+        with precision.full_precision(W.device):
+            return _rotated(_rotated(W, transposed(P), orders[2:]).T, R, orders[:2]).T
+
+    def _write(self, W: Tensor) -> None:
+        base: Any = self.get_base_layer()
+        base.weight.copy_(W.T if self.transposed else W)
 
 
 def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:

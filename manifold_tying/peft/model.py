@@ -14,15 +14,17 @@ from manifold_tying.peft.layer import PoetLayer
 from manifold_tying.poet import check_options
 
 
-def _named(name: str) -> Any:
-    """A member of PEFT's enumeration of methods, which lists its own only."""
-    if name not in PeftType.__members__:
-        member = str.__new__(PeftType, name)
-        member._name_ = member._value_ = name
-        type.__setattr__(PeftType, name, member)
-        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
-        PeftType._member_names_.append(name)
-    return PeftType.__members__[name]
+def _peft_type() -> Any:
+    """A new member of PEFT's enumeration of methods, which lists its own only."""
+    member = str.__new__(PeftType, "POET")
+    member._name_ = member._value_ = "POET"
+    type.__setattr__(PeftType, "POET", member)
+    PeftType._member_map_["POET"] = PeftType._value2member_map_["POET"] = member
+    PeftType._member_names_.append("POET")
+    return member
+
+
+POET = _peft_type()
 
 
 @dataclass
@@ -67,7 +69,7 @@ class PoetConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = _named("POET")
+        self.peft_type = POET
         check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
         for name in ("target_modules", "exclude_modules"):
             given = getattr(self, name)
@@ -86,6 +88,12 @@ class PoetModel(BaseTuner):
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("PoetConfig does not mix adapters within a batch; set one adapter, or merge it")
         yield
+
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        for layer in self.model.modules():
+            if isinstance(layer, PoetLayer):
+                layer.base_weight()  # refuses a quantized one before another layer is changed
 
     def _create_and_replace(
         self,
@@ -111,4 +119,4 @@ class PoetModel(BaseTuner):
         self._replace_module(parent, target_name, new, target)
 
 
-register_peft_method(name=_named("POET").value.lower(), config_cls=PoetConfig, model_cls=PoetModel)
+register_peft_method(name="poet", config_cls=PoetConfig, model_cls=PoetModel)

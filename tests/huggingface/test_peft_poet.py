@@ -4,7 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -208,7 +208,7 @@ def test_a_rate_turns_blocks_of_any_size_alike() -> None:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PoetConfig(block_size=1), "block_size"),
-    (lambda: PoetConfig(sides="left"), "unknown sides"),  # type: ignore[arg-type]
+    (lambda: PoetConfig(sides=cast(Any, "left")), "unknown sides"),
     (lambda: PoetConfig(terms=0), "terms"),
     (
         lambda: get_peft_model(nn.Sequential(nn.Conv2d(1, 1, 1)), PoetConfig(target_modules=["0"])),
@@ -246,5 +246,8 @@ def test_a_quantized_weight_is_used_and_not_merged() -> None:
     same(y, adapted(wide, block_size=4)(x))
     y.sum().backward()
     assert x.grad is not None and model.get_base_model().first.poet_skew["default"].grad.abs().sum() > 0
+    layers: Any = OrderedDict(first=nn.Linear(12, 12), last=layer)
+    model, before = adapted(nn.Sequential(layers), block_size=4), layers["first"].weight.detach().clone()
     with pytest.raises(ValueError, match="cannot merge into a quantized weight"):
         model.merge_adapter()
+    assert torch.equal(model.get_base_model().first.get_base_layer().weight, before), "no layer is merged"

@@ -80,9 +80,9 @@ def test_vectors_of_spheres_turn_by_an_angle(of: Any, shape: tuple[int, int]) ->
     def lengths(A: Tensor) -> Tensor:
         return torch.linalg.vector_norm(A, dim=DIMS[of], keepdim=True)
 
-    X = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    X: Any = nn.Parameter(torch.randn(shape, dtype=torch.float64))
     radius, before = lengths(X.detach()), X.detach().clone()
-    X.manifold = mt.Sphere(of, radius)  # type: ignore[attr-defined]
+    X.manifold = mt.Sphere(of, radius)
     drive(RiemannianMuon([X], lr=LR), [X], 1, seeded, start=1)
 
     def projected(A: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def test_vectors_of_spheres_turn_by_an_angle(of: Any, shape: tuple[int, int]) ->
 
 
 def test_one_column_moves_as_on_geoopts_sphere() -> None:
-    x = nn.Parameter(nn.functional.normalize(torch.randn(9, 1, dtype=torch.float64), dim=0))
+    x: Any = nn.Parameter(nn.functional.normalize(torch.randn(9, 1, dtype=torch.float64), dim=0))
     start, g, sphere = x.detach().clone()[:, 0], seeded(1, 0, x)[:, 0], geoopt.Sphere()
-    x.manifold = mt.Sphere("columns")  # type: ignore[attr-defined]
+    x.manifold = mt.Sphere("columns")
     drive(RiemannianMuon([x], lr=LR), [x], 1, seeded, start=1)
     u = sphere.egrad2rgrad(start, g)
     torch.testing.assert_close(x.detach()[:, 0], sphere.retr(start, -LR * u / u.norm()), rtol=0, atol=1e-15)
@@ -184,8 +184,8 @@ def test_a_bad_gradient_changes_nothing(where: int, ahead: bool, monkeypatch: py
     """Also where the host does not wait: the CPU plays a device that it runs ahead of."""
     if ahead:
         monkeypatch.setattr(adam, "SYNC_FREE_DEVICES", ("cpu",))
-    sphere = nn.Parameter(nn.functional.normalize(torch.randn(5, 3), dim=1))
-    sphere.manifold = mt.Sphere()  # type: ignore[attr-defined]
+    sphere: Any = nn.Parameter(nn.functional.normalize(torch.randn(5, 3), dim=1))
+    sphere.manifold = mt.Sphere()
     params = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4, 6)), point(8, 3), sphere]
     optimizer = RiemannianMuon(params, lr=0.1, fused=True, nonfinite="skip")
     drive(optimizer, params, 2, seeded)
@@ -213,6 +213,7 @@ def test_a_state_of_another_kind_of_optimizer_is_refused(shape: tuple[int, ...])
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"foreach": True, "lr": torch.tensor(0.1)}, "foreach=True does not support a tensor lr"),
     ({"momentum": 1.0}, r"expected momentum in \[0, 1\), got 1.0"),
     ({"dual_steps": -1}, "expected dual_steps"),
     ({"adjust_lr_fn": "rms"}, "unknown adjust_lr_fn 'rms'; choose one of match_rms_adamw, original"),
