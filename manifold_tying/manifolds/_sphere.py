@@ -97,9 +97,12 @@ class Sphere(geoopt.Manifold):
             raise ValueError(f"unknown of={of!r}; choose one of {', '.join(_DIMS)}")
         super().__init__()
         self.of = of
-        values = radius if isinstance(radius, Tensor) else torch.tensor(radius, dtype=torch.float64)
-        known = autograd.has_data(values)
-        if not values.is_floating_point() or (known and not ((values >= 1e-15) & (values <= 1e15)).all()):
+        is_number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
+        values = torch.tensor(float(radius), dtype=torch.float64) if is_number else radius
+        known = isinstance(values, Tensor) and autograd.has_data(values)
+        if not (isinstance(values, Tensor) and values.is_floating_point()) or (
+            known and not ((values >= 1e-15) & (values <= 1e15)).all()
+        ):
             raise ValueError(f"expected radius to be a float from 1e-15 to 1e15 or a tensor of them, got {radius!r}")
         if isinstance(radius, Tensor):
             self.register_buffer("radius", radius.detach().clone())

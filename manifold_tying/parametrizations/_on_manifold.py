@@ -40,8 +40,14 @@ class OnManifold(Constraint):
         matrix = self.layout.to_matrix(weight)
         if not autograd.has_data(matrix):
             return torch.empty_like(matrix)
-        point = self.manifold.projx(matrix)
-        ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)
+        try:
+            point = self.manifold.projx(matrix)
+            ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)
+        except (RuntimeError, TypeError) as error:  # such as a manifold of complex matrices on a real weight
+            raise ValueError(
+                f"expected {self.manifold} to have points of {weight.dtype} and shape {tuple(weight.shape)}, but its projx or "
+                f"its check failed: {error}"
+            ) from error
         if not ok:
             raise ValueError(
                 f"expected projx of {self.manifold} to give a point of this weight of shape {tuple(weight.shape)}, but it is "

@@ -81,6 +81,11 @@ def test_stiefel_is_a_case_of_it() -> None:
             r"Linear.weight of shape \(8, 4\) to hold points of SPD.*must be square.*`blocks`",
         ),
         (nn.Linear(1, 4), lambda m: mt.constrain(m, "weight", geoopt.Sphere()), "isolated points"),
+        (
+            nn.Linear(4, 4),
+            lambda m: mt.constrain(m, "weight", geoopt.UpperHalf()),
+            r"Upper Half Space.* points of torch.float32 and shape \(4, 4\), but its projx or its check failed: imag is",
+        ),
         (nn.Linear(4, 6), lambda m: mt.constrain(m, "weight", mt.SPD(), blocks=4), "blocks to divide the 6 rows"),
         (
             nn.Linear(4, 6),
