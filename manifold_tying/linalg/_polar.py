@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, is_exporting, save, saved
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt_by_matmuls, near_inverse_sqrt
-from manifold_tying.linalg._polar_derivatives import DifferentiablePolar
+from manifold_tying.linalg._polar_derivatives import differentiable_polar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram, sym
 
 # Up to this many columns an eigendecomposition is as fast as the matmuls that replace it.
@@ -28,8 +28,8 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64 SVD if Y is too ill-conditioned for that
     (about 50).
 
-    If Y is rank-deficient, H is unique and U is one of many. The gradient is closed form; it divides by h_i + h_j only, so
-    equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
+    If Y is rank-deficient, H is unique and U is one of many. The gradient is closed form, with up to two more
+    derivatives; it divides by h_i + h_j only, so equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
     """
     check_tall(Y)
     W = Y.to(compute_dtype(Y.dtype))
@@ -41,17 +41,14 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _exportable(Y: Tensor) -> tuple[Tensor, Tensor]:
     """The factors by plain operations: an exported program runs where this package is not installed."""
-    W = Y.double()
-    constant = W.detach()
-    Q, R = torch.linalg.qr(constant)
-    left, h, Vh = torch.linalg.svd(R)
-    U, h = Q @ (left @ Vh), h.clamp_min(1e-300)
-    # The gradient of an SVD is NaN at equal singular values. D is zero and carries U's derivative, as in _Polar.backward.
-    D = W - constant
-    M = U.mT @ D
-    Omega = Vh.mT @ (Vh @ (M - M.mT) @ Vh.mT / (h[..., :, None] + h[..., None, :])) @ Vh
-    U = U + U @ Omega + (D - U @ M) @ (Vh.mT / h[..., None, :] @ Vh)
-    return U, sym(U.mT @ W)
+
+    def constants(W: Tensor) -> tuple[Tensor, Tensor]:
+        Q, R = torch.linalg.qr(W)
+        left, _, Vh = torch.linalg.svd(R)
+        U = Q @ (left @ Vh)
+        return U, sym(U.mT @ W)
+
+    return differentiable_polar(Y.double(), constants, derivatives=1)
 
 
 def _factors(Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +110,7 @@ class _Polar(torch.autograd.Function):
 
 
 def _plain(Y: Tensor) -> tuple[Tensor, Tensor]:
-    return DifferentiablePolar.apply(Y, _opaque if torch.compiler.is_compiling() else _Polar.apply)
+    return differentiable_polar(Y, _opaque)
 
 
 _polar = custom_gradient(_Polar, _plain)
@@ -151,7 +148,8 @@ def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tens
 # The algorithm branches on the data, which a compiled graph cannot: there it is one opaque custom op.
 @torch.library.custom_op("manifold_tying::polar", mutates_args=())
 def _opaque(Y: Tensor) -> tuple[Tensor, Tensor]:
-    return _factors(Y)
+    with full_precision(Y.device):
+        return _Polar.apply(Y)
 
 
 @torch.library.custom_op("manifold_tying::polar_backward", mutates_args=())
@@ -163,6 +161,7 @@ def _opaque_backward(Y: Tensor, grad_U: Tensor, grad_H: Tensor) -> Tensor:
 
 
 _opaque.register_fake(lambda Y: (Y.new_empty(Y.shape), Y.new_empty(*Y.shape[:-2], Y.shape[-1], Y.shape[-1])))
+_opaque.register_vmap(lambda info, in_dims, Y: (_opaque(Y.movedim(in_dims[0], 0)), (0, 0)))
 _opaque_backward.register_fake(lambda Y, grad_U, grad_H: Y.new_empty(Y.shape))
 register_flop_formula(torch.ops.manifold_tying.polar)(lambda Y, **_: flop_count(Y, 8, 4))
 register_flop_formula(torch.ops.manifold_tying.polar_backward)(lambda Y, *_, **__: flop_count(Y, 6, 12))
