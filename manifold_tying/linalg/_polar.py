@@ -28,8 +28,8 @@ def polar(Y: Tensor) -> tuple[Tensor, Tensor]:
     Otherwise by a float64 eigendecomposition of the p x p Gram matrix, or a float64 SVD if Y is too ill-conditioned for that
     (about 50).
 
-    If Y is rank-deficient, H is unique and U is one of many. The gradient is closed form, with up to two more
-    derivatives; it divides by h_i + h_j only, so equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
+    If Y is rank-deficient, H is unique and U is one of many. There are three derivatives; they divide by h_i + h_j only, so
+    equal singular values are harmless. Raises ValueError if Y is wide, not floating, or contains NaN or Inf. (PIT, equation 7.)
     """
     check_tall(Y)
     W = Y.to(compute_dtype(Y.dtype))
