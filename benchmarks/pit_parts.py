@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import tyro
@@ -31,6 +31,7 @@ from manifold_tying.training.evaluate import validation_loss
 from manifold_tying.training.machine import machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.run_data import load_data, run_data
+from manifold_tying.tying import LossOptions
 
 MEMORY, FACTOR = "parametrizations.memory.original", "parametrizations.cholesky_factor.original"
 
@@ -54,8 +55,8 @@ class Halves(mt.TokenInterface):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head.logits(hidden)
 
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return self.head.loss(hidden, targets, ignore_index=ignore_index)
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return self.head.loss(hidden, targets, **options)
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         return self.lookup.materialize()[0], self.head.materialize()[1]
@@ -75,8 +76,8 @@ class ScalarTransform(Halves):
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden * self.log_scale.exp())
 
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return super().loss(hidden * self.log_scale.exp(), targets, ignore_index=ignore_index)
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return super().loss(hidden * self.log_scale.exp(), targets, **options)
 
 
 class TableTimes(mt.TransposeTying):

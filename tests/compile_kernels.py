@@ -10,9 +10,10 @@ from triton.runtime import JITFunction
 
 from manifold_tying.kernels import _triton_cross_entropy, _triton_rotation
 
-INTEGERS = {"stride", "V", "ignore_index", "T", "n", "width", "b"}
-POINTERS = {"targets": "*i64", "place": "*i64", "losses": "*fp32", "vectors": "*fp32"}
-CONSTANTS = {"WRITE": True, "BLOCK": 8192, "BT": 64, "BC": 64}
+INTEGERS = {"stride", "V", "T", "n", "width", "b"}
+POINTERS = {"targets": "*i64", "place": "*i64", "losses": "*fp32", "weights": "*fp32", "vectors": "*fp32"}
+NUMBERS = dict.fromkeys(("z", "smoothing", "cap"), "fp32")
+CONSTANTS = {"WRITE": True, "SMOOTH": True, "CAP": True, "BLOCK": 8192, "BT": 64, "BC": 64}
 TILES = {"bf16": 64, "fp32": 32}
 SHARED = 99 * 1024  # bytes that a program may have on an RTX 30 or 40; an H200 has 227 KB
 
@@ -26,7 +27,7 @@ def compile_for(kernel: JITFunction, dtype: str) -> None:
     constants = {**CONSTANTS, "B": TILES[dtype]}
     signature = {}
     for name in inspect.signature(kernel.fn).parameters:
-        known = "i32" if name in INTEGERS else POINTERS.get(name, f"*{dtype}")
+        known = "i32" if name in INTEGERS else (POINTERS | NUMBERS).get(name, f"*{dtype}")
         signature[name] = "constexpr" if name in constants else known
     values = {(i,): constants[name] for i, name in enumerate(signature) if name in constants}
     compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))

@@ -414,9 +414,13 @@ def low_precision(group: Group) -> dict[str, Any]:
     return {"losses": train(model, model.loss, group.mean, group.share, range(3)), "seen": seen}
 
 
+OPTIONS: Any = {"z_loss": 0.1, "label_smoothing": 0.2, "softcap": 3.0}
+
+
 def scores_of(group: Group) -> dict[str, Any]:
-    """Logits, their clipped gradients and tables with the vocabulary split, against whole ones."""
+    """Logits, losses, their clipped gradients and tables with the vocabulary split, against whole ones."""
     result = {}
+    targets = torch.tensor([[0, V - 1, 3], [-100, 5, 0]])
     for arm in ("transpose", "pit-trainable"):
         found = []
         for split in (False, True):
@@ -425,12 +429,13 @@ def scores_of(group: Group) -> dict[str, Any]:
                 shard_vocabulary(interface, group.mesh)
             hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
             logits = distributed.full_tensor(interface.logits(hidden))
-            logits.square().mean().backward()
+            losses = interface.loss(hidden, targets, reduction="none", **OPTIONS)
+            (logits.square().mean() + losses.square().sum() + interface.loss(hidden, targets, **OPTIONS)).backward()
             assert hidden.grad is not None
             with implicit_replication():
                 norm = distributed.full_tensor(nn.utils.clip_grad_norm_(interface.parameters(), 1e-3))
             gradients = [distributed.full_tensor(p.grad) for p in interface.parameters() if p.grad is not None]
-            found.append([logits.detach(), hidden.grad, norm, *gradients, *interface.materialize()])
+            found.append([logits.detach(), losses.detach(), hidden.grad, norm, *gradients, *interface.materialize()])
         result[arm] = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*found, strict=True))
     return result
 
@@ -446,7 +451,7 @@ def second_derivatives_of(group: Group) -> dict[str, float]:
             if split:
                 shard_vocabulary(interface, group.mesh)
             parameters = list(interface.parameters())
-            loss = interface.loss(interface.embed(ids).tanh(), ids)
+            loss = interface.loss(interface.embed(ids).tanh(), ids, **OPTIONS)
             first = torch.autograd.grad(loss, parameters, create_graph=True)
             total = torch.stack([distributed.full_tensor(g.square().sum()) for g in first]).sum()
             found.append([distributed.full_tensor(g) for g in torch.autograd.grad(total, parameters)])

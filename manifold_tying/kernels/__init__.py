@@ -2,6 +2,7 @@
 
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu as runs_eagerly_on_gpu
 from manifold_tying.kernels._choice import runs_triton as runs_triton
+from manifold_tying.kernels._cross_entropy import LossForm as LossForm
 from manifold_tying.kernels._cross_entropy import cross_entropy_ as cross_entropy_
 from manifold_tying.kernels._products import add_product_ as add_product_
 from manifold_tying.kernels._products import split_product as split_product

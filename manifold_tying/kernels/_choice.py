@@ -39,7 +39,8 @@ def _compiles(device: torch.device) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
-        cross_entropy_(torch.zeros(1, 1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        zeros = torch.zeros(1, 1, device=device)
+        cross_entropy_(zeros, zeros[0].long(), zeros[0])
     except ModuleNotFoundError:
         return False
     except Exception as error:  # of the compiler, the driver or Triton: each its own

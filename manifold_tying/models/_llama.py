@@ -5,6 +5,7 @@ Llama. Dims: B batch, N positions, d hidden size, F width of the mlp, V vocabula
 """
 
 import math
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from manifold_tying import distributed
 from manifold_tying.models._config import LlamaConfig
-from manifold_tying.tying import TokenInterface
+from manifold_tying.tying import LossOptions, TokenInterface
 
 RotaryTables = tuple[Tensor, Tensor]
 
@@ -187,16 +188,15 @@ class Llama(nn.Module):
         """Token ids (B, N) to next-token logits (B, N, V)."""
         return self.interface.logits(self.hidden(ids))
 
-    def loss(self, ids: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-        """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N).
+    def loss(self, ids: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        """Cross-entropy in nats, by default the mean, of targets (B, N), the token after each of ids (B, N).
 
-        Holds one chunk of the logits at a time.
-
+        Holds one chunk of the logits at a time. The options are those of :func:`manifold_tying.tying.linear_cross_entropy`.
         Nothing is shifted here: ``targets[:, n]`` belongs to the prediction made at position n.
         """
         if targets.shape != ids.shape:
             raise ValueError(f"targets must have the shape of ids, {tuple(ids.shape)}, got {tuple(targets.shape)}")
-        return self.interface.loss(self.hidden(ids), targets, ignore_index=ignore_index)
+        return self.interface.loss(self.hidden(ids), targets, **options)
 
 
 def build_norm(config: LlamaConfig) -> nn.RMSNorm | nn.LayerNorm:

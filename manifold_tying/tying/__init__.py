@@ -2,6 +2,7 @@
 
 from manifold_tying.tying._embedding import PITEmbedding as PITEmbedding
 from manifold_tying.tying._free_pit import FreePIT as FreePIT
+from manifold_tying.tying._loss import LossOptions as LossOptions
 from manifold_tying.tying._loss import linear_cross_entropy as linear_cross_entropy
 from manifold_tying.tying._manifold_pit import ManifoldPIT as ManifoldPIT
 from manifold_tying.tying._parallel import shard_model as shard_model

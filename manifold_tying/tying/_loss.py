@@ -1,34 +1,70 @@
 """Cross-entropy of a vocabulary head that holds one chunk of the logits at a time."""
 
-from typing import Any
+import math
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from manifold_tying import autograd, distributed, kernels, precision
+from manifold_tying.kernels import LossForm
 from manifold_tying.tying._vocabulary import VocabularyShard
 
 # Token chunks: the fewest that keep peak memory under 10 % of the logits in the matmul dtype. Matmuls with few rows are slow,
-# and each chunk reads and writes the gradient of the full table. In low precision each chunk is copied to float32 in pieces. A
+# and each chunk reads and writes the gradient of the full table. In low precision each chunk is copied to float32. A
 # CPU without low-precision products multiplies in float32, in twice as many chunks.
 CHUNKS = 12
-CHUNKS_LOW_PRECISION = 18
-PIECES = 4  # float32 pieces per chunk
-# On a GPU, launching a kernel takes longer than running it on few logits: no pieces, and chunks of at least so many logits.
+CHUNKS_LOW_PRECISION = 36
+# On a GPU, launching a kernel takes longer than running it on few logits: chunks of at least so many logits.
 GPU_CHUNK = 2**26
 GPU_TILE = 128  # products work in tiles: a chunk has a multiple of so many tokens
 
+Reduction = Literal["mean", "sum", "none"]
 
-def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """Mean of logsumexp(x) - x[target] over the counted positions, x = hidden tableᵀ, in nats, a float32 scalar.
+
+class LossOptions(TypedDict, total=False):
+    """The options of :func:`linear_cross_entropy`, which the ``loss`` of every interface takes, too."""
+
+    ignore_index: int
+    reduction: Reduction
+    token_weight: Tensor | None
+    z_loss: float
+    label_smoothing: float
+    softcap: float | None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    table: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Cross-entropy in nats of logits x = hidden tableᵀ, which never exist as a whole, in float32 (float64 for float64).
+
+    The loss of a token is w (lse - (1 - s) x[target] - s mean(x) + z lse²), with lse = logsumexp(x).
 
     Args:
         hidden: (..., d).
         table: (V, d). For a DTensor sharded by rows the logits stay sharded; the ranks, which all have the same hidden states
-            and targets, all-reduce three numbers per token and the gradient of ``hidden``.
+            and targets, all-reduce three or four numbers per token and the gradient of ``hidden``.
         targets: (...), int64 in [0, V) or ``ignore_index``.
-        ignore_index: positions with this target do not count; the loss is 0 if none counts.
+        ignore_index: positions with this target do not count; their loss is 0.
+        reduction: "mean" divides the sum by that of w, and is 0 if that is 0. "sum" suits micro-batches of unequal lengths.
+            "none" gives (...), but its backward computes the logits again: four products in place of three.
+        token_weight: w (...), a constant; None is 1.
+        z_loss: z, which keeps lse near 0 (PaLM has 1e-4).
+        label_smoothing: s in [0, 1], as in torch's cross_entropy.
+        softcap: c; the logits are then c tanh(x / c), as in Gemma 2.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or an option is out of range.
 
     The tokens are processed in chunks, and the gradient of each chunk is computed while its logits are in memory. The matmuls
     run in the autocast dtype, otherwise in that of ``hidden``; softmax, sums over chunks and the result are float32 (or
@@ -39,42 +75,53 @@ def linear_cross_entropy(hidden: Tensor, table: Tensor, targets: Tensor, *, igno
         raise ValueError(
             f"expected hidden (..., d) and table (V, d), got {tuple(hidden.shape)} and {tuple(table.shape)}"
         )
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"expected one target for each of {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}")
+    for what, given in (("target", targets), ("token_weight", token_weight)):
+        if given is not None and hidden.shape[:-1] != given.shape:
+            raise ValueError(f"expected one {what} for each of {tuple(hidden.shape[:-1])}, got {tuple(given.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"unknown reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
+    if not (0 <= z_loss < math.inf and 0 <= label_smoothing <= 1 and (softcap is None or 0 < softcap < math.inf)):
+        raise ValueError(
+            "expected z_loss >= 0, label_smoothing from 0 to 1 and softcap > 0 or None, all finite, got "
+            f"{z_loss}, {label_smoothing} and {softcap}"
+        )
     dtype = precision.autocast_dtype(hidden)
     grad = torch.is_grad_enabled()  # must be read here: it is off inside an autograd.Function
     wanted = (grad and hidden.requires_grad, grad and table.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
     rows, vocabulary = distributed.to_local(table), VocabularyShard.of(table)
-    return _chunked(flat, rows, targets.flatten(), vocabulary, ignore_index, dtype, wanted)
+    weights = (targets != ignore_index).flatten().to(precision.compute_dtype(dtype))
+    if token_weight is not None:
+        weights = weights * token_weight.detach().flatten().to(weights.dtype)
+    total = weights.sum()
+    scale = 1 / torch.where(total == 0, 1, total) if reduction == "mean" else torch.ones_like(total)
+    form, each = LossForm(z_loss, label_smoothing, softcap), reduction == "none"
+    loss = _chunked(flat, rows, targets.flatten(), weights[:, None], scale, vocabulary, form, dtype, wanted, each)
+    return loss.reshape(targets.shape) if each else loss
 
 
-def _loss_and_gradients(
-    hidden: Tensor,
-    table: Tensor,
-    targets: Tensor,
-    vocabulary: VocabularyShard,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Mean loss and, where wanted, gradients of the summed loss for hidden and this rank's rows; 1 / counted positions.
+def _losses_and_gradients(
+    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, scale: Tensor,
+    vocabulary: VocabularyShard, form: LossForm, dtype: torch.dtype, wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Weighted losses (n,) and, where wanted, the gradients of their sum for hidden and this rank's rows.
 
-    The gradient of a 16-bit table is that of the mean.
+    The gradient of a 16-bit table is multiplied by ``scale``.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = weights.dtype
     product = precision.product_dtype(dtype, hidden.device)
     h, W = hidden.to(dtype).to(product), table.to(dtype).to(product)
     fused = vocabulary.world_size == 1 and kernels.runs_triton(h)
     parts = CHUNKS * wide.itemsize // dtype.itemsize if product == wide else CHUNKS if fused else CHUNKS_LOW_PRECISION
+    if form.softcap is not None and not fused:
+        parts *= 2  # its slope is another tensor of the logits' size
     dtype = product
-    counted = (targets != ignore_index)[:, None]
-    scale = 1 / counted.sum().clamp_min(1).to(wide)
+    counted = weights != 0
     losses = [torch.zeros(0, dtype=wide, device=h.device)]
     if not fused:
-        index, is_local = vocabulary.index(targets[:, None].masked_fill(~counted, 0))
+        index, is_local = vocabulary.index(torch.where(counted, targets[:, None], 0))
     # float16 gradients of a mean over many tokens underflow until the backward multiplies them by the loss scale.
     held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
@@ -84,21 +131,16 @@ def _loss_and_gradients(
         rows = -(-max(rows, GPU_CHUNK // max(1, len(W))) // GPU_TILE) * GPU_TILE
     width = -(-len(W) // GPU_TILE) * GPU_TILE if fused else len(W)  # rows aligned in memory
     logits = torch.empty(min(rows, len(h)), width, dtype=dtype, device=h.device)[:, : len(W)]
-    # Compiled code makes no copies, and its size is in the number of pieces.
-    pieces = 1 if dtype == wide or h.is_cuda or torch.compiler.is_compiling() else PIECES
-    piece = max(1, -(-len(logits) // pieces))
     zero = h.new_zeros(())
     for start in range(0, len(h), rows):
         part = slice(start, start + rows)
         h_part = torch.where(counted[part], h[part], zero)  # 0 Inf is NaN, in the table's gradient
         p = torch.mm(h_part, W.mT, out=logits[: len(h_part)])
         if fused:
-            losses.append(kernels.cross_entropy_(p, targets[part], ignore_index, any(wanted)))
+            losses.append(kernels.cross_entropy_(p, targets[part], weights[part], any(wanted), form))
         else:
-            for first in range(0, len(p), piece):
-                own = slice(start + first, min(start + first + piece, start + len(p)))
-                where = index[own], is_local[own], counted[own]
-                losses.append(_subtract_targets_(p[first : first + piece], *where, vocabulary, any(wanted)))
+            where = index[part], is_local[part], weights[part]
+            losses.append(_subtract_targets_(p, *where, vocabulary, form, any(wanted)))
         if grad_hidden is not None:
             kernels.add_product_(grad_hidden[part], p, W, beta=0)
         if grad_table is not None:
@@ -107,72 +149,93 @@ def _loss_and_gradients(
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
     if grad_table is not None and table.dtype != wide:
         grad_table = grad_table.mul_(scale).to(table.dtype)
-    return torch.cat(losses).sum() * scale, grad_hidden, grad_table, scale
+    return torch.cat(losses), grad_hidden, grad_table
 
 
 def _subtract_targets_(
-    p: Tensor, index: Tensor, is_local: Tensor, counted: Tensor, vocabulary: VocabularyShard, wants_gradient: bool
+    p: Tensor,
+    index: Tensor,
+    is_local: Tensor,
+    weights: Tensor,
+    vocabulary: VocabularyShard,
+    form: LossForm,
+    write: bool,
 ) -> Tensor:
     """:func:`manifold_tying.kernels.cross_entropy_` by PyTorch's operations, also for this rank's columns of the logits."""
-    x = p.to(precision.compute_dtype(p.dtype))
-    target = vocabulary.gather(x, index, is_local)
+    x, (z, smoothing, cap), V = p.to(weights.dtype), form, max(vocabulary.total, vocabulary.rows)
+    if cap is not None:
+        x = x.div_(cap).tanh_().mul_(cap)
+    slope = None if cap is None or not write else (x / cap).square_().neg_().add_(1)
+    sums = [vocabulary.gather(x, index, is_local)] + ([x.sum(1, keepdim=True)] if smoothing else [])
     largest = vocabulary.max(x)
     total = x.sub_(largest).exp_().sum(1, keepdim=True)
-    target, total = vocabulary.all_reduce(target, total)
-    if wants_gradient:
-        x.mul_(counted / total)
+    total, target, *rest = vocabulary.all_reduce(total, *sums)
+    lse = total.log() + largest
+    loss = lse - (1 - smoothing) * target + z * lse.square()
+    if rest:
+        loss = loss - smoothing / V * rest[0]
+    if write:
+        x.mul_(weights * (1 + 2 * z * lse) / total)
+        if smoothing:
+            x.sub_(weights * (smoothing / V))
         if x.shape[1]:
-            x.scatter_add_(1, index, -(is_local & counted).to(x.dtype))
+            x.scatter_add_(1, index, weights * is_local * (smoothing - 1))
+        if slope is not None:
+            x.mul_(slope)
         if x is not p:
             p.copy_(x)
-    return torch.where(counted, total.log() + largest - target, 0).squeeze(1)
+    return (weights * loss).squeeze(1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        """The loss of the arguments of :func:`_loss_and_gradients`."""
+        """The losses of the arguments of :func:`_losses_and_gradients`, each or their scaled sum."""
         autograd.save(ctx, args)
-        ctx.float16 = args[0].dtype == torch.float16
+        *inputs, wanted, each = args
+        inputs.append((False, False) if each else wanted)
         with precision.disable_autocast(args[0].device):
-            loss, *ctx.gradients = _loss_and_gradients(*args)
-        return loss
+            losses, *gradients = _losses_and_gradients(*inputs)
+        ctx.gradients = None if each else gradients
+        return losses if each else losses.sum() * args[4]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place and released, so that no second (V, d) tensor is held; a second backward recomputes them.
         gradients, ctx.gradients = ctx.gradients, None
+        (hidden, table, targets, weights, scale, *rest, each), _ = autograd.saved(ctx)
+        if each:
+            weights, grad = weights * grad[:, None], torch.ones_like(scale)
         if gradients is None:
             with precision.disable_autocast(grad.device):
-                gradients = _loss_and_gradients(*autograd.saved(ctx)[0])[1:]
-        hidden, table, scale = gradients
+                gradients = _losses_and_gradients(hidden, table, targets, weights, scale, *rest)[1:]
+        grad_hidden, grad_table = gradients
         scale = grad * scale
-        if hidden is not None:
-            hidden = hidden.mul_(scale)
-            hidden = hidden.half() if ctx.float16 else hidden
-        if table is not None:
-            table.mul_(scale if table.dtype == scale.dtype else grad)
-        return hidden, table, None, None, None, None, None
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(scale)
+            grad_hidden = grad_hidden.half() if hidden.dtype == torch.float16 else grad_hidden
+        if grad_table is not None:
+            grad_table.mul_(scale if grad_table.dtype == scale.dtype else grad)
+        return grad_hidden, grad_table, *[None] * 8
 
 
 def _with_all_logits(
-    hidden: Tensor,
-    table: Tensor,
-    targets: Tensor,
-    vocabulary: VocabularyShard,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool],
-) -> Tensor:
-    wide = precision.compute_dtype(dtype)
-    counted = targets != ignore_index
-    index, is_local = vocabulary.index(targets.masked_fill(~counted, 0)[:, None])
+    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, scale: Tensor,
+    vocabulary: VocabularyShard, form: LossForm, dtype: torch.dtype, _: tuple[bool, bool], each: bool,
+) -> Tensor:  # fmt: skip
+    (z, smoothing, cap), V = form, max(vocabulary.total, vocabulary.rows)
+    counted = weights != 0
+    index, is_local = vocabulary.index(torch.where(counted, targets[:, None], 0))
     with precision.disable_autocast(hidden.device):
-        x = F.linear(vocabulary.copy_to_ranks(hidden.to(dtype)), table.to(dtype)).to(wide)
+        h = torch.where(counted, hidden, 0).to(dtype)
+        x = F.linear(vocabulary.copy_to_ranks(h), table.to(dtype)).to(weights.dtype)
+        x = x if cap is None else cap * (x / cap).tanh()
         largest = vocabulary.max(x.detach())
-        total = vocabulary.reduce_from_ranks((x - largest).exp().sum(1, keepdim=True))
-        losses = total.log() + largest - vocabulary.reduce_from_ranks(vocabulary.gather(x, index, is_local))
-        return (losses[:, 0] * counted).sum() / counted.sum().clamp_min(1)
+        lse = vocabulary.reduce_from_ranks((x - largest).exp().sum(1, keepdim=True)).log() + largest
+        aims = (1 - smoothing) * vocabulary.gather(x, index, is_local)
+        aims = aims + smoothing / V * x.sum(1, keepdim=True) if smoothing else aims
+        losses = (weights * (lse - vocabulary.reduce_from_ranks(aims) + z * lse.square())).squeeze(1)
+        return losses if each else losses.sum() * scale
 
 
 _chunked = autograd.custom_gradient(_LinearCrossEntropy, _with_all_logits)

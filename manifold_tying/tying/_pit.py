@@ -1,7 +1,7 @@
 """Pseudo-Inverse Tying: embedding and head are coupled projections of one orthonormal token memory."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, Unpack, cast, get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from manifold_tying import distributed, kernels, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal, dtype_after
-from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying._loss import LossOptions, linear_cross_entropy
 from manifold_tying.tying._vocabulary import distinct_rows, vocab_logits
 from manifold_tying.tying.interface import TokenInterface, check_ids
 
@@ -163,8 +163,8 @@ class PIT(TokenInterface):
         """hidden W_out, (..., V)."""
         return vocab_logits(*self._factors(hidden))
 
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return linear_cross_entropy(*self._factors(hidden), targets, ignore_index=ignore_index)
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return linear_cross_entropy(*self._factors(hidden), targets, **options)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Matrices (..., d), in the dtype of hidden, and (V, d), whose product is the logits."""

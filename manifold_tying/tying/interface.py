@@ -2,12 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed
-from manifold_tying.tying._loss import linear_cross_entropy
+from manifold_tying.tying._loss import LossOptions, linear_cross_entropy
 from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
 
 
@@ -33,10 +34,10 @@ class TokenInterface(nn.Module, ABC):
         """hidden W_out: maps hidden states (..., d) to logits (..., V)."""
 
     @abstractmethod
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Mean cross-entropy in nats, a float32 scalar, of hidden (..., d) against targets (...).
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        """Cross-entropy in nats, by default the mean, of hidden (..., d) against targets (...).
 
-        Positions whose target is ``ignore_index`` do not count; 0 if none counts. Holds one chunk of the logits at a time.
+        Holds one chunk of the logits at a time. The options are those of :func:`linear_cross_entropy`.
         """
 
     @abstractmethod
@@ -107,8 +108,8 @@ class _PlainTables(TokenInterface):
     def logits(self, hidden: Tensor) -> Tensor:
         return vocab_logits(self._scaled(hidden), self._head)
 
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        return linear_cross_entropy(self._scaled(hidden), self._head, targets, ignore_index=ignore_index)
+    def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
+        return linear_cross_entropy(self._scaled(hidden), self._head, targets, **options)
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         E, head = (distributed.full_tensor(table.detach()) for table in (self._embedding, self._head))

@@ -207,7 +207,7 @@ class Spoiled(TransposeTying):
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) + 1
 
-    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, *, ignore_index: int = -100, **_: Any) -> Tensor:
         return 1.001 * super().loss(hidden, targets, ignore_index=ignore_index)
 
     def load_state_dict(self, *_: Any, **__: Any) -> Any: ...

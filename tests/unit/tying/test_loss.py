@@ -25,10 +25,25 @@ def problem(N: int, d: int, V: int, *, masked: float = 0.0, seed: int = 0, dtype
     return h, W, targets
 
 
-def dense(h: Tensor, W: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def dense(
+    h: Tensor,
+    W: Tensor,
+    targets: Tensor,
+    *,
+    token_weight: Tensor | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
     """The oracle: all logits at once; a sum over nothing divided by one where nothing counts."""
-    total = F.cross_entropy(h @ W.T, targets, ignore_index=ignore_index, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp_min(1)
+    x = h @ W.T if softcap is None else softcap * torch.tanh(h @ W.T / softcap)
+    losses = F.cross_entropy(x, targets, reduction="none", label_smoothing=label_smoothing)
+    weights = (targets != -100) * (1.0 if token_weight is None else token_weight)
+    losses = weights * (losses + z_loss * x.logsumexp(1) ** 2)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (weights.sum() or 1.0) if reduction == "mean" else losses.sum()
 
 
 def gradients(loss: Loss, h: Tensor, W: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +74,52 @@ def test_value_and_gradients_are_those_of_dense_cross_entropy(
         gradients(linear_cross_entropy, h, W, targets, scale), gradients(dense, h, W, targets, scale), strict=True
     ):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)  # rounding of float64
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    N=st.integers(0, 37),
+    V=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    weighted=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "z_loss": st.sampled_from([0.0, 1e-2]),
+            "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
+            "softcap": st.sampled_from([None, 0.5, 30.0]),
+        }
+    ),
+)
+def test_options_are_those_of_dense_cross_entropy(
+    N: int, V: int, seed: int, masked: float, reduction: str, weighted: bool, options: dict[str, Any]
+) -> None:
+    h, W, targets = problem(N, 5, V, masked=masked, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    options |= {"reduction": reduction}
+    if weighted:
+        options["token_weight"] = torch.randint(0, 3, (N,), generator=generator).double() / 3
+    cotangent = torch.randn(N, generator=generator).double() if reduction == "none" else torch.tensor(-0.7).double()
+    found, expected = (f(h, W, targets, **options) for f in (linear_cross_entropy, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    for ours, theirs in zip(*(torch.autograd.grad(one, (h, W), cotangent) for one in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+OPTIONS: dict[str, Any] = {"z_loss": 1e-2, "label_smoothing": 0.1, "softcap": 2.0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_and_vmap_of_options(reduction: Any) -> None:
+    h, W, targets = problem(6, 3, 7, masked=0.2)
+
+    def loss(h: Tensor, W: Tensor) -> Tensor:
+        return linear_cross_entropy(h, W, targets, reduction=reduction, **OPTIONS)
+
+    assert torch.autograd.gradgradcheck(loss, (h, W))
+    found = torch.func.vmap(loss, in_dims=(0, None))(torch.stack([h, 2 * h]).detach(), W.detach())
+    torch.testing.assert_close(found[1], loss(2 * h, W).detach())
 
 
 def test_float32_gradients_carry_no_more_than_rounding() -> None:
@@ -123,13 +184,14 @@ def test_only_one_side_requires_a_gradient(which: str) -> None:
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"reduction": "none"}], ids=["plain", "options", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype) -> None:
+def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype, options: dict[str, Any]) -> None:
     N, d, V = 6144, 8, 6000  # large enough that the products' own workspaces hardly count: 1 MB on processors with AMX
     h, W, targets = problem(N, d, V, dtype=dtype)
     logits = N * V * dtype.itemsize
     kept = (N * d + V * d) * dtype.itemsize
-    ours = peak_bytes(lambda: linear_cross_entropy(h, W, targets).backward())
+    ours = peak_bytes(lambda: linear_cross_entropy(h, W, targets, **options).sum().backward())
     assert 0 < ours - kept <= logits / 10
     # Negative control: the measurement sees the dense reference's logits.
     assert peak_bytes(lambda: F.cross_entropy((h @ W.T).float(), targets).backward()) >= logits
@@ -196,6 +258,21 @@ def test_large_logits_stay_finite() -> None:
 def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(h, W, targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "avg"}, "unknown reduction 'avg'; choose one of mean, sum, none"),
+        ({"z_loss": -1.0}, "z_loss >= 0.*got -1.0, 0.0 and None"),
+        ({"label_smoothing": 1.5}, "label_smoothing from 0 to 1"),
+        ({"softcap": 0.0}, "softcap > 0 or None"),
+        ({"token_weight": torch.ones(2)}, r"one token_weight for each of \(3,\), got \(2,\)"),
+    ],
+)
+def test_options_out_of_range(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).long(), **options)
 
 
 @pytest.mark.parametrize("target", [5, -1])
