@@ -2,9 +2,7 @@
 
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
-from manifold_tying.diagnostics.gradient import BucketGradients as BucketGradients
 from manifold_tying.diagnostics.gradient import SideGradients as SideGradients
-from manifold_tying.diagnostics.gradient import gradient_anatomy as gradient_anatomy
 from manifold_tying.diagnostics.gradient import split_gradient as split_gradient
 from manifold_tying.diagnostics.interface import InterfaceConsistency as InterfaceConsistency
 from manifold_tying.diagnostics.interface import delta_ti as delta_ti
@@ -25,12 +23,8 @@ from manifold_tying.diagnostics.spectra import singular_values as singular_value
 from manifold_tying.diagnostics.spectra import spectral_summary as spectral_summary
 from manifold_tying.diagnostics.spectra import svd_entropy as svd_entropy
 from manifold_tying.diagnostics.tokens import Anchors as Anchors
-from manifold_tying.diagnostics.tokens import BucketNorms as BucketNorms
-from manifold_tying.diagnostics.tokens import RowNorms as RowNorms
 from manifold_tying.diagnostics.tokens import TokenDrift as TokenDrift
-from manifold_tying.diagnostics.tokens import frequency_buckets as frequency_buckets
 from manifold_tying.diagnostics.tokens import nearest_anchors as nearest_anchors
-from manifold_tying.diagnostics.tokens import row_norms as row_norms
 from manifold_tying.diagnostics.tokens import token_drift as token_drift
 from manifold_tying.diagnostics.trace import Smoothness as Smoothness
 from manifold_tying.diagnostics.trace import TransitionTrace as TransitionTrace

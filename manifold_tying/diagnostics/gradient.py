@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manifold_tying.diagnostics.bases import vector_angles
 from manifold_tying.diagnostics.interface import embedding_and_head
-from manifold_tying.diagnostics.tokens import frequency_buckets
 from manifold_tying.tying import TokenInterface
 
 
@@ -22,20 +20,6 @@ class SideGradients:
     enters by WᵀW, so all are."""
     head: Tensor
     """Through the logits, with hidden states held fixed. Non-zero for every token, since each has a probability."""
-
-
-@dataclass(frozen=True, slots=True)
-class BucketGradients:
-    """Both terms over the rows of one frequency bucket."""
-
-    bucket: str
-    tokens: int
-    touched: int
-    """Rows with a non-zero lookup gradient; all, for a free PIT table."""
-    lookup_norm: float
-    head_norm: float
-    angle: float
-    """Angle between the two terms in radians, NaN if one is zero; above π/2 they oppose each other."""
 
 
 def split_gradient(
@@ -100,23 +84,3 @@ def _hugging_face(
     if len(cut) != 1:
         raise ValueError(f"expected one call of the head of {type(model).__name__} per forward, got {len(cut)}")
     return *cut[0], loss
-
-
-def gradient_anatomy(sides: SideGradients, counts: Tensor) -> list[BucketGradients]:
-    """Norms of the two terms of a table's gradient (V, d), and the angle between them, by token frequency.
-
-    Args:
-        sides: gradients of the table or memory, from :func:`split_gradient`.
-        counts: (V,), how often each token occurs, in the corpus or in the batch.
-    """
-    if sides.lookup.ndim != 2 or counts.shape != sides.lookup.shape[:1]:
-        shapes = f"{tuple(sides.lookup.shape)} and {tuple(counts.shape)}"
-        raise ValueError(f"expected gradients of a table (V, d) and counts (V,), got {shapes}")
-    result = []
-    for bucket, tokens in frequency_buckets(counts):
-        lookup, head = sides.lookup[tokens].double(), sides.head[tokens].double()
-        norms = torch.linalg.matrix_norm(lookup).item(), torch.linalg.matrix_norm(head).item()
-        touched = int((lookup != 0).any(1).sum())
-        angle = vector_angles(lookup.flatten(), head.flatten()).item()
-        result.append(BucketGradients(bucket, len(tokens), touched, *norms, angle))
-    return result

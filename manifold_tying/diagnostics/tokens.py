@@ -1,4 +1,4 @@
-"""Diagnostics of single tokens: nearest anchors, drift between checkpoints, frequency buckets and row norms."""
+"""Diagnostics of single tokens: nearest anchors, and drift between checkpoints."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,54 +91,3 @@ def _others(states: Tensor, table: Tensor, own: Tensor, k: int) -> Tensor:
 
 def _directions(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, eps=1e-300)  # zero stays zero
-
-
-@dataclass(frozen=True, slots=True)
-class BucketNorms:
-    """Row norms of the tokens of one frequency bucket."""
-
-    bucket: str
-    tokens: int
-    mean: float
-    smallest: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True)
-class RowNorms:
-    """Row norms of a table against token frequency."""
-
-    buckets: list[BucketNorms]
-    rank_correlation: float
-    """Spearman's correlation of norm and count over all tokens; NaN if one of them is constant."""
-
-
-def frequency_buckets(counts: Tensor) -> list[tuple[str, Tensor]]:
-    """(label, token ids) for each nonempty bucket of counts: 0, 1-9, 10-99, ..."""
-    if counts.ndim != 1 or counts.is_floating_point() or counts.dtype == torch.bool or (counts < 0).any():
-        found = f"{counts.dtype} {tuple(counts.shape)}"
-        raise ValueError(f"expected integer counts (V,) >= 0, got {found}; use torch.bincount")
-    counts, low = counts.double(), 1  # multiples of ``low`` may not fit into the counts' dtype
-    buckets = [("0", counts == 0)]
-    while (counts >= low).any():
-        buckets.append((f"{low}-{10 * low - 1}", (counts >= low) & (counts < 10 * low)))
-        low *= 10
-    return [(label, inside.nonzero()[:, 0]) for label, inside in buckets if inside.any()]
-
-
-def row_norms(table: Tensor, counts: Tensor) -> RowNorms:
-    """Row norms of a table (V, d), such as a memory or an embedding, against token counts (V,).
-
-    The squared row norms of an orthonormal memory sum to d, so a token can only gain what others lose.
-    """
-    if table.ndim != 2 or counts.shape != table.shape[:1]:
-        raise ValueError(f"expected a table (V, d) and counts (V,), got {tuple(table.shape)} and {tuple(counts.shape)}")
-    from scipy.stats import spearmanr  # imports more slowly than the rest of the package
-
-    norms = torch.linalg.vector_norm(table.detach(), dim=1, dtype=torch.float64)
-    buckets = [
-        BucketNorms(label, len(tokens), *(f(norms[tokens]).item() for f in (torch.mean, torch.amin, torch.amax)))
-        for label, tokens in frequency_buckets(counts)
-    ]
-    constant = bool((norms == norms[0]).all() or (counts == counts[0]).all())
-    return RowNorms(buckets, float("nan") if constant else float(spearmanr(norms.cpu(), counts.cpu()).statistic))

@@ -1,12 +1,9 @@
 """The two sources of a token table's gradient, against autograd's sum, the note's formulas and finite differences."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from huggingface_models import build
@@ -15,10 +12,6 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying.diagnostics import (
-    SideGradients,
-    frequency_buckets,
-    gradient_anatomy,
-    row_norms,
     split_gradient,
     vector_angles,
 )
@@ -110,28 +103,6 @@ def test_nothing_to_split() -> None:
         split_gradient(nn.Linear(2, 2), ids, targets)
 
 
-def test_anatomy_by_frequency() -> None:
-    counts = torch.tensor([0, 5, 9, 10, 99, 100, 0])
-    lookup, head = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
-    lookup[[0, 2, 6]] = 0
-    rows = gradient_anatomy(SideGradients(lookup, head), counts)
-    assert [(row.bucket, row.tokens, row.touched) for row in rows] == [
-        ("0", 2, 0), ("1-9", 2, 1), ("10-99", 2, 2), ("100-999", 1, 1),
-    ]  # fmt: skip
-    assert rows[0].lookup_norm == 0 and math.isnan(rows[0].angle)
-    for row, tokens in zip(rows[1:], ([1, 2], [3, 4], [5]), strict=True):
-        a, b = lookup[tokens].flatten().numpy(), head[tokens].flatten().numpy()
-        assert row.lookup_norm == pytest.approx(np.linalg.norm(a)) and row.head_norm == pytest.approx(np.linalg.norm(b))
-        assert row.angle == pytest.approx(np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
-    # the norms of all buckets are those of the whole
-    assert sum(row.head_norm**2 for row in rows) == pytest.approx(head.norm().item() ** 2)
-    for wrong in (counts[:3], counts.double(), -counts):
-        with pytest.raises(ValueError, match="counts"):
-            gradient_anatomy(SideGradients(lookup, head), wrong)
-    with pytest.raises(ValueError, match=r"\(V, d\)"):
-        gradient_anatomy(SideGradients(lookup[0], head[0]), counts)
-
-
 def test_vector_angles() -> None:
     a = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
     b = torch.tensor([[1.0, 1e-7], [-2.0, 0.0], [4.0, 3.0], [1.0, 0.0]])
@@ -140,29 +111,3 @@ def test_vector_angles() -> None:
     assert angles[3].isnan() and angles.dtype == torch.float64
     # negative control: the arc cosine of a float32 cosine is 0 for the first
     assert torch.cosine_similarity(a, b)[0].clamp(max=1).acos() != pytest.approx(1e-7, rel=0.1)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_counts_may_be_the_largest_of_their_dtype(dtype: torch.dtype) -> None:
-    found = frequency_buckets(torch.tensor([torch.iinfo(dtype).max, 3], dtype=dtype))
-    assert [tokens.tolist() for _, tokens in found] == [[1], [0]]
-
-
-def test_row_norms_against_frequency() -> None:
-    counts = torch.randint(0, 200, (300,))
-    table = torch.randn(300, 4) * (1 + counts[:, None].sqrt())
-    found = row_norms(table.requires_grad_(), counts)
-    norms = np.linalg.norm(table.detach().double().numpy(), axis=1)
-    assert found.rank_correlation == pytest.approx(scipy.stats.spearmanr(norms, counts.numpy()).statistic)
-    assert found.rank_correlation > 0.5
-    for bucket, (label, tokens) in zip(found.buckets, frequency_buckets(counts), strict=True):
-        part = norms[tokens.numpy()]
-        assert (bucket.bucket, bucket.tokens) == (label, len(part))
-        expected = (part.mean(), part.min(), part.max())
-        assert (bucket.mean, bucket.smallest, bucket.largest) == pytest.approx(expected, rel=1e-6)
-    # negative control, and a table whose rows are all alike
-    assert abs(row_norms(torch.randn(300, 4), counts).rank_correlation) < 0.2
-    assert math.isnan(row_norms(torch.ones(300, 4), counts).rank_correlation)
-    for wrong in (table[0], table[:3]):
-        with pytest.raises(ValueError, match=r"\(V, d\)"):
-            row_norms(wrong, counts)
