@@ -28,7 +28,7 @@ class OrthonormalFactor(Constraint):
         # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
         X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
         if self.special:  # the stored tensor may have crossed to the other component
-            last = torch.linalg.det(X.detach()).sign()[..., None, None]
+            last = torch.linalg.slogdet(X.detach()).sign[..., None, None]  # det underflows
             X = torch.cat([X[..., :-1], X[..., -1:] * last], dim=-1)
         return self.layout.to_weight(X).to(self.dtype)
 
@@ -82,4 +82,4 @@ def nearest(Y: Tensor, special: bool) -> Tensor:
         return U
     least = torch.linalg.eigh(H.double()).eigenvectors[..., :1]
     reflected = U - (2 * U.double() @ least @ least.mT).to(U.dtype)
-    return torch.where((torch.linalg.det(U) < 0)[..., None, None], reflected, U)
+    return torch.where((torch.linalg.slogdet(U).sign < 0)[..., None, None], reflected, U)

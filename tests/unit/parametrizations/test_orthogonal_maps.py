@@ -78,3 +78,16 @@ def test_special_weights_are_rotations_wherever_their_tensor_goes(map: Any) -> N
     assert torch.linalg.det(module.weight) > 0.99
     with pytest.raises(ValueError, match=r"expected Linear.weight \(3, 5\) to be square for special=True"):
         mt.orthogonal(nn.Linear(5, 3), map=map, special=True)
+
+
+@pytest.mark.parametrize("map", ["polar", "qr", "cayley", "cayley-neumann"])
+def test_special_weights_are_rotations_where_the_product_of_pivots_underflows(map: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 1024, bias=False)
+    Q = torch.linalg.qr(layer.weight.detach()).Q
+    assert torch.linalg.det(Q) == 0  # in float32, though Q is orthogonal
+    Q[0] *= -torch.linalg.det(Q.double()).sign().float()
+    with torch.no_grad():
+        layer.weight.copy_(Q)
+    weight = mt.orthogonal(layer, map=map, special=True).weight.detach().double()
+    assert linalg.defect(weight) < 1e-5 and abs(torch.linalg.det(weight) - 1) < 1e-3
