@@ -62,7 +62,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "polar, equal singular values": (_cubes(lambda Y: linalg.polar(Y)[0]), _BASE),
     "polar, square": (_cubes(lambda Y: linalg.polar(Y)[0]), _SQUARE + 3 * torch.eye(4, dtype=DOUBLE)),
     "qr": (_cubes(lambda Y: linalg.orthonormalize(Y, "qr")), _TALL),
-    "cholesky-qr": (_cubes(lambda Y: linalg.orthonormalize(Y, "cholesky-qr")), _TALL),
     "cayley": (_cubes(lambda Y: linalg.cayley(_rotation(Y))), _SQUARE),
     "cayley-neumann, two terms": (_cubes(lambda Y: linalg.cayley_neumann(_rotation(Y))), _SQUARE),
     "cayley-neumann, three terms": (_cubes(lambda Y: linalg.cayley_neumann(_rotation(Y), 3)), _SQUARE),

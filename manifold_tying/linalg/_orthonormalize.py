@@ -1,4 +1,4 @@
-"""Orthonormal columns by the polar factor, Householder QR or Cholesky-QR."""
+"""Orthonormal columns by the polar factor or QR."""
 
 from typing import Any, Literal, get_args
 
@@ -10,15 +10,15 @@ from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_tr
 from manifold_tying.linalg._polar import polar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram
 
-Orthonormalization = Literal["polar", "qr", "cholesky-qr"]
+Orthonormalization = Literal["polar", "qr"]
 
 
 def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     """Orthonormal columns with the same span as the columns of Y (..., n, p), n >= p.
 
-    "polar" is the nearest such matrix. "qr" is the Q of Householder QR with a positive diagonal of R. "cholesky-qr" is the same
-    Q from Cholesky factorizations of one or two Gram matrices; it falls back to Householder if those break down (from a
-    condition of about 1e3 in float32). Gradients are closed form.
+    "polar" is the nearest such matrix. "qr" is the Q of a QR decomposition with a positive diagonal of R: from Cholesky
+    factorizations of one or two Gram matrices, or by Householder reflections if those break down (from a condition of about 1e3
+    in float32). Gradients are closed form.
     """
     check_tall(Y)
     if method not in get_args(Orthonormalization):
@@ -29,40 +29,35 @@ def orthonormalize(Y: Tensor, method: Orthonormalization = "polar") -> Tensor:
     if is_exporting():  # plain operations: the program runs where this package is not installed
         return _householder_qr(W.double())[0].to(Y.dtype)
     opaque = not has_data(W) or (torch.compiler.is_compiling() and not in_transform())
-    return (_opaque if opaque else _by_qr)(W, method == "cholesky-qr").to(Y.dtype)
+    return (_opaque if opaque else _by_qr)(W).to(Y.dtype)
 
 
-def _by_qr(Y: Tensor, by_cholesky: bool) -> Tensor:
+def _by_qr(Y: Tensor) -> Tensor:
     with full_precision(Y.device):
-        return _qr(Y, by_cholesky)
+        return _qr(Y)
 
 
 # The algorithm branches on the data, which a compiled graph cannot: there it is one opaque custom op.
 @torch.library.custom_op("manifold_tying::orthonormalize", mutates_args=())
-def _opaque(Y: Tensor, by_cholesky: bool) -> Tensor:
-    return _by_qr(Y, by_cholesky)
+def _opaque(Y: Tensor) -> Tensor:
+    return _by_qr(Y)
 
 
 @torch.library.custom_op("manifold_tying::orthonormalize_backward", mutates_args=())
-def _opaque_backward(Y: Tensor, grad: Tensor, by_cholesky: bool) -> Tensor:
+def _opaque_backward(Y: Tensor, grad: Tensor) -> Tensor:
     with torch.enable_grad():
         Y = Y.detach().requires_grad_()
-        X = _by_qr(Y, by_cholesky)
+        X = _by_qr(Y)
     return torch.autograd.grad(X, Y, grad)[0].contiguous()
 
 
-def _save_for_opaque_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.by_cholesky = inputs[1]
-
-
-_opaque.register_fake(lambda Y, by_cholesky: Y.new_empty(Y.shape))
-_opaque_backward.register_fake(lambda Y, grad, by_cholesky: Y.new_empty(Y.shape))
+_opaque.register_fake(lambda Y: Y.new_empty(Y.shape))
+_opaque_backward.register_fake(lambda Y, grad: Y.new_empty(Y.shape))
 register_flop_formula(torch.ops.manifold_tying.orthonormalize)(lambda Y, *_, **__: flop_count(Y, 4, 0))
 register_flop_formula(torch.ops.manifold_tying.orthonormalize_backward)(lambda Y, *_, **__: flop_count(Y, 4, 0))
 _opaque.register_autograd(
-    lambda ctx, grad: (_opaque_backward(ctx.saved_tensors[0], grad, ctx.by_cholesky), None),
-    setup_context=_save_for_opaque_backward,
+    lambda ctx, grad: _opaque_backward(*ctx.saved_tensors, grad),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
@@ -91,24 +86,24 @@ def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
 
 class _QR(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, Y: Tensor, by_cholesky: bool) -> Tensor:
-        factors = _cholesky_qr(Y) if by_cholesky and Y.numel() else None
+    def forward(ctx: Any, Y: Tensor) -> Tensor:
+        factors = _cholesky_qr(Y) if Y.numel() else None
         if factors is None:
             check_finite(Y)
             factors = _householder_qr(Y)
         Q, R = factors
         Q = Q.contiguous()
-        save(ctx, (Y, by_cholesky), Q, R)
+        save(ctx, (Y,), Q, R)
         return Q
 
     @staticmethod
-    def backward(ctx: Any, grad_Q: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_Q: Tensor) -> Tensor:
         # Ȳ = (Q̄ + Q copyltu(-Q̄ᵀQ)) R⁻ᵀ with copyltu(M) = tril(M) + tril(M, -1)ᵀ.
         _, (Q, R) = saved(ctx)
         with full_precision(Q.device):
             M = -(grad_Q.mT @ Q)
             inside = grad_Q + Q @ (M.tril() + M.tril(-1).mT)
-            return _divide(inside, R.mT, upper=False), None
+            return _divide(inside, R.mT, upper=False)
 
 
 def _householder_qr(Y: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,4 +113,4 @@ def _householder_qr(Y: Tensor) -> tuple[Tensor, Tensor]:
     return Q * sign[..., None, :], R * sign[..., :, None]
 
 
-_qr = custom_gradient(_QR, lambda Y, by_cholesky: _householder_qr(Y)[0].contiguous())
+_qr = custom_gradient(_QR, lambda Y: _householder_qr(Y)[0].contiguous())

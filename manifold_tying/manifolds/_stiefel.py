@@ -73,7 +73,7 @@ class Stiefel(geoopt.Manifold):
                 return distributed.row_local_map(lambda reduce, x, u: linalg.reorthonormalize(x + u, reduce), x, u)
             self.check_placement(x)
             if self.retraction == "qr":
-                return linalg.orthonormalize(x + u, "cholesky-qr")
+                return linalg.orthonormalize(x + u, "qr")
             # The curve converges as u grows: clip at 1e4, beyond which the products would overflow float32.
             u = u * (1e4 / u.abs().amax((-2, -1), keepdim=True).clamp_min(1e4))  # differentiable at 0
             wide = precision.compute_dtype(x.dtype)

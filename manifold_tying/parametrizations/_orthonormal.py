@@ -25,8 +25,7 @@ class OrthonormalFactor(Constraint):
         return f"orthogonal(map={self.map!r}{', special=True' if self.special else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
-        # Cholesky-QR gives the same factor as Householder QR by matmuls, and falls back to it.
-        X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "cholesky-qr")
+        X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "qr")
         if self.special:  # the stored tensor may have crossed to the other component
             last = torch.linalg.slogdet(X.detach()).sign[..., None, None]  # det underflows
             X = torch.cat([X[..., :-1], X[..., -1:] * last], dim=-1)

@@ -7,24 +7,14 @@ from typing import Any, Literal
 
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, PeftType, register_peft_method
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
+from manifold_tying.peft._method import peft_type
 from manifold_tying.peft.layer import PoetLayer
 from manifold_tying.poet import check_options
 
-
-def _peft_type() -> Any:
-    """A new member of PEFT's enumeration of methods, which lists its own only."""
-    member = str.__new__(PeftType, "POET")
-    member._name_ = member._value_ = "POET"
-    type.__setattr__(PeftType, "POET", member)
-    PeftType._member_map_["POET"] = PeftType._value2member_map_["POET"] = member
-    PeftType._member_names_.append("POET")
-    return member
-
-
-POET = _peft_type()
+POET = peft_type("POET")
 
 
 @dataclass

@@ -36,7 +36,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "polar": lambda Y: linalg.polar(Y)[0],
     "polar, near": lambda Y: linalg.polar(torch.eye(*Y.shape[-2:], dtype=Y.dtype, device=Y.device) + 0.01 * Y)[0],
     "qr": lambda Y: linalg.orthonormalize(Y, "qr"),
-    "cholesky-qr": lambda Y: linalg.orthonormalize(Y, "cholesky-qr"),
     "cayley": lambda Y: linalg.cayley(skew(Y)),
     "cayley-neumann": lambda Y: linalg.cayley_neumann(skew(Y)),
     "cayley-neumann, 4 terms": lambda Y: linalg.cayley_neumann(skew(Y), 4),
