@@ -223,31 +223,3 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 def test_wrong_use(use: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         use()
-
-
-def test_a_quantized_weight_is_used_and_not_merged() -> None:
-    class Quantized(nn.Linear):
-        """Eight bits and a scale, dequantized in the forward."""
-
-        def __init__(self, layer: nn.Linear) -> None:
-            super().__init__(layer.in_features, layer.out_features)
-            self.scale = float(layer.weight.detach().abs().max()) / 127
-            self.weight = nn.Parameter((layer.weight / self.scale).round().to(torch.int8), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.weight * self.scale).T + self.bias
-
-    layer = Quantized(nn.Linear(12, 8))
-    model = adapted(nn.Sequential(OrderedDict(first=layer)), block_size=4)
-    x = torch.randn(3, 12, requires_grad=True)
-    y = model(x)
-    wide: Any = nn.Sequential(OrderedDict(first=nn.Linear(12, 8)))
-    wide.first.weight.data, wide.first.bias.data = layer.weight * layer.scale, layer.bias.data
-    same(y, adapted(wide, block_size=4)(x))
-    y.sum().backward()
-    assert x.grad is not None and model.get_base_model().first.poet_skew["default"].grad.abs().sum() > 0
-    layers: Any = OrderedDict(first=nn.Linear(12, 12), last=layer)
-    model, before = adapted(nn.Sequential(layers), block_size=4), layers["first"].weight.detach().clone()
-    with pytest.raises(ValueError, match="cannot merge into a quantized weight"):
-        model.merge_adapter()
-    assert torch.equal(model.get_base_model().first.get_base_layer().weight, before), "no layer is merged"
