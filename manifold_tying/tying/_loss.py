@@ -94,9 +94,9 @@ def linear_cross_entropy(
     rows, vocabulary = distributed.to_local(table), VocabularyShard.of(table)
     weights = (targets != ignore_index).flatten().to(precision.compute_dtype(dtype))
     if token_weight is not None:
-        weights = weights * token_weight.detach().flatten().to(weights.dtype)
+        weights = torch.where(weights != 0, token_weight.detach().flatten().to(weights.dtype), 0)  # 0 NaN is NaN
     total = weights.sum()
-    scale = 1 / torch.where(total == 0, 1, total) if reduction == "mean" else torch.ones_like(total)
+    scale = torch.where(total == 0, 0, 1 / total) if reduction == "mean" else torch.ones_like(total)
     form, each = LossForm(z_loss, label_smoothing, softcap), reduction == "none"
     loss = _chunked(flat, rows, targets.flatten(), weights[:, None], scale, vocabulary, form, dtype, wanted, each)
     return loss.reshape(targets.shape) if each else loss

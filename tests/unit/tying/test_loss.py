@@ -275,6 +275,20 @@ def test_options_out_of_range(options: Any, message: str) -> None:
         linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).long(), **options)
 
 
+def test_the_weight_of_an_ignored_position_may_be_nan() -> None:
+    h, W, targets = problem(3, 4, 5)
+    targets[1] = -100
+    weight = torch.tensor([1.0, float("nan"), 2.0])
+    found = linear_cross_entropy(h, W, targets, token_weight=weight)
+    torch.testing.assert_close(found, dense(h, W, targets, token_weight=weight.nan_to_num()))
+
+
+def test_a_mean_is_zero_where_the_weights_cancel() -> None:
+    h, W, targets = problem(2, 4, 5)
+    loss = linear_cross_entropy(h, W, targets, token_weight=torch.tensor([1.0, -1.0]))
+    assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (h, W)))
+
+
 @pytest.mark.parametrize("target", [5, -1])
 def test_a_target_outside_the_vocabulary_is_refused(target: int) -> None:
     with pytest.raises((RuntimeError, IndexError)):
