@@ -80,6 +80,7 @@ def linear_cross_entropy(
             raise ValueError(f"expected one {what} for each of {tuple(hidden.shape[:-1])}, got {tuple(given.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
+    precision.compute_dtype(table.dtype)
     if reduction not in get_args(Reduction):
         raise ValueError(f"unknown reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
     if not (0 <= z_loss < math.inf and 0 <= label_smoothing <= 1 and (softcap is None or 0 < softcap < math.inf)):

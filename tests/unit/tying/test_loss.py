@@ -253,6 +253,7 @@ def test_large_logits_stay_finite() -> None:
         (torch.zeros(3, 4), torch.zeros(2, 5, 4), torch.zeros(3).long(), "table"),
         (torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long(), "one target for each"),
         (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3), "int64"),
+        (torch.zeros(3, 4), torch.zeros(5, 4).long(), torch.zeros(3).long(), "real floating dtype, got torch.int64"),
     ],
 )
 def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
