@@ -32,7 +32,7 @@ class DoublyStochastic(Constraint):
             precision.check_finite(weight)
         if self.map == "orthostochastic":
             if "form" not in self._buffers:  # the first weight
-                return weight
+                return weight.contiguous()  # an expanded one shares memory between entries
             raise ValueError("an orthostochastic weight cannot be assigned; load a state dict, or use map='sinkhorn'")
         largest, eps = weight.abs().amax((-2, -1), keepdim=True).clamp_min(1e-30), torch.finfo(weight.dtype).eps
         signed = weight.amin((-2, -1), keepdim=True) < -1e-3 * largest

@@ -69,6 +69,9 @@ def _weight_of(name: str) -> property:
         parts = self.parametrizations[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"expected a tensor to assign to {parts.label}, got {type(value).__name__}")
+        if value.shape != parts.weight_shape or not value.is_floating_point():
+            got = f"{value.dtype} of shape {tuple(value.shape)}"
+            raise ValueError(f"expected a floating tensor to assign to {parts.label}, got {got}")
         is_weight = isinstance(value, nn.Parameter) and manifold_of(value) is None  # and not another layer's point
         if is_weight and shared_parameters([value], more_than=0):
             raise ValueError(

@@ -122,8 +122,6 @@ class Layout:
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         """Convert a weight to matrices, contiguous, at least float32."""
-        if weight.shape != self.shape:
-            raise ValueError(f"expected a weight of shape {tuple(self.shape)}, got {tuple(weight.shape)}")
         matrix = weight.reshape(self.matrix_shape)
         return (matrix.mT if self._wide else matrix).to(precision.compute_dtype(weight.dtype)).contiguous()
 

@@ -132,8 +132,6 @@ class Equivalence(Constraint):
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Make the weight the new base, with R and P the identity."""
-        if weight.shape != self.layout.shape:
-            raise ValueError(f"expected a weight of shape {tuple(self.layout.shape)}, got {tuple(weight.shape)}")
         if autograd.has_data(weight):
             precision.check_finite(weight)
         self.ordered_base.copy_(self._to_rotation_order(weight))

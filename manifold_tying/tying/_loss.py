@@ -80,6 +80,7 @@ def linear_cross_entropy(
             raise ValueError(f"expected one {what} for each of {tuple(hidden.shape[:-1])}, got {tuple(given.shape)}")
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
+    precision.compute_dtype(table.dtype)
     if reduction not in get_args(Reduction):
         raise ValueError(f"unknown reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
     if not (0 <= z_loss < math.inf and 0 <= label_smoothing <= 1 and (softcap is None or 0 < softcap < math.inf)):
@@ -94,9 +95,9 @@ def linear_cross_entropy(
     rows, vocabulary = distributed.to_local(table), VocabularyShard.of(table)
     weights = (targets != ignore_index).flatten().to(precision.compute_dtype(dtype))
     if token_weight is not None:
-        weights = weights * token_weight.detach().flatten().to(weights.dtype)
+        weights = torch.where(weights != 0, token_weight.detach().flatten().to(weights.dtype), 0)  # 0 NaN is NaN
     total = weights.sum()
-    scale = 1 / torch.where(total == 0, 1, total) if reduction == "mean" else torch.ones_like(total)
+    scale = torch.where(total == 0, 0, 1 / total) if reduction == "mean" else torch.ones_like(total)
     form, each = LossForm(z_loss, label_smoothing, softcap), reduction == "none"
     loss = _chunked(flat, rows, targets.flatten(), weights[:, None], scale, vocabulary, form, dtype, wanted, each)
     return loss.reshape(targets.shape) if each else loss

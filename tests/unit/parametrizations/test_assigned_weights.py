@@ -129,3 +129,16 @@ def test_blocks_that_are_not_the_stacked_matrices_are_warned_of(layer: Any, name
         )
     mt.orthogonal(layer(), name, blocks=1)
     mt.orthogonal(nn.Linear(4, 8), blocks=2)  # rows that one stacked oneself
+
+
+@pytest.mark.parametrize("wrong", [torch.eye(3), torch.rand(2, 4, 4), torch.rand(4), torch.eye(4, dtype=torch.int64)])
+@pytest.mark.parametrize(
+    "constrain", [mt.stiefel, mt.orthogonal, mt.doubly_stochastic, mt.equivalence, mt.spd, mt.low_rank]
+)
+def test_a_weight_of_another_shape_or_kind_is_refused(constrain: Callable[..., Any], wrong: Tensor) -> None:
+    layer = nn.Linear(4, 4)
+    nn.init.eye_(layer.weight)
+    before = copy.deepcopy(constrain(layer, "weight").state_dict())
+    with pytest.raises(ValueError, match=r"a floating tensor .* Linear.weight of shape \(4, 4\), got torch"):
+        layer.weight = wrong
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)

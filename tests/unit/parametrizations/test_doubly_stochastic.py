@@ -101,3 +101,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(layer: Any, options: A
     for name, p in layer.named_parameters():
         assert torch.equal(p.nan_to_num(), before[name].nan_to_num())
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def test_an_expanded_weight_is_stored_with_memory_of_its_own() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.rand(1, 4).expand(4, 4))
+    mt.doubly_stochastic(layer, map="orthostochastic")
+    Y = stored(layer)
+    with torch.no_grad():
+        Y[0, 0] = 2.0
+    assert Y[1, 0] != 2.0

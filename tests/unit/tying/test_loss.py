@@ -253,6 +253,7 @@ def test_large_logits_stay_finite() -> None:
         (torch.zeros(3, 4), torch.zeros(2, 5, 4), torch.zeros(3).long(), "table"),
         (torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long(), "one target for each"),
         (torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3), "int64"),
+        (torch.zeros(3, 4), torch.zeros(5, 4).long(), torch.zeros(3).long(), "real floating dtype, got torch.int64"),
     ],
 )
 def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
@@ -273,6 +274,20 @@ def test_errors(h: Tensor, W: Tensor, targets: Tensor, message: str) -> None:
 def test_options_out_of_range(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3).long(), **options)
+
+
+def test_the_weight_of_an_ignored_position_may_be_nan() -> None:
+    h, W, targets = problem(3, 4, 5)
+    targets[1] = -100
+    weight = torch.tensor([1.0, float("nan"), 2.0])
+    found = linear_cross_entropy(h, W, targets, token_weight=weight)
+    torch.testing.assert_close(found, dense(h, W, targets, token_weight=weight.nan_to_num()))
+
+
+def test_a_mean_is_zero_where_the_weights_cancel() -> None:
+    h, W, targets = problem(2, 4, 5)
+    loss = linear_cross_entropy(h, W, targets, token_weight=torch.tensor([1.0, -1.0]))
+    assert loss == 0 and not any(grad.any() for grad in torch.autograd.grad(loss, (h, W)))
 
 
 @pytest.mark.parametrize("target", [5, -1])
