@@ -53,8 +53,8 @@ class Spheres:
         return u * torch.where(lengths > 0, self.radius / lengths, 0).to(u.dtype)
 
     def normalize_(self, x: Tensor, skip: Tensor | None) -> None:
-        """projx in place, for points close to the sphere; leaves x alone if ``skip`` is 1."""
-        factor = self.radius / self.dot(x, x).sqrt()
+        """projx in place, for points close to the sphere; leaves zeros alone, and x if ``skip`` is 1."""
+        factor = self.radius / self.dot(x, x).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
         x.mul_(factor if skip is None else torch.where(skip > 0, 1, factor))
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def retract(
     if isinstance(manifold, Stiefel):
         return manifold.move(X, -step)
     if isinstance(manifold, Spheres):
-        return manifold.projx(X - step)
+        manifold.normalize_(moved := X - step, options.get("skip"))
+        return moved
     moved, moment = manifold.retr_transp(X, -step, transported)
     transported.copy_(moment)
     return moved

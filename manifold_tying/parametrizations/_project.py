@@ -58,12 +58,12 @@ def project(module: M) -> M:
     if bad := [name for name, point, _ in found if not bool(torch.isfinite(distributed.to_local(point)).all())]:
         raise ValueError(f"expected finite points, but {', '.join(bad)} contain NaN or Inf; nothing was projected")
     for name, point, manifold in found:
-        projected = manifold.projx(point)
-        if not bool(torch.isfinite(distributed.to_local(projected)).all()):
+        if not bool(torch.isfinite(distributed.to_local(manifold.projx(point))).all()):
             raise ValueError(
-                f"{name} has no nearest point of {manifold}, such as a zero row on a sphere; it is unchanged"
+                f"{name} has no nearest point of {manifold}, such as a zero row on a sphere; nothing was projected"
             )
-        point.copy_(projected)
+    for _, point, manifold in found:  # again: all projections at once may not fit into memory
+        point.copy_(manifold.projx(point))
     return module
 
 

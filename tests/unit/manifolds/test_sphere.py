@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying import Sphere
-from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
+from manifold_tying.optim import RiemannianAdam, RiemannianMuon, RiemannianSGD, param_groups
 from manifold_tying.testing import points, tangent_vectors
 
 KINDS = ("rows", "columns", "matrix")
@@ -233,3 +233,18 @@ def test_layer_and_step_compile() -> None:
             built(x).square().mean().backward()
             step()
     close(layer.weight.detach(), other.weight.detach(), 1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [RiemannianAdam, RiemannianSGD, RiemannianMuon])
+def test_a_row_pruned_by_data_without_a_gradient_stays_zero(optimizer: Any) -> None:
+    layer = mt.sphere(nn.Linear(8, 6))
+    steps = optimizer(layer.parameters(), lr=0.1)
+    layer.weight.data[0] = 0  # which no version counter sees
+    with torch.no_grad():
+        layer.bias[0] = -1
+    layer(torch.randn(4, 8)).relu().square().sum().backward()
+    steps.step()
+    assert not layer.weight[0].any()
+    layer.weight.sum().backward()
+    steps.step()
+    assert layer.weight[0].norm() > 0.1

@@ -137,3 +137,15 @@ def test_points_with_nan_are_refused_before_any_is_projected() -> None:
     with pytest.raises(ValueError, match=r"own.weight contain NaN or Inf; nothing was projected"):
         mt.project(model)
     assert model.off()[0] > 1
+
+
+def test_a_point_without_a_nearest_one_is_refused_before_any_is_projected() -> None:
+    model = nn.Sequential(mt.sphere(nn.Linear(4, 6)), mt.sphere(nn.Linear(6, 3)))
+    first, last = (layer.get_parameter("parametrizations.weight.original") for layer in model)
+    with torch.no_grad():
+        first.mul_(2)
+        last[1] = 0
+    before = first.detach().clone()
+    with pytest.raises(ValueError, match=r"1.weight has no nearest point of Sphere.*; nothing was projected"):
+        mt.project(model)
+    assert torch.equal(first, before)
