@@ -23,9 +23,7 @@ from manifold_tying.diagnostics.spectra import singular_values as singular_value
 from manifold_tying.diagnostics.spectra import spectral_summary as spectral_summary
 from manifold_tying.diagnostics.spectra import svd_entropy as svd_entropy
 from manifold_tying.diagnostics.tokens import Anchors as Anchors
-from manifold_tying.diagnostics.tokens import TokenDrift as TokenDrift
 from manifold_tying.diagnostics.tokens import nearest_anchors as nearest_anchors
-from manifold_tying.diagnostics.tokens import token_drift as token_drift
 from manifold_tying.diagnostics.trace import Smoothness as Smoothness
 from manifold_tying.diagnostics.trace import TransitionTrace as TransitionTrace
 from manifold_tying.diagnostics.trace import draw_traces as draw_traces

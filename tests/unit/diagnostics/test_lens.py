@@ -1,4 +1,4 @@
-"""Logit lens, transition traces, nearest anchors and drift, against explicit formulas and Hugging Face's own states."""
+"""Logit lens, transition traces, and nearest anchors, against explicit formulas and Hugging Face's own states."""
 
 import copy
 import itertools
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from huggingface_models import D, V, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,6 @@ from manifold_tying.diagnostics import (
     inspect_tables,
     interface_tables,
     nearest_anchors,
-    token_drift,
     transition_trace,
 )
 from manifold_tying.diagnostics.trace import residual_stream
@@ -222,36 +220,3 @@ def test_zero_anchors_and_states_are_near_to_nothing() -> None:
     for states, table, k in ((anchors[0], anchors, 1), (anchors, anchors[:, :1], 1), (anchors, anchors, 3)):
         with pytest.raises(ValueError, match="expected"):
             nearest_anchors(states, table, k)
-
-
-def test_drift_between_checkpoints() -> None:
-    before = torch.randn(60, 8)
-    turned = token_drift(before, before @ torch.linalg.qr(torch.randn(8, 8))[0])
-    assert turned.cosines.abs().mean() < 0.6 and turned.neighbours_kept.min() == 1
-    # against the formula, over all pairs
-    noise = before + 0.7 * torch.randn(60, 8)
-    found = token_drift(before, noise, neighbours=4)
-    near = []
-    for table in (before, noise):
-        cosines = F.cosine_similarity(table[:, None], table[None], dim=-1).fill_diagonal_(-2)
-        near.append([set(row) for row in cosines.topk(4)[1].tolist()])
-    expected = [len(a & b) / 4 for a, b in zip(*near, strict=True)]
-    np.testing.assert_allclose(found.neighbours_kept.numpy(), expected)
-    np.testing.assert_allclose(found.cosines, F.cosine_similarity(before, noise), atol=1e-6)
-    some = token_drift(before, noise, tokens=torch.tensor([5, 2]), neighbours=4)
-    assert torch.equal(some.neighbours_kept, found.neighbours_kept[[5, 2]])
-    assert len(token_drift(before, noise, tokens=torch.zeros(0, dtype=torch.int64)).cosines) == 0
-    duplicates = torch.ones(9, 3)  # the token itself may not be among its nearest, and k others are compared still
-    assert token_drift(duplicates, duplicates, neighbours=2).neighbours_kept.shape == (9,)
-
-
-def test_errors_of_drift() -> None:
-    table = torch.randn(5, 2)
-    for arguments in ((table, table[:4]), (table[0], table[0])):
-        with pytest.raises(ValueError, match="one shape"):
-            token_drift(*arguments)
-    with pytest.raises(ValueError, match="neighbours"):
-        token_drift(table, table)
-    for tokens in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([0.0]), torch.tensor(1)):
-        with pytest.raises(ValueError, match="token ids"):
-            token_drift(table, table, tokens=tokens, neighbours=1)
