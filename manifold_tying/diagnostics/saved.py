@@ -1,20 +1,19 @@
-"""Read the two tables of a saved model from safetensors; never executes or unpickles anything in a checkpoint."""
+"""Read the two tables of a saved model; never executes or unpickles anything in a checkpoint."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from manifold_tying._json import read_object
-from manifold_tying._safetensors import DAMAGED, read_into, read_tensors, weight_map, whole_shapes
-from manifold_tying.diagnostics.interface import embedding_and_head
-from manifold_tying.huggingface.folder import build_empty, read_config, recorded_mark
+from manifold_tying._safetensors import DAMAGED, read_into, whole_shapes
+from manifold_tying.diagnostics.interface import interface_tables
+from manifold_tying.huggingface.checkpoint import load, load_stock
+from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.native import pit_embedding
 from manifold_tying.tying import PIT, FreePIT
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _OURS = "interface."
 _MEMORY, _FREE = "parametrizations.memory.original", "table"
@@ -29,7 +28,7 @@ class SavedTables(NamedTuple):
 
 
 def inspect_tables(path: str | Path) -> SavedTables:
-    """E (V, d), W_out (d, V) and a one-line description of a saved model; reads no other tensors.
+    """E (V, d), W_out (d, V) and a one-line description of a saved model. A Hugging Face model is loaded whole.
 
     Args:
         path: a run of ``manifold-tying train`` (reads its newest checkpoint), one of its checkpoints, or a Hugging Face model
@@ -37,7 +36,7 @@ def inspect_tables(path: str | Path) -> SavedTables:
 
     Raises:
         ValueError: a file is missing or damaged, or has no table, or a table contains NaN or Inf.
-        ImportError: safetensors is not installed, or transformers, for a Hugging Face model that is not converted.
+        ImportError: safetensors is not installed, or transformers, for a Hugging Face model.
     """
     return saved_interface(path)[0]
 
@@ -114,75 +113,13 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
 
 
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
-    config, converted = read_config(folder), recorded_mark(folder) is not None
-    where = weight_map(folder)
-    has = _some(where)
-    family = f"Hugging Face {config.get('model_type', 'model')}"
-    embedding, head, tied = _table_names(folder, where)
-    if embedding is None:
-        raise ValueError(f"no embedding table among the parameters of {folder}; it has {has}")
-    E = read_tensors(folder, where, [embedding])[embedding]
-    if E.ndim != 2:
-        raise ValueError(f"expected a table (V, d) as {embedding} in {folder}, got a tensor of shape {tuple(E.shape)}")
-    if converted:
-        if not (head is None and tied):
-            raise ValueError(f"config.json says that {folder} is converted, but it has two tables; it has {has}")
-        pit = FreePIT.share(E)
-        try:
-            return SavedTables(*pit.materialize(), f"{family}, PIT"), pit
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
-    if head is None and tied:
-        return SavedTables(E, E.mT, f"{family}, {embedding}, tied"), None
-    if head is None:
-        raise ValueError(f"config.json says that {folder} is untied, but it has no head; a shard may be missing: {has}")
-    table = read_tensors(folder, where, [head])[head]
-    if table.shape != E.shape:
-        raise ValueError(f"expected {head} to have {embedding}'s shape {tuple(E.shape)}, got {tuple(table.shape)}")
-    tying = "tied" if torch.equal(E, table) else "untied"
-    return SavedTables(E, table.mT, f"{family}, {embedding} and {head}, {tying}"), None
+    converted = recorded_mark(folder) is not None
+    model: Any = (load if converted else load_stock)(folder)
+    E, W_out = interface_tables(model)
+    pit = FreePIT.share(pit_embedding(model).weight) if converted else None
+    tying = "PIT" if converted else "tied" if torch.equal(E, W_out.T) else "untied"
+    return SavedTables(E, W_out, f"Hugging Face {model.config.model_type}, {tying}"), pit
 
 
 def _some(names: Any) -> str:
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _table_names(folder: Path, where: Mapping[str, str]) -> tuple[str | None, str | None, bool]:
-    """(embedding's name, head's name, whether a missing head is the embedding); ``where`` maps each tensor to its file.
-
-    By what the model's class calls them.
-    """
-    model = build_empty(folder)
-    names = {module: name for name, module in model.named_modules()}
-    try:
-        inside, outside = (f"{names[module]}.weight" for module in embedding_and_head(model))
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    pairs: Mapping[str, str] = model.all_tied_weights_keys
-    source = pairs.get(inside, inside)
-    tied = {source, *(target for target, of in pairs.items() if of == source)} - {inside}
-    table, score = _stored(model, (inside, *sorted(tied)), where), _stored(model, (outside,), where)
-    return table, None if score == table else score, outside in tied
-
-
-def _stored(model: "PreTrainedModel", names: Sequence[str], where: Collection[str]) -> str | None:
-    """The stored name of the parameter that the model calls ``names``, or None.
-
-    Some classes rename parameters when they save. Checkpoints of base models lack a prefix; then the only stored name with the
-    longest common suffix matches.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    parameter = torch.empty(1, 1, device="meta")
-    saved = [name for own in names for name in revert_weight_conversion(model, {own: parameter})]
-    if exact := [name for name in (*saved, *names) if name in where]:
-        return exact[0]
-    ends = {found: max(_common_end(name, found) for name in names) for found in where}
-    longest = max(ends.values(), default=0)
-    best = [found for found, length in ends.items() if length == longest]
-    return best[0] if longest >= 2 and len(best) == 1 else None  # 1 part is only "weight"
-
-
-def _common_end(left: str, right: str) -> int:
-    pairs = zip(reversed(left.split(".")), reversed(right.split(".")), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(left.count("."), right.count(".")) + 1)

@@ -58,9 +58,9 @@ class StiefelLoraModel(LoraModel):
             )
         super()._create_and_replace(*args, **options)
         layer: Any = getattr(parent, target_name)
-        A, B = layer.lora_A[adapter_name], layer.lora_B[adapter_name]
+        A, B = (side[adapter_name].float() for side in (layer.lora_A, layer.lora_B))  # as PEFT does by default
         with torch.no_grad():
-            B.weight.copy_(nn.init.orthogonal_(torch.empty_like(B.weight, dtype=torch.float32)))
+            nn.init.orthogonal_(B.weight)
             s: Any = parametrized(low_rank(A))["weight"].original2
             stiefel(B)
             if config.init_lora_weights:

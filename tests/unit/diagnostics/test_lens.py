@@ -187,7 +187,7 @@ def test_rows_and_picture_of_traces(tmp_path: Any) -> None:
 def test_what_is_not_installed_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "safetensors"):
         monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     for call in (lambda: draw_traces({}), lambda: inspect_tables(tmp_path)):
         with pytest.raises(ImportError, match=r"manifold-tying\[train\]"):
