@@ -4,7 +4,7 @@
     python -m benchmarks.finetuning runs/base            # trains what the results lack, then prints the table
     python -m benchmarks.finetuning                      # prints the table
 
-Each method has four rates on seed 0 of each task, then three seeds at the rate with the lowest validation loss. All see the
+Each method has five rates on seed 0 of each task, then three seeds at the rate with the lowest validation loss. All see the
 same batches. The adapters are on all linear layers of the blocks, with block sizes and ranks that give about as many parameters
 as LoRA of rank 8. The loss is that of the answer's tokens. Forgetting is the rise of the loss on held-out text of the base
 model's corpus. "kept" is what autograd keeps for the backward of one batch, weights not counted.
@@ -38,7 +38,7 @@ from manifold_tying.training.data.tokenize import separator_id
 from manifold_tying.training.machine import machine
 
 STEPS, BATCH, TEST, WARMUP = 200, 16, 200, 20
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SEEDS = (0, 1, 2)
 POINTS_RATE = 0.3  # of U and V, as a multiple of the rate of s
 TARGETS = r"blocks\.\d+\.(attention|mlp)\.(query|key|value|output|gate|up|down)"
