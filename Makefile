@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation gpu wheels test test-processors test-thorough breaks test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check api audit release clean
+.PHONY: install ablation gpu wheels test test-processors test-thorough breaks formats fuzz test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check api audit release clean
 
 install: $(READY)
 
@@ -95,6 +95,14 @@ check: lint types docs test
 # Records public names, parameters and defaults, which a test compares.
 api: $(READY)
 	$(BIN)/python tests/unit/test_public_api.py
+
+# A sample of each format that this version saves, which the tests of later versions read.
+formats: $(READY)
+	$(BIN)/python tests/saved_formats.py
+
+# Damaged files for every reader of foreign bytes: some minutes each.
+fuzz: $(READY)
+	$(BIN)/python -m pytest -q tests/fuzz.py
 
 # Known vulnerabilities of what constraints.txt pins. Needs the network.
 audit: $(READY)

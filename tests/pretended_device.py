@@ -78,6 +78,8 @@ cuda: Any = torch.cuda
 cuda.Event, cuda.synchronize = Event, lambda *_: Host.wait("torch.cuda.synchronize")
 cuda.get_sync_debug_mode = lambda: 2 * Host.refuses
 cuda.set_sync_debug_mode = lambda mode: setattr(Host, "refuses", mode in ("error", 2))
+build: Any = torch._C
+build._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes asks for it when it is imported
 _Tensor: Any = Tensor  # its stubs forbid what a wrapper overrides
 
 

@@ -114,8 +114,11 @@ def _pit(tensors: dict[str, Tensor], folder: Path, config: Mapping[str, Any]) ->
 
 def _of_hugging_face(folder: Path) -> tuple[SavedTables, PIT | None]:
     converted = recorded_mark(folder) is not None
-    model: Any = (load if converted else load_stock)(folder)
-    E, W_out = interface_tables(model)
+    try:
+        model: Any = (load if converted else load_stock)(folder)
+        E, W_out = interface_tables(model)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     pit = FreePIT.share(pit_embedding(model).weight) if converted else None
     tying = "PIT" if converted else "tied" if torch.equal(E, W_out.T) else "untied"
     return SavedTables(E, W_out, f"Hugging Face {model.config.model_type}, {tying}"), pit

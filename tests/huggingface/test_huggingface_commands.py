@@ -59,9 +59,9 @@ def test_convert_export_and_inspect(
         assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
         assert len(list((tmp_path / folder).glob("*.safetensors"))) == 1
     for name, kind in (
-        ("stock", "embed_tokens.weight, tied"),
+        ("stock", "llama, tied"),
         ("converted", "llama, PIT"),
-        ("exported", "lm_head.weight, untied"),
+        ("exported", "llama, untied"),
     ):
         capsys.readouterr()
         main(["inspect", str(tmp_path / name)])

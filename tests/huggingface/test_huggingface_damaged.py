@@ -165,7 +165,7 @@ def test_damaged_folders_are_refused(
     assert status == 2 and "error: " in error and phrase in error and "Traceback" not in error
     assert "ignore_mismatched_sizes" not in error  # the advice that leads to random tables
     status, error = run(["inspect", str(source)], capsys)  # an error or, where the tables are intact, a table
-    assert damage not in OF_TABLES or (status == 2 and error.startswith("error: ") and str(source) in error)
+    assert damage not in OF_TABLES or (status == 2 and "error: " in error and str(source) in error)
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
 
 

@@ -45,9 +45,8 @@ def by_bitsandbytes(model: Any, **options: Any) -> Any:
 
 
 def by_torchao(model: Any) -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(model.model, Int8WeightOnlyConfig())
+    torchao = pytest.importorskip("torchao.quantization")  # importing it asks for a GPU: not among our requirements
+    torchao.quantize_(model.model, torchao.Int8WeightOnlyConfig())
     return model
 
 
