@@ -162,9 +162,11 @@ def finetune(base: Base, task: str, method: str, rate: float, seed: int, steps: 
         loss = model.loss(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        if not loss.isfinite():
+        try:
+            optimizer.step()
+        except ValueError as error:  # a gradient is not finite
+            print(f"{method} at {rate:g} diverged after {step} steps: {error}"[:200], flush=True)
             break
-        optimizer.step()
         times.append(time.perf_counter() - began)
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = kept_bytes(lambda: model.loss(ids, targets), weights)

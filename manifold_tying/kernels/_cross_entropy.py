@@ -36,19 +36,8 @@ def cross_entropy_(
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         cross_entropy_kernel[(len(logits),)](
-            logits,
-            logits.stride(0),
-            targets,
-            weights,
-            losses,
-            logits.shape[1],
-            float(form.z_loss),
-            float(form.label_smoothing),
-            float(form.softcap or 0),
-            SMOOTH=form.label_smoothing > 0,
-            CAP=form.softcap is not None,
-            WRITE=wants_gradient,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+            logits, logits.stride(0), targets, weights, losses, logits.shape[1],
+            float(form.z_loss), float(form.label_smoothing), float(form.softcap or 0),
+            SMOOTH=form.label_smoothing > 0, CAP=form.softcap is not None, WRITE=wants_gradient, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return losses

@@ -126,14 +126,10 @@ class RiemannianAdam(RiemannianOptimizer):
             [distributed.to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=None if group["fused"] else group["foreach"],
-            fused=group["fused"],
-            has_complex=any(p.is_complex() for p in parts),
-            found_inf=self._guard.found_inf,
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
+            foreach=None if group["fused"] else group["foreach"], fused=group["fused"], found_inf=self._guard.found_inf,
+            has_complex=any(p.is_complex() for p in parts), weight_decay=group["weight_decay"], amsgrad=False,
             **_kernel_options(group, fused=False),
-        )
+        )  # fmt: skip
 
     def _step_points(self, group: Group, batch: rules.Batch) -> None:
         if not torch.compiler.is_compiling() and all(self._fits_kernel(group, p) for p in batch.params):

@@ -70,19 +70,8 @@ class RiemannianSGD(RiemannianOptimizer):
     def _step_ordinary(self, group: Group, params: list[Tensor], parts: list[Tensor]) -> None:
         found = [self.state[p].get("momentum_buffer") for p in params]
         buffers = [None if buffer is None else distributed.to_local(buffer) for buffer in found]
-        sgd(
-            parts,
-            local_gradients(params),
-            buffers,
-            foreach=group["foreach"],
-            fused=group["fused"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
+        options = "foreach", "fused", "weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize"
+        sgd(parts, local_gradients(params), buffers, **{name: group[name] for name in options})
         if group["momentum"] != 0:
             for p, before, buffer in zip(params, found, buffers, strict=True):
                 if before is None:

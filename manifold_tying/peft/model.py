@@ -8,7 +8,6 @@ from typing import Any, Literal
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
-from torch import nn
 
 from manifold_tying.peft._method import peft_type
 from manifold_tying.peft.layer import PoetLayer
@@ -85,16 +84,8 @@ class PoetModel(BaseTuner):
             if isinstance(layer, PoetLayer):
                 layer.base_weight()  # refuses a quantized one before another layer is changed
 
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def _create_and_replace(self, *args: Any, **_: Any) -> None:
+        peft_config, adapter_name, target, target_name, parent, *_rest = args
         if isinstance(target, PoetLayer):
             return target.update_layer(adapter_name, peft_config)
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target

@@ -22,16 +22,9 @@ _FLOPS_PER_MOVE, _FLOPS_PER_MOVE_LOW, _FLOAT32_COST = 750, 2700, 12
 
 
 def poet_linear(
-    x: Tensor,
-    W0: Tensor,
-    skew_params: Tensor,
-    spec: RotationSpec,
-    places: tuple[Tensor, Tensor],
-    bias: Tensor | None = None,
-    *,
-    input_centric: bool,
-    triton: bool = False,
-) -> Tensor:
+    x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, places: tuple[Tensor, Tensor],
+    bias: Tensor | None = None, *, input_centric: bool, triton: bool = False,
+) -> Tensor:  # fmt: skip
     """x Wᵀ + bias for W = R W0 P: x (..., n), W0 (m, n), bias (m,) to (..., m), in x's dtype or autocast's.
 
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ never forms W; it saves x and x Pᵀ W0ᵀ for the backward. Weight-centric: forms W in the

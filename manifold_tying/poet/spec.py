@@ -79,16 +79,9 @@ class RotationSpec:
 
     @classmethod
     def of(
-        cls,
-        m: int,
-        n: int,
-        scheme: Scheme,
-        block_size: int,
-        fraction: float | None,
-        out_share: float | None,
-        sides: Sides = "both",
-        terms: int | None = None,
-    ) -> "RotationSpec":
+        cls, m: int, n: int, scheme: Scheme, block_size: int, fraction: float | None, out_share: float | None,
+        sides: Sides = "both", terms: int | None = None,
+    ) -> "RotationSpec":  # fmt: skip
         """From the options of :func:`equivalence`."""
         dims = (m, n)
         blocks = [min(size, block_size if fraction is None else max(1, round(fraction * size))) for size in dims]
@@ -183,15 +176,9 @@ def initial_matrix(shape: Sequence[int], init: Init, seed: int) -> Tensor:
 
 
 def check_options(
-    scheme: Scheme,
-    block_size: int,
-    fraction: float | None,
-    terms: int | None,
-    init: Init,
-    seed: int | None,
-    out_share: float | None,
-    sides: Sides = "both",
-) -> None:
+    scheme: Scheme, block_size: int, fraction: float | None, terms: int | None, init: Init, seed: int | None,
+    out_share: float | None, sides: Sides = "both",
+) -> None:  # fmt: skip
     """ValueError unless the options of :func:`equivalence` are valid."""
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
         if value not in get_args(choices):
