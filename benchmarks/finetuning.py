@@ -47,7 +47,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "DoRA, r 8": lambda: LoraConfig(r=8, lora_alpha=16, use_dora=True, target_modules=TARGETS),
     "Stiefel LoRA, r 8": lambda: StiefelLoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
     "OFT, b 32": lambda: OFTConfig(r=0, oft_block_size=32, target_modules=TARGETS),
-    "BOFT, b 16, 2 factors": lambda: BOFTConfig(boft_block_size=16, boft_n_butterfly_factor=2, target_modules=TARGETS),
+    "BOFT, b 16": lambda: BOFTConfig(boft_block_size=16, target_modules=TARGETS),
     "POET, b 32, one side": lambda: PoetConfig(block_size=32, sides="in", target_modules=TARGETS),
     "POET, b 16, both sides": lambda: PoetConfig(block_size=16, target_modules=TARGETS),
 }

@@ -136,8 +136,8 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     try:
         model, report = model_class(folder).from_pretrained(folder, output_loading_info=True, **options)
-    except RuntimeError as error:
-        raise ValueError(f"transformers cannot read the weights in {folder}: {error}") from error
+    except (RuntimeError, TypeError, KeyError, AttributeError) as error:  # also of a damaged generation_config.json
+        raise ValueError(f"transformers cannot read {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     unexpected = wrong.get("unexpected_keys", [])
     if spare and unexpected and all(_is_spare(model, folder, where, name) for name in unexpected):
