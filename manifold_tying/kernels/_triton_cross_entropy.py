@@ -33,7 +33,9 @@ def cross_entropy_kernel(
     if CAP:
         x_target = _capped(x_target, cap)
     lse = tl.log(total) + largest
-    loss = lse - (1 - smoothing) * x_target - smoothing / V * tl.sum(plain_sums, 0) + z * lse * lse
+    loss = lse - (1 - smoothing) * x_target + z * lse * lse
+    if SMOOTH:
+        loss -= smoothing / V * tl.sum(plain_sums, 0)
     tl.store(losses + row, tl.where(weight != 0, weight * loss, 0.0))
     if WRITE:
         tl.debug_barrier()  # no thread writes before all have read the target's logit

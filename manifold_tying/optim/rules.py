@@ -92,8 +92,8 @@ def retract(
     if isinstance(manifold, Stiefel):
         return manifold.move(X, -step)
     if isinstance(manifold, Spheres):
-        manifold.normalize_(moved := X - step, options.get("skip"))
-        return moved
+        moved = X - step
+        return torch.where(moved == 0, moved, manifold.projx(moved))  # a vector of zeros stays: it has no nearest point
     moved, moment = manifold.retr_transp(X, -step, transported)
     transported.copy_(moment)
     return moved

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, LoraModel, PeftModel
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import register_peft_method
 from safetensors.torch import save_file
@@ -84,23 +84,21 @@ def export_lora(model: PeftModel, path: str | os.PathLike[str], adapter_name: st
         path: the folder, created if missing.
         adapter_name: which adapter.
     """
-    configs: Any = model.peft_config
-    config = configs.get(adapter_name)
+    config = cast(Any, model.peft_config).get(adapter_name)
     if not isinstance(config, StiefelLoraConfig):
         raise ValueError(f"expected a StiefelLora adapter, got {config!r:.80} as {adapter_name!r}")
     names = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - {"peft_type"}
     plain = LoraConfig(**{name: getattr(config, name) for name in names})
     plain.inference_mode = True
-    state = {
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)  # with biases, magnitudes and modules_to_save
+    state = {key: value for key, value in state.items() if not re.search(r"\.lora_[AB]\.parametrizations\.", key)} | {
         f"{name}.{side}.weight": getattr(layer, side)[adapter_name].weight.detach().contiguous()
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer) and adapter_name in getattr(layer, "lora_A", ())
         for side in ("lora_A", "lora_B")
     }
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "adapter_model.safetensors")
-    plain.save_pretrained(os.fspath(folder))
+    plain.save_pretrained(os.fspath(path))
+    save_file(state, Path(path) / "adapter_model.safetensors")
 
 
 register_peft_method(

@@ -182,8 +182,8 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
     _check_out(config.model, config.out)
     if (config.out / "config.json").exists() and recorded_mark(config.out) is None:
         raise ValueError(f"{config.out} already holds a model that is not converted; choose another, or delete it")
-    convert(model, transform=config.transform, source=config.source)
-    save(model, config.out)
+    save(convert(model, transform=config.transform, source=config.source), config.out)
+    del model  # the summary loads what was written
     _copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
 
@@ -223,7 +223,7 @@ def _copy_rest(model: Path, out: Path) -> None:
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Show size, tying, conditioning and consistency of a saved model's token interface, from its safetensors only."""
+    """Show size, tying, conditioning and consistency of a saved model's token interface; nothing is unpickled."""
 
     path: Annotated[Path, tyro.conf.Positional]
     """A run, one of its checkpoints, or a transformers model, converted or not."""

@@ -56,14 +56,13 @@ def test_sft_trainer_trains_as_trainer_does(tmp_path: Path) -> None:
 def test_the_reference_of_dpo_is_the_converted_model(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path / "stock")
     model = mt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    pairs = {"prompt": ["w5 w6"] * 4, "chosen": [" w8 w9"] * 4, "rejected": [" w20"] * 4}
 
     def trainer() -> DPOTrainer:
         settings = DPOConfig(
             output_dir=str(tmp_path / "run"), max_steps=1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
             bf16=False, disable_tqdm=True, activation_checkpointing=False, dataloader_pin_memory=False,
         )  # fmt: skip
-        data = datasets.Dataset.from_dict(pairs)
+        data = datasets.Dataset.from_dict(PAIRS)
         return DPOTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer())
 
     with pytest.raises(OSError, match="not saved"):  # not the stock model in silence

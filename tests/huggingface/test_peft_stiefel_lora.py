@@ -88,6 +88,26 @@ def test_adapters_train_on_the_manifold_and_are_saved_merged_and_exported(kind: 
     torch.testing.assert_close(output(plain), found, rtol=0, atol=1e-5)
 
 
+WITH_MORE: dict[str, dict[str, Any]] = {
+    "llama": {"use_dora": True, "modules_to_save": ["lm_head"]},
+    "convolutions": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", WITH_MORE)
+def test_an_export_has_all_that_the_adapter_trains(kind: str, tmp_path: Path) -> None:
+    base = MODELS[kind]().eval()
+    config = StiefelLoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, **WITH_MORE[kind])
+    model = get_peft_model(copy.deepcopy(base), config).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.requires_grad and "parametrizations" not in key:
+                p.add_(0.1)
+    export_lora(model, tmp_path)
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    torch.testing.assert_close(output(loaded), output(model), rtol=0, atol=1e-5)
+
+
 def test_a_plain_optimizer_is_warned_of() -> None:
     model = get_peft_model(MODELS["llama"](), StiefelLoraConfig(r=4, target_modules=TARGETS))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -418,3 +418,9 @@ def test_call_paths() -> None:
     assert min(min(counts) for counts in found.values()) > 0 and len(found) == 9
     assert found["PIT, frozen, backward"].functions <= found["PIT, trainable, forward"].functions
     assert found["RiemannianAdam step"].functions <= 50 and found["RiemannianAdam step"].depth <= 10
+
+
+def test_the_page_of_adapters_shows_the_recorded_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("benchmarks.finetuning").main([])
+    page = (ROOT / "docs/finetuning.md").read_text(encoding="utf-8")
+    assert all(line in page for line in capsys.readouterr().out.splitlines())

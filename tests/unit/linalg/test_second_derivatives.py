@@ -1,9 +1,12 @@
-"""Second derivatives are right, or refused."""
+"""Second derivatives are right, or refused, and third ones where they are promised."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from derivatives import DOUBLE, FUNCTIONS, MODELS, Case, curvature, gradient, relative_error
 from torch import Tensor, nn
+from torch.func import grad
 
 from manifold_tying import PIT, TransposeTying, equivalence, linalg, orthogonal
 
@@ -111,3 +114,15 @@ def test_the_loss_is_cut_off_from_nothing(interface: type) -> None:
 
     found, expected = (torch.autograd.functional.hvp(f, W, v)[1] for f in (ours, dense))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("f", [lambda W: linalg.spd_log(W @ W.mT), lambda W: linalg.polar(W)[0]], ids=["log", "polar"])
+def test_third_derivatives_are_differences_of_second_ones(f: Callable[[Tensor], Tensor]) -> None:
+    W, direction = (torch.randn(3, 3, dtype=torch.float64) for _ in range(2))
+
+    def along(t: Tensor) -> Tensor:
+        return f(2 * torch.eye(3) + (0.3 + t) * W + t * direction).pow(2).mul(torch.arange(9.0).view(3, 3)).sum()
+
+    second, zero, h = grad(grad(along)), torch.zeros((), dtype=torch.float64), 1e-4
+    expected = (second(zero + h) - second(zero - h)) / (2 * h)
+    torch.testing.assert_close(grad(second)(zero), expected, rtol=1e-5, atol=1e-5)
