@@ -344,6 +344,7 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         "cayley": partial(mt.orthogonal, map="cayley"),
         "qr": partial(mt.orthogonal, map="qr"),
         "spd": partial(mt.spd, name="weight"),
+        "doubly stochastic": partial(mt.doubly_stochastic, name="weight"),
         "low rank": partial(mt.low_rank, rank=2),
         "equal": partial(mt.low_rank, spectrum="equal"),
         "rows": partial(mt.sphere, radius=2.0),
@@ -352,7 +353,7 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for kind, constrain in put_on.items():
-        sizes = (8, 8) if kind == "spd" else (8, 12)
+        sizes = (8, 8) if kind in ("spd", "doubly stochastic") else (8, 12)
         whole = constrain(nn.Linear(*sizes, bias=False))
         with torch.device("meta"):
             model = shard_model(nn.Sequential(constrain(nn.Linear(*sizes, bias=False))), group.mesh)

@@ -5,7 +5,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import autograd, linalg, precision
+from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._register import register
@@ -25,7 +25,8 @@ class DoublyStochastic(Constraint):
         return f"doubly_stochastic(map={self.map!r})"
 
     def forward(self, stored: Tensor) -> Tensor:
-        return (linalg.sinkhorn if self.map == "sinkhorn" else linalg.orthostochastic)(stored).to(self.dtype)
+        function = linalg.sinkhorn if self.map == "sinkhorn" else linalg.orthostochastic
+        return function(distributed.full_tensor(stored)).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         if autograd.has_data(weight):
