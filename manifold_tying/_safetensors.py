@@ -44,17 +44,6 @@ def read_shapes(files: Iterable[str | Path]) -> dict[str, list[int]]:
     return found
 
 
-def read_tensors(folder: Path, where: Mapping[str, str], names: Iterable[str]) -> dict[str, Tensor]:
-    """Read only the named tensors."""
-    read = {}
-    for name in names:
-        with _open(folder / where[name]) as tensors:
-            if name not in tensors.keys():
-                raise ValueError(f"{folder / where[name]} lacks {name}, which the index names; download it again")
-            read[name] = tensors.get_tensor(name)
-    return read
-
-
 def whole_shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of every tensor in a folder's safetensors files, which may hold shards of it."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader

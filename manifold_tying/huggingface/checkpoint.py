@@ -1,17 +1,18 @@
 """Save, load and export converted models."""
 
 import os
+import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from manifold_tying._safetensors import read_shapes, read_tensors, weight_map
+from manifold_tying._safetensors import read_shapes, weight_map
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_MASK = re.compile(r"\.attention\.(masked_)?bias$")  # saved by early versions of transformers: GPT-Neo
+ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 
 
@@ -116,7 +119,7 @@ def _check_table(model: "PreTrainedModel") -> None:
 def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
     """Load a stock checkpoint as :func:`load` does a converted one; ValueError for a quantized or pickled one.
 
-    Skips masks and modules that the class lacks, such as a pooler, with a warning.
+    Skips masks and modules that the class lacks, such as a pooler, but no numbered layer, with a warning.
     """
     if recorded_mark(folder) is not None:
         raise ValueError(f"{folder} is already converted; export it first to convert it with other options")
@@ -130,8 +133,7 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
     build_empty(folder)  # fails early and names config.json; transformers would fail while reading the weights
-    where = weight_map(folder)
-    read_shapes(folder / file for file in dict.fromkeys(where.values()))
+    read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     try:
@@ -139,8 +141,9 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:  # also of a damaged generation_config.json
         raise ValueError(f"transformers cannot read {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    unexpected = wrong.get("unexpected_keys", [])
-    if spare and unexpected and all(_is_spare(model, folder, where, name) for name in unexpected):
+    unexpected, modules = wrong.get("unexpected_keys", []), dict(model.named_modules())
+    needed = [n for n in unexpected if (re.search(r"\d", n) or n.rpartition(".")[0] in modules) and not _MASK.search(n)]
+    if spare and unexpected and not needed:
         del wrong["unexpected_keys"]
         warnings.warn(
             f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
@@ -151,19 +154,6 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
             "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"
         )
     return model
-
-
-def _is_spare(model: "PreTrainedModel", folder: Path, where: Mapping[str, str], name: str) -> bool:
-    """Whether a tensor can be skipped: its module is absent from the class and is not part of a numbered layer, or it is an
-    attention mask or a constant, which early versions of transformers saved."""
-    absent = name.rpartition(".")[0] not in dict(model.named_modules())
-    if absent and not any(part.isdigit() for part in name.split(".")):
-        return True
-    stored = [own for own in where if name.endswith(own)][:1]  # checkpoints of base models lack a prefix
-    return any(not t.is_floating_point() or t.ndim == 0 for t in read_tensors(folder, where, stored).values())
-
-
-ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 
 
 @torch.no_grad()
