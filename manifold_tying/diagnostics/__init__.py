@@ -2,8 +2,6 @@
 
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
-from manifold_tying.diagnostics.gradient import SideGradients as SideGradients
-from manifold_tying.diagnostics.gradient import split_gradient as split_gradient
 from manifold_tying.diagnostics.interface import InterfaceConsistency as InterfaceConsistency
 from manifold_tying.diagnostics.interface import delta_ti as delta_ti
 from manifold_tying.diagnostics.interface import interface_consistency as interface_consistency

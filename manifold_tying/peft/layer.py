@@ -1,28 +1,32 @@
-"""A linear layer whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
+"""A linear layer or convolution whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
 
 from manifold_tying import precision
 from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
 
-_REFERENCE = 32  # block size at which the stored numbers are the skew entries
+REFERENCE = 32  # block size at which the stored numbers are the skew entries
+
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class PoetLayer(nn.Module, BaseTunerLayer):
-    """W = diag(1 + g) R W0 P for each active adapter, around nn.Linear, transformers' Conv1D or a quantized linear layer.
+    """W = diag(1 + g) R W0 P for each active adapter, around nn.Linear, transformers' Conv1D, a quantized linear layer or a
+    convolution, of which R and P rotate the channels.
 
     ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then turns blocks of any size b alike,
     and a learning rate does not depend on b (POET's tables have rates proportional to 1 / b). ``poet_magnitude`` is g.
     """
 
     adapter_layer_names = ("poet_skew", "poet_magnitude")
-    other_param_names = ("specs", "orders", "scales")
+    other_param_names = ("specs", "orders", "configs")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any) -> None:
         super().__init__()
@@ -30,24 +34,26 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         self.poet_skew, self.poet_magnitude = nn.ParameterDict(), nn.ParameterDict()
         self.specs: dict[str, RotationSpec] = {}
         self.orders: dict[str, tuple[Tensor, ...]] = {}  # of rows and columns, and their inverses; empty: none
-        self.scales: dict[str, float] = {}
+        self.configs: dict[str, Any] = {}
         self._disable_adapters, self.merged_adapters = False, []
         base: Any = self.get_base_layer()
-        self.transposed = not hasattr(base, "in_features")  # Conv1D has (n, m)
-        self.in_features, self.out_features = (
-            base.weight.shape if self.transposed else (base.in_features, base.out_features)
-        )
+        sizes: Any = _get_in_out_features(base)
+        self.in_features, self.out_features = sizes
+        self.transposed = type(base).__name__ == "Conv1D"  # transformers': W is (n, m)
+        self.channels = -1 - len(base.kernel_size) if isinstance(base, Convolution) else -1  # the dimension to rotate
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: Any, inference_mode: bool = False) -> None:
-        m, n = self.out_features, self.in_features
-        spec = RotationSpec.of(m, n, "block", config.block_size, None, None, config.sides, config.terms)
-        self.specs[adapter_name] = spec
+        m, n, b = self.out_features, self.in_features, config.block_size
+        spec = RotationSpec.of(m, n, "block", b, None, None, config.sides, config.terms)
+        self.configs[adapter_name] = config
         sides = ((spec.R, "R"), (spec.P, "P")) if config.permute else ()
         orders = (side.sample_permutation(config.seed, 0, name) for side, name in sides)
         self.orders[adapter_name] = tuple(part for order in orders for part in (order, inverse_order(order)))
-        self.scales[adapter_name] = _REFERENCE / config.block_size
+        if config.block_share:
+            spec = RotationSpec.of(min(m, b), min(n, b), "block", b, None, None, config.sides, config.terms)
+        self.specs[adapter_name] = spec
         start = torch.zeros(spec.num_params)
         self.poet_skew[adapter_name] = nn.Parameter(start if config.init_weights else start.normal_(std=0.1))
         if config.magnitude:
@@ -74,7 +80,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         names = [name for name in self.active_adapters if name in self.specs]
         if self.disable_adapters or self.merged or not names:
             return self.base_layer(x, *args, **kwargs)
-        sides = {name: self._sides(name) for name in names}
+        sides = {name: self._dropped(name, self._sides(name)) for name in names}
+        x = x.movedim(self.channels, -1)
         for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂
             x = _rotated(x, sides[name][1], self._orders(name, x)[2:])
         y, bias = self._product(x, *args, **kwargs)
@@ -82,21 +89,38 @@ class PoetLayer(nn.Module, BaseTunerLayer):
             y = _rotated(y, sides[name][0], self._orders(name, y)[:2])
             if name in self.poet_magnitude:
                 y = y * (1 + self.poet_magnitude[name]).to(y.dtype)
-        return y if bias is None else y + bias.to(y.dtype)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.movedim(-1, self.channels)
 
     def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """x W0ᵀ without the bias, and the bias."""
+        """x W0ᵀ without the bias, and the bias; channels last."""
         bias = getattr(self.base_layer, "bias", None)
-        if bias is None:
-            return self.base_layer(x, *args, **kwargs), None
-        if type(self.base_layer) is nn.Linear:
+        if bias is not None and type(self.base_layer) is nn.Linear:
             return F.linear(x, self.base_layer.weight), bias
-        return self.base_layer(x, *args, **kwargs) - bias, bias
+        y = self.base_layer(x.movedim(-1, self.channels), *args, **kwargs).movedim(self.channels, -1)
+        return (y, None) if bias is None else (y - bias, bias)
 
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
-        skew = self.poet_skew[name]
+        skew, config = self.poet_skew[name], self.configs[name]
         with precision.full_precision(skew.device):
-            return both_blocks(self.specs[name], skew.float() * self.scales[name])
+            R, P = both_blocks(self.specs[name], skew.float() * (REFERENCE / config.block_size))
+        if config.block_share:
+            R, P = (
+                [G.expand(n // G.shape[-1], -1, -1) for G in side]
+                for side, n in ((R, self.out_features), (P, self.in_features))
+            )
+        return R, P
+
+    def _dropped(self, name: str, sides: tuple[Blocks, Blocks]) -> tuple[Blocks, Blocks]:
+        """In training, random blocks are the identity."""
+        p = self.configs[name].module_dropout if self.training else 0
+        if not p:
+            return sides
+        R, P = (
+            [torch.where(torch.rand(len(G), 1, 1, device=G.device) < p, precision.eye_like(G), G) for G in side]
+            for side in sides
+        )
+        return R, P
 
     def _orders(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
         """On x's device; moved there once."""
@@ -111,7 +135,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
             if name not in self.specs:
                 continue
             W = self._turned(self.base_weight(), name, *self._sides(name))
-            W = W * self._factor(name)
+            W = W * self._factor(name, W)
             if safe_merge and not W.isfinite().all():
                 raise ValueError(f"the weight merged with adapter {name!r} is not finite; the adapter is damaged")
             self._write(W)
@@ -126,11 +150,11 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         while self.merged_adapters:
             name = self.merged_adapters.pop()
             R, P = ([torch.linalg.inv(G.double()).to(G.dtype) for G in side] for side in self._sides(name))
-            W = self._turned(W / self._factor(name), name, R, P)
+            W = self._turned(W / self._factor(name, W), name, R, P)
         self._write(W)
 
     def base_weight(self) -> Tensor:
-        """W0 (m, n) in float32 or wider. ValueError if it is quantized."""
+        """W0 (m, n), of a convolution (m, ..., n), in float32 or wider. ValueError if it is quantized."""
         base: Any = self.get_base_layer()
         weight: Tensor = base.weight
         if not (weight.is_floating_point() and weight.dtype.itemsize >= 2 and type(weight.data) is Tensor):
@@ -138,21 +162,21 @@ class PoetLayer(nn.Module, BaseTunerLayer):
                 f"cannot merge into a quantized weight, {type(weight).__name__} of {weight.dtype}; keep the adapter beside it, "
                 "or load the base model in bfloat16"
             )
-        weight = weight.T if self.transposed else weight
+        weight = weight.T if self.transposed else weight.movedim(1, -1)
         return weight.to(precision.compute_dtype(weight.dtype))
 
-    def _factor(self, name: str) -> Tensor | float:
-        return 1 + self.poet_magnitude[name].float()[:, None] if name in self.poet_magnitude else 1.0
+    def _factor(self, name: str, W: Tensor) -> Tensor | float:
+        return 1 + self.poet_magnitude[name].float().view(-1, *W[0].ndim * [1]) if name in self.poet_magnitude else 1.0
 
     def _turned(self, W: Tensor, name: str, R: Blocks, P: Blocks) -> Tensor:
         """R W P."""
         orders = self._orders(name, W)
         with precision.full_precision(W.device):
-            return _rotated(_rotated(W, transposed(P), orders[2:]).T, R, orders[:2]).T
+            return _rotated(_rotated(W, transposed(P), orders[2:]).transpose(0, -1), R, orders[:2]).transpose(0, -1)
 
     def _write(self, W: Tensor) -> None:
         base: Any = self.get_base_layer()
-        base.weight.copy_(W.T if self.transposed else W)
+        base.weight.copy_(W.T if self.transposed else W.movedim(-1, 1))
 
 
 def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 
 from manifold_tying.peft._method import peft_type
-from manifold_tying.peft.layer import PoetLayer
+from manifold_tying.peft.layer import Convolution, PoetLayer
 from manifold_tying.poet import check_options
 
 POET = peft_type("POET")
@@ -31,6 +31,8 @@ class PoetConfig(PeftConfig):
         terms: of the Neumann series for the Cayley map; None is the exact map.
         permute: rotate blocks of random dimensions, not of neighbours; drawn from ``seed``.
         magnitude: also learn a factor for each row of W.
+        block_share: all blocks of a side are the same one; a smaller last block does not rotate.
+        module_dropout: probability with which a block is the identity in a training step.
         seed: of the permutations.
         init_weights: start at the identity; False draws normal skew entries, for tests.
         target_modules: as in PEFT's LoraConfig, also "all-linear"; None chooses LoRA's for the architecture.
@@ -40,7 +42,7 @@ class PoetConfig(PeftConfig):
         modules_to_save: as in LoraConfig.
 
     Raises:
-        ValueError: block_size, sides, terms or seed out of range.
+        ValueError: block_size, sides, terms, seed or module_dropout out of range.
     """
 
     block_size: int = 32
@@ -48,6 +50,8 @@ class PoetConfig(PeftConfig):
     terms: int | None = None
     permute: bool = False
     magnitude: bool = False
+    block_share: bool = False
+    module_dropout: float = 0.0
     seed: int = 0
     init_weights: bool = True
     target_modules: list[str] | str | None = None
@@ -60,6 +64,8 @@ class PoetConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = POET
         check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
+        if not 0 <= self.module_dropout < 1:
+            raise ValueError(f"expected 0 <= module_dropout < 1, got {self.module_dropout!r}")
         for name in ("target_modules", "exclude_modules"):
             given = getattr(self, name)
             setattr(self, name, set(given) if isinstance(given, list) else given)
@@ -89,10 +95,11 @@ class PoetModel(BaseTuner):
         if isinstance(target, PoetLayer):
             return target.update_layer(adapter_name, peft_config)
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if not (hasattr(base, "in_features") or type(base).__name__ == "Conv1D"):
+        known = hasattr(base, "in_features") or type(base).__name__ == "Conv1D"
+        if not (known or (isinstance(base, Convolution) and base.groups == 1)):
             raise ValueError(
-                f"PoetConfig rotates linear layers, got {type(base).__name__} as {target_name!r}; leave it out of "
-                "target_modules"
+                f"PoetConfig rotates linear layers and convolutions of one group, got {base} as {target_name!r}; leave it out "
+                "of target_modules"
             )
         new = PoetLayer(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:

@@ -14,7 +14,7 @@ from peft import OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from manifold_tying.peft import PoetConfig, PoetLayer
+from manifold_tying.peft import PoetConfig, PoetLayer, convert_oft
 
 TARGETS = ["q_proj", "up_proj", "down_proj", "c_attn", "first", "last"]
 IDS = torch.tensor([[1, 5, 2, 8, 3], [0, 4, 4, 9, 7]])
@@ -25,6 +25,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=32, n_embd=24, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0)
     ),
+    "convolution": lambda: nn.Sequential(
+        OrderedDict(
+            first=nn.Conv2d(8, 12, 3, padding=1, stride=2), between=nn.Tanh(), last=nn.Conv2d(12, 5, (1, 2), bias=False)
+        )
+    ),
     "plain": lambda: nn.Sequential(OrderedDict(first=nn.Linear(24, 30), between=nn.Tanh(), last=nn.Linear(30, 7))),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,13 +37,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ragged": {"block_size": 7, "permute": True, "magnitude": True},
     "in": {"block_size": 4, "sides": "in", "terms": 2},
     "out": {"block_size": 32, "sides": "out"},
+    "share": {"block_size": 5, "block_share": True, "permute": True},
 }
 
 
 def output(model: Any) -> Tensor:
     with torch.no_grad():
         if isinstance(model.get_base_model() if hasattr(model, "get_base_model") else model, nn.Sequential):
-            return model(torch.linspace(-1, 1, 48).view(2, 24))
+            convolves = any(isinstance(part, nn.Conv2d) for part in model.modules())
+            return model(
+                torch.linspace(-1, 1, 400).view(2, 8, 5, 5) if convolves else torch.linspace(-1, 1, 48).view(2, 24)
+            )
         return model(input_ids=IDS).logits
 
 
@@ -69,17 +78,19 @@ def expected_weight(layer: Any, options: dict[str, Any]) -> np.ndarray:
     """diag(1 + g) R W0 P by NumPy."""
     base: Any = layer.get_base_layer()
     W = base.weight.detach().double().numpy()
-    W = W if isinstance(base, nn.Linear) else W.T
+    W = W.T if type(base).__name__ == "Conv1D" else W
     numbers, b = (
         layer.poet_skew["default"].detach().double().numpy() * 32 / options["block_size"],
         options["block_size"],
     )
     sides, orders = [], list(layer.orders["default"])
-    for i, (n, name) in enumerate(zip(W.shape, ("out", "in"), strict=True)):
+    for i, (n, name) in enumerate(zip(W.shape[:2], ("out", "in"), strict=True)):
         matrix = np.eye(n)
         if options.get("sides", "both") in ("both", name):
             blocks, start = [], 0
-            for size in [min(b, n)] * (n // min(b, n)) + ([n % min(b, n)] if n % min(b, n) > 1 else []):
+            rest = n % min(b, n) if n % min(b, n) > 1 and "block_share" not in options else 0
+            for size in [min(b, n)] * (n // min(b, n)) + ([rest] if rest else []):
+                start = 0 if "block_share" in options else start
                 A, count = np.zeros((size, size)), size * (size - 1) // 2
                 A[np.triu_indices(size, 1)] = numbers[start : start + count]
                 A, start = A - A.T, start + count
@@ -94,23 +105,22 @@ def expected_weight(layer: Any, options: dict[str, Any]) -> np.ndarray:
                 place = np.eye(n)[order]
                 matrix = place.T @ matrix @ place
         sides.append(matrix)
-    W = sides[0] @ W @ sides[1]
     if "default" in layer.poet_magnitude:
-        W = (1 + layer.poet_magnitude["default"].detach().double().numpy())[:, None] * W
-    return W
+        sides[0] = np.diag(1 + layer.poet_magnitude["default"].detach().double().numpy()) @ sides[0]
+    return np.einsum("ij,jk...,kl->il...", sides[0], W, sides[1])
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "plain"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_layers_compute_the_formula(kind: str, option: str) -> None:
     model = adapted(MODELS[kind](), **OPTIONS[option])
     layers: list[Any] = [part for part in model.modules() if isinstance(part, PoetLayer)]
     assert layers
     for layer in layers[:3]:
-        W, x = expected_weight(layer, OPTIONS[option]), torch.randn(2, 3, layer.in_features)
-        bias = layer.get_base_layer().bias
-        expected = torch.from_numpy(x.double().numpy() @ W.T).float() + (0 if bias is None else bias.detach())
-        same(layer(x).detach(), expected)
+        base, W = layer.get_base_layer(), torch.from_numpy(expected_weight(layer, OPTIONS[option])).float()
+        x = torch.randn(2, layer.in_features, 5, 6) if W.ndim == 4 else torch.randn(2, 3, layer.in_features)
+        weight = W.T if type(base).__name__ == "Conv1D" else W
+        same(layer(x).detach(), torch.func.functional_call(base, {"weight": weight}, (x,)).detach())
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -180,6 +190,56 @@ def test_one_side_is_orthogonal_finetuning() -> None:
     assert counts[0] == counts[1] == 3 * 28 and kept[0] < 1e-5
 
 
+def test_dropped_blocks_are_the_identity_in_training_only() -> None:
+    base = MODELS["plain"]()
+    model = adapted(base, block_size=1 << 5, module_dropout=0.5)  # one block a side
+    layer, plain = model.get_base_model().first, base.first
+    x = torch.randn(3, 24)
+    expected = layer(x)
+    model.train()
+    choices = [plain(x), expected]
+    found = [layer(x) for _ in range(40)]
+    kept = [sum(torch.allclose(y, choice, atol=1e-6) for y in found) for choice in choices]
+    assert all(2 <= count <= 20 for count in kept) and sum(kept) < 36  # a quarter each; in the others one side turns
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cayley_neumann": False},
+        {"num_cayley_neumann_terms": 3},
+        {"block_share": True, "modules_to_save": ["last"]},
+    ],
+)
+def test_adapters_of_oft_are_converted(options: dict[str, Any], tmp_path: Path) -> None:
+    base, targets = MODELS["plain"](), ["first"] if "modules_to_save" in options else ["first", "last"]
+    config = OFTConfig(r=0, oft_block_size=6, init_weights=False, target_modules=targets, **options)
+    theirs = get_peft_model(copy.deepcopy(base), config).eval()
+    theirs.save_pretrained(str(tmp_path / "oft"))
+    convert_oft(tmp_path / "oft", tmp_path / "poet")
+    ours = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "poet").eval()
+    same(output(ours), output(theirs), 1e-6)
+    assert (output(ours) - output(base)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OFTConfig(oft_block_size=6, coft=True, target_modules=["first"]), "coft=True"),
+        (OFTConfig(oft_block_size=6, bias="all", target_modules=["first"]), "bias='all'"),
+        (OFTConfig(oft_block_size=6, num_cayley_neumann_terms=2, target_modules=["first"]), "2 terms"),
+        (OFTConfig(r=3, oft_block_size=0, target_modules=["first", "last"]), r"\[8, 10\]"),
+        (PoetConfig(target_modules=["first"]), "got one of"),
+    ],
+)
+def test_other_adapters_are_not_converted(config: Any, message: str, tmp_path: Path) -> None:
+    get_peft_model(MODELS["plain"](), config).save_pretrained(str(tmp_path / "oft"))
+    with pytest.raises(ValueError, match=message):
+        convert_oft(tmp_path / "oft", tmp_path / "poet")
+    assert not (tmp_path / "poet").exists()
+
+
 def test_under_autocast_and_in_bfloat16() -> None:
     model = adapted(MODELS["llama"](), block_size=8, magnitude=True)
     exact = output(model)
@@ -211,9 +271,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PoetConfig(sides=cast(Any, "left")), "unknown sides"),
     (lambda: PoetConfig(terms=0), "terms"),
     (
-        lambda: get_peft_model(nn.Sequential(nn.Conv2d(1, 1, 1)), PoetConfig(target_modules=["0"])),
-        "rotates linear layers, got Conv2d",
+        lambda: get_peft_model(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), PoetConfig(target_modules=["0"])),
+        "convolutions of one group, got Conv2d",
     ),
+    (lambda: PoetConfig(module_dropout=1.0), "module_dropout"),
     (lambda: adapted(MODELS["llama"]())(input_ids=IDS, adapter_names=["default", "__base__"]), "does not mix adapters"),
     (lambda: adapted(MODELS["plain"]()).get_base_model().first.scale_layer(2.0), "cannot be scaled"),
 ]
