@@ -141,7 +141,7 @@ def _keep_first(parts: Float32ParametrizationList) -> None:
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:
-    """Turn the stored tensor into the plain weight, even if its shape or dtype differs."""
+    """Turn a parameter into another tensor, even if its shape or dtype differs."""
     if weight.dtype == value.dtype:
         # set_ also updates the shape that autograd recorded, in case an older graph is still alive.
         weight.set_(value)  # type: ignore[call-overload]
@@ -178,7 +178,8 @@ def register(module: M, name: str, constraint: Constraint) -> M:
     parts.__class__ = Float32ParametrizationList
     parts.label, parts.weight_shape = label, weight_shape
     if not parts.is_tensor:
-        weight.data = parts.original0.data
+        with torch.no_grad():
+            _replace_stored(weight, parts.stored[0].data)
         parts.original0 = weight
     constraint.record_form(weight.device)
     record(parts)

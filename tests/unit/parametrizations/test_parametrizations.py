@@ -16,7 +16,7 @@ from layers import ORTHONORMAL, Stack, assert_one_graph, stored
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from manifold_tying import equivalence, materialize, orthogonal, spd, stiefel
+from manifold_tying import equivalence, isospectral, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
 from manifold_tying.optim import param_groups
 from manifold_tying.parametrizations import constraints, manifold_of
@@ -297,17 +297,22 @@ SHAPED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("shaped", "constrain"), [("wide", stiefel), *((shaped, orthogonal) for shaped in SHAPED)])
-def test_materializing_while_an_earlier_loss_is_alive(shaped: str, constrain: Callable[..., nn.Module]) -> None:
-    module: Any = constrain(SHAPED[shaped]())
-    assert stored(module).dtype == torch.float32
+EDGES = [("wide", stiefel), ("wide", isospectral), *((shaped, orthogonal) for shaped in SHAPED)]
+
+
+@pytest.mark.parametrize(("shaped", "constrain"), EDGES)
+def test_earlier_losses_are_alive(shaped: str, constrain: Callable[..., nn.Module]) -> None:
+    module: Any = SHAPED[shaped]()
+    earlier = module.weight.square().sum()
+    constrain(module)
+    assert all(p.dtype == torch.float32 for p in module.parametrizations.parameters())
     x = torch.randn(2, module.weight.shape[1], *[6] * (shaped == "convolution")).to(module.weight.dtype)
     loss = module(x).square().mean()
     loss.backward()
     materialize(module)
     module(x).square().mean().backward()
     assert module.weight.grad.shape == module.weight.shape
-    assert loss.isfinite()  # held to here
+    assert loss.isfinite() and earlier.isfinite()  # held to here
 
 
 @pytest.mark.parametrize("map", ["stiefel", "polar", "cayley"])
