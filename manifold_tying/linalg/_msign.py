@@ -66,7 +66,7 @@ def _inverse_sqrt(G: Tensor) -> Tensor:
     H = G.reshape(-1, *G.shape[-2:])
     squares = _product(H, H)
     # ‖G²‖^(1/2) bounds the eigenvalues of G better than ‖G‖
-    bound = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
+    bound: Tensor = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
     bound = bound.clamp_min(torch.finfo(G.dtype).tiny ** 0.5)
     H = H / bound
     Q = Z = _polynomial(_POLAR_EXPRESS[0], H, squares / bound.square())

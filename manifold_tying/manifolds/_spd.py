@@ -54,7 +54,8 @@ class SPD(geoopt.Manifold):
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
         log = linalg.spd_log(whiten(torch.linalg.cholesky(x), y))
-        return torch.linalg.vector_norm(log, dim=(-2, -1), keepdim=keepdim)
+        distance: Tensor = torch.linalg.vector_norm(log, dim=(-2, -1), keepdim=keepdim)
+        return distance
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
@@ -70,7 +71,9 @@ class SPD(geoopt.Manifold):
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """√<U, U>_X, shape (...); its gradient at 0 is 0."""
-        return torch.linalg.vector_norm(whiten(torch.linalg.cholesky(x), u), dim=(-2, -1), keepdim=keepdim)
+        whitened = whiten(torch.linalg.cholesky(x), u)
+        norm: Tensor = torch.linalg.vector_norm(whitened, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any

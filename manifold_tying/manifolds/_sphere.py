@@ -145,7 +145,8 @@ class Sphere(geoopt.Manifold):
         """Geodesic distance, the root of the sum of squared arc lengths, shape (...)."""
         part = self.local(x)
         arcs = part.radius * part.angle_and_sine(x, y)[0].to(x.dtype)
-        return torch.linalg.vector_norm(arcs, dim=(-2, -1), keepdim=keepdim)
+        distance: Tensor = torch.linalg.vector_norm(arcs, dim=(-2, -1), keepdim=keepdim)
+        return distance
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Vector transport by projection to the tangent space at y."""
@@ -165,7 +166,8 @@ class Sphere(geoopt.Manifold):
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """‖U‖_F, shape (...); its gradient at 0 is 0."""
-        return torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any

@@ -113,15 +113,15 @@ class Stiefel(geoopt.Manifold):
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr UᵀV, shape (...)."""
         reduce = distributed.row_reduce(x)
-        return reduce(
-            (distributed.to_local(u) * distributed.to_local(u if v is None else v)).sum((-1, -2), keepdim=keepdim)
-        )
+        a, b = distributed.to_local(u), distributed.to_local(u if v is None else v)
+        return reduce((a * b).sum((-1, -2), keepdim=keepdim))
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """‖U‖_F, shape (...); its gradient at 0 is 0."""
         if distributed.is_dtensor(x):
             return self.inner(x, u, keepdim=keepdim).sqrt()
-        return torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
         self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any

@@ -146,8 +146,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _direction(self, group: Group, batch: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
         if isinstance(batch.manifold, Stiefel | Spheres):
-            entries = batch.params[0].shape[-2:].numel()
-            square = rules.mean_square(R, group["second_moment"], entries, batch.reduce)
+            square = rules.mean_square(R, group["second_moment"], batch.params[0].shape[-2:].numel(), batch.reduce)
         else:
             square = batch.manifold.component_inner(X, R)
         moments = state["exp_avg"], state["exp_avg_sq"], state["step"]

@@ -109,7 +109,7 @@ class RiemannianMuon(RiemannianAdam):
             super()._step_ordinary(group, *map(list, zip(*rest, strict=True)))
         lr, keep = group["lr"], self._keep()
         for p, part in pairs:
-            if not self._by_muon(group, p):
+            if p.grad is None or not self._by_muon(group, p):
                 continue
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -173,8 +173,7 @@ class RiemannianOptimizer(Optimizer):
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
             together = isinstance(manifold, Stiefel | Sphere) and not is_large_sphere(manifold, p)
-            own = manifold_key(manifold) if together else id(p)
-            alike[own, p.shape, p.dtype, where, scale].append(p)
+            alike[manifold_key(manifold) if together else id(p), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:

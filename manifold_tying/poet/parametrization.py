@@ -39,8 +39,7 @@ class Equivalence(Constraint):
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
         self._known: tuple[list[tuple[Tensor, int]], tuple[Tensor, Tensor]] | None = None
-        base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
-        self.register_buffer("ordered_base", base)
+        self.register_buffer("ordered_base", torch.empty(layout.matrix_shape, dtype=dtype, device=like.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.seed.is_meta
@@ -113,9 +112,7 @@ class Equivalence(Constraint):
         (stored,), dtype = tensors, precision.autocast_dtype(x)
         autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype):
-            raise ValueError(
-                f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
-            )
+            raise ValueError(f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)}, {x.dtype}")
         triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
         input_centric = triton or (

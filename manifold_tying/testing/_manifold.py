@@ -72,8 +72,7 @@ def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
 def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
-    normal = v - subject.manifold.proju(x, v)
-    product = subject.inner(x, normal, u)
+    product = subject.inner(x, v - subject.manifold.proju(x, v), u)
     close(product, torch.zeros_like(product), "<v - proju(x, v), u>", subject.metric_condition(x))
 
 

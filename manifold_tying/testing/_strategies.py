@@ -35,7 +35,7 @@ def ambient(draw: Any, shape: tuple[int, ...], *, dtype: torch.dtype = torch.flo
 
 @st.composite
 def points(
-    draw: Any,
+    draw: st.DrawFn,
     manifold: geoopt.Manifold,
     shape: tuple[int, ...],
     *,
@@ -53,14 +53,14 @@ def random_point(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed seeds all devices and takes 1 ms
         try:
-            x = manifold.random(*shape, dtype=dtype)
+            x: Tensor = manifold.random(*shape, dtype=dtype)
         except NotImplementedError:
             x = manifold.projx(torch.randn(shape, dtype=dtype))
     return x.detach().as_subclass(Tensor).to(device)
 
 
 @st.composite
-def tangent_vectors(draw: Any, manifold: geoopt.Manifold, point: Tensor, *, size: float = 1.0) -> Tensor:
+def tangent_vectors(draw: st.DrawFn, manifold: geoopt.Manifold, point: Tensor, *, size: float = 1.0) -> Tensor:
     """Tangent vectors at a point with length from 0 to ``size`` in the manifold's metric."""
     u = manifold.proju(point, draw(ambient(tuple(point.shape), dtype=point.dtype, device=point.device)))
     return draw(st.floats(0, size)) * unit(manifold, point, u)

@@ -191,7 +191,8 @@ class PIT(TokenInterface):
             narrowed = tensor.is_floating_point() and moved.dtype.itemsize < 4
             return tensor.to(moved.device, torch.float32) if narrowed else moved
 
-        return super()._apply(wide, recurse)
+        super()._apply(wide, recurse)
+        return self
 
 
 def _follow_loaded_dtype(pit: PIT, _: Any) -> None:

@@ -90,11 +90,11 @@ class _PlainTables(TokenInterface):
 
     @property
     def _embedding(self) -> Tensor:
-        return getattr(self, self._names[0])
+        return self.get_parameter(self._names[0])
 
     @property
     def _head(self) -> Tensor:
-        return getattr(self, self._names[1])
+        return self.get_parameter(self._names[1])
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.log_scale is None:
