@@ -1,12 +1,10 @@
 """The manifold of symmetric positive definite matrices."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, linalg, precision
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 
 class SPD(geoopt.Manifold):
@@ -76,7 +74,7 @@ class SPD(geoopt.Manifold):
         return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """exp of a random symmetric matrix, N(0, 1) entries divided by √d: the condition number is some tens for any d."""
         shape = geoopt.utils.size2shape(*size)
@@ -85,7 +83,7 @@ class SPD(geoopt.Manifold):
         return geoopt.ManifoldTensor(torch.linalg.matrix_exp((A + A.mT) / (2 * shape[-1]) ** 0.5), manifold=self)
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

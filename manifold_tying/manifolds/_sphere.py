@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 Of = Literal["rows", "columns", "matrix"]
 _DIMS: dict[str, tuple[int, ...]] = {"rows": (-1,), "columns": (-2,), "matrix": (-2, -1)}
@@ -170,7 +170,7 @@ class Sphere(geoopt.Manifold):
         return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """Uniform random point: standard normal vectors, normalized."""
         shape = geoopt.utils.size2shape(*size)
@@ -178,7 +178,7 @@ class Sphere(geoopt.Manifold):
         return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """Each vector along its first axis; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

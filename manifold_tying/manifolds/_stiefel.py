@@ -1,12 +1,12 @@
 """The Stiefel manifold of tall matrices with orthonormal columns."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed, linalg, precision
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
@@ -124,7 +124,7 @@ class Stiefel(geoopt.Manifold):
         return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
         shape = geoopt.utils.size2shape(*size)
@@ -137,7 +137,7 @@ class Stiefel(geoopt.Manifold):
             return x.copy_(self.projx(distributed.sharded_normal_(x)))
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The first p columns of the identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

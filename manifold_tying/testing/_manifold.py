@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 import geoopt
 import scipy.stats
@@ -198,7 +197,7 @@ def check_manifold(
     *,
     order: int = 1,
     uniform: bool = False,
-    device: Any = None,
+    device: torch.types.Device = None,
     skip: Collection[str] = (),
 ) -> None:
     """Check every law of ``MANIFOLD_LAWS`` on random points, single and batched.

@@ -26,7 +26,7 @@ class Subject:
     shape: tuple[int, ...]
     order: int
     uniform: bool
-    device: Any
+    device: torch.types.Device
 
     def draw(self, draw: Draw, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """A point, or a batch of them, and ambient vectors of length about 1."""

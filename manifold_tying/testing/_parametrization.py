@@ -226,7 +226,7 @@ PARAMETRIZATION_LAWS: tuple[Law[Subject], ...] = (
 
 
 def check_parametrization(
-    put_on: Callable[[Any], Any],
+    put_on: Callable[[Any], nn.Module],
     layer: nn.Module,
     name: str = "weight",
     *,

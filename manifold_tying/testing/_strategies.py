@@ -40,14 +40,14 @@ def points(
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype = torch.float64,
-    device: Any = None,
+    device: torch.types.Device = None,
 ) -> Tensor:
     """Random points of a manifold: ``manifold.random``, or ``manifold.projx`` of a normal tensor if that is missing."""
     return random_point(manifold, shape, draw(SEEDS), dtype, device)
 
 
 def random_point(
-    manifold: geoopt.Manifold, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: Any
+    manifold: geoopt.Manifold, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.types.Device
 ) -> Tensor:
     """The random point for a seed. Restores torch's generator."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -88,7 +88,7 @@ class PIT(TokenInterface):
         *,
         transform: Transform = "identity",
         memory: Memory = "free",
-        **options: Any,
+        **options: str,
     ) -> "PIT":
         """PIT from an existing table E0 = U H (polar factors): Z = U. (PIT, section 4.1.)
 

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -17,6 +18,8 @@ class TokenInterface(nn.Module, ABC):
 
     One module owns both sides, so that copying, sharding or materializing parameters cannot untie them.
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
