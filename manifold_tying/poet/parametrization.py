@@ -112,7 +112,9 @@ class Equivalence(Constraint):
         (stored,), dtype = tensors, precision.autocast_dtype(x)
         autocast = precision.is_autocast_on(x.device) and dtype.itemsize < 4
         if x.ndim < 1 or x.shape[-1] != self.spec.P.n or not (autocast or dtype == self.dtype):
-            raise ValueError(f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)}, {x.dtype}")
+            raise ValueError(
+                f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
+            )
         triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
         input_centric = triton or (

@@ -29,9 +29,8 @@ class VocabularyShard:
         first = distributed.row_offset(table)
         sharding = [i for i, placement in enumerate(table.placements) if placement.is_shard(0)]
         if not sharding:
-            raise ValueError(
-                f"expected the rows of the table to be sharded, got {table.placements}; see shard_vocabulary"
-            )
+            placements = table.placements
+            raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
         return cls(len(table.to_local()), first, table.device_mesh.get_group(sharding[0]), len(table))
 
     @property

@@ -93,11 +93,13 @@ class _PlainTables(TokenInterface):
 
     @property
     def _embedding(self) -> Tensor:
-        return self.get_parameter(self._names[0])
+        table: Tensor = getattr(self, self._names[0])
+        return table
 
     @property
     def _head(self) -> Tensor:
-        return self.get_parameter(self._names[1])
+        table: Tensor = getattr(self, self._names[1])
+        return table
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.log_scale is None:
