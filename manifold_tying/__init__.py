@@ -8,58 +8,33 @@ Docstrings cite two papers:
 
 import contextlib as _contextlib
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
-if _TYPE_CHECKING:
-    from manifold_tying import diagnostics as diagnostics
-    from manifold_tying import huggingface as huggingface
-    from manifold_tying import linalg as linalg
-    from manifold_tying import models as models
-    from manifold_tying import optim as optim
-    from manifold_tying import poet as poet
-    from manifold_tying.huggingface import conversion_losses as conversion_losses
-    from manifold_tying.huggingface import convert as convert
-    from manifold_tying.huggingface import export as export
-    from manifold_tying.huggingface import load as load
-    from manifold_tying.huggingface import save as save
-    from manifold_tying.manifolds import SPD as SPD
-    from manifold_tying.manifolds import Sphere as Sphere
-    from manifold_tying.manifolds import Stiefel as Stiefel
-    from manifold_tying.parametrizations import constrain as constrain
-    from manifold_tying.parametrizations import doubly_stochastic as doubly_stochastic
-    from manifold_tying.parametrizations import isospectral as isospectral
-    from manifold_tying.parametrizations import low_rank as low_rank
-    from manifold_tying.parametrizations import materialize as materialize
-    from manifold_tying.parametrizations import orthogonal as orthogonal
-    from manifold_tying.parametrizations import project as project
-    from manifold_tying.parametrizations import spd as spd
-    from manifold_tying.parametrizations import sphere as sphere
-    from manifold_tying.parametrizations import stiefel as stiefel
-    from manifold_tying.poet import equivalence as equivalence
-    from manifold_tying.poet import equivalence_ as equivalence_
-    from manifold_tying.poet import merge as merge
-    from manifold_tying.recipe import pit_groups as pit_groups
-    from manifold_tying.recipe import pit_schedule as pit_schedule
-    from manifold_tying.tying import PIT as PIT
-    from manifold_tying.tying import TokenInterface as TokenInterface
-    from manifold_tying.tying import TransposeTying as TransposeTying
-    from manifold_tying.tying import Untied as Untied
+if _typing.TYPE_CHECKING:
+    from manifold_tying import diagnostics, huggingface, linalg, manifolds, models, optim, parametrizations, poet, tying
+    from manifold_tying.huggingface import conversion_losses, convert, export, load, save
+    from manifold_tying.manifolds import SPD, Sphere, Stiefel
+    from manifold_tying.parametrizations import (
+        constrain,
+        doubly_stochastic,
+        isospectral,
+        low_rank,
+        materialize,
+        orthogonal,
+        project,
+        spd,
+        sphere,
+        stiefel,
+    )
+    from manifold_tying.poet import equivalence, equivalence_, merge
+    from manifold_tying.recipe import pit_groups, pit_schedule
+    from manifold_tying.tying import PIT, TokenInterface, TransposeTying, Untied
 
 __version__ = "0.1.0"
 
-# Import public names on first use: geoopt takes half as long to import as torch.
-_PACKAGES = (
-    "diagnostics",
-    "huggingface",
-    "linalg",
-    "manifolds",
-    "models",
-    "optim",
-    "parametrizations",
-    "poet",
-    "tying",
-)
+# Import public names on first use: geoopt takes half as long to import as torch. Type checkers read literal names only.
+__all__ = ["diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "poet", "tying"]
+_PACKAGES = tuple(__all__)
 _HOMES = {
     **dict.fromkeys(("SPD", "Sphere", "Stiefel"), "manifolds"),
     **dict.fromkeys(("constrain", "isospectral", "low_rank", "materialize", "orthogonal"), "parametrizations"),
@@ -69,7 +44,12 @@ _HOMES = {
     **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
     **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "huggingface"),
 }
-__all__ = [*_PACKAGES, *_HOMES]
+__all__ += ["SPD", "Sphere", "Stiefel"]
+__all__ += ["constrain", "isospectral", "low_rank", "materialize", "orthogonal"]
+__all__ += ["doubly_stochastic", "project", "spd", "sphere", "stiefel"]
+__all__ += ["equivalence", "equivalence_", "merge", "pit_groups", "pit_schedule"]
+__all__ += ["PIT", "TokenInterface", "TransposeTying", "Untied"]
+__all__ += ["conversion_losses", "convert", "export", "load", "save"]
 
 # Let transformers build converted models, once it is imported; importing it here would take seconds.
 with _contextlib.suppress(ModuleNotFoundError):  # wrapt comes with the extra `huggingface`
@@ -81,14 +61,16 @@ with _contextlib.suppress(ModuleNotFoundError):  # wrapt comes with the extra `h
     )
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _PACKAGES:
-        return _importlib.import_module(f"manifold_tying.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'manifold_tying' has no attribute {name!r}")
-    found = getattr(_importlib.import_module(f"manifold_tying.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+if not _typing.TYPE_CHECKING:  # which would take any misspelt name for Any
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name in _PACKAGES:
+            return _importlib.import_module(f"manifold_tying.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'manifold_tying' has no attribute {name!r}")
+        found = getattr(_importlib.import_module(f"manifold_tying.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,7 @@ def weight_map(folder: Path) -> dict[str, str]:
             f"expected weights as safetensors, but {folder} has neither {WHOLE} nor {INDEX}. Load pickled weights (.bin) "
             "with transformers, if you trust them, and save the model again with safe_serialization=True"
         )
-    where: Any = read_object(folder / INDEX, DAMAGED).get("weight_map")
+    where: dict[str, str] = read_object(folder / INDEX, DAMAGED).get("weight_map", {})
     files = where.values() if isinstance(where, dict) else ()
     if not files or not all(isinstance(file, str) and re.fullmatch(r"[^/\\]*\.safetensors", file) for file in files):
         raise ValueError(f"{folder / INDEX} is damaged: expected a weight_map to safetensors files of this folder")

@@ -7,7 +7,7 @@ differentiable operations, so that every derivative is right.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from manifold_tying.precision import full_precision
 
+T = TypeVar("T")
+
 
 def custom_gradient(
-    function: type[Function], plain: Callable[..., Any], *, differentiable: bool = False
-) -> Callable[..., Any]:
+    function: type[Function], plain: Callable[..., T], *, differentiable: bool = False
+) -> Callable[..., T]:
     """A replacement for ``function.apply`` that falls back to ``plain`` when torch must see every operation.
 
     Args:
@@ -35,9 +37,8 @@ def custom_gradient(
         if torch.compiler.is_compiling():  # a compiled graph has no second derivatives
             with torch.no_grad():
                 return backward(ctx, *gradients)
-        batched = any(
-            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients
-        )  # is_grads_batched
+        is_batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched
+        batched = any(g is not None and is_batched(g) for g in gradients)
         if not differentiable and (torch.is_grad_enabled() or in_transform() or batched):
             return _plain_gradients(plain, ctx, gradients)
         return backward(ctx, *gradients)
@@ -134,7 +135,6 @@ def _plain_gradients(
         if not pairs:
             return (None,) * len(needed)
         ends, weights = zip(*pairs, strict=True)
-        found = iter(
-            torch.autograd.grad(ends, wanted, weights, create_graph=torch.is_grad_enabled(), allow_unused=True)
-        )
+        again = torch.is_grad_enabled()
+        found = iter(torch.autograd.grad(ends, wanted, weights, create_graph=again, allow_unused=True))
     return tuple(next(found) if need else None for need in needed)

@@ -6,10 +6,13 @@ unsharded matrix ``reduce`` does nothing.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor, in place if possible, over the ranks that share the rows of a matrix; returns the sum."""
@@ -22,17 +25,17 @@ def no_reduce(A: Tensor) -> Tensor:
     return A
 
 
-def is_dtensor(X: Any) -> bool:
+def is_dtensor(X: object) -> "TypeGuard[DTensor]":
     """Whether X is a DTensor. Duck-typed: importing DTensor takes 0.5 s."""
     return hasattr(X, "device_mesh")
 
 
-def to_local(X: Any) -> Tensor:
+def to_local(X: Tensor) -> Tensor:
     """The local shard of a DTensor, sharing memory; any other tensor itself."""
     return X.to_local() if is_dtensor(X) else X
 
 
-def shard_like(full_tensor: Tensor, X: Any) -> Tensor:
+def shard_like(full_tensor: Tensor, X: Tensor) -> Tensor:
     """This rank's part of ``full_tensor``, which every rank holds, if X is a DTensor; otherwise ``full_tensor`` itself."""
     if not is_dtensor(X):
         return full_tensor
@@ -51,7 +54,7 @@ def reshard_fsdp(model: torch.nn.Module) -> None:
             cast(Any, module).reshard()
 
 
-def full_tensor(X: Any) -> Tensor:
+def full_tensor(X: Tensor) -> Tensor:
     """Gather a DTensor on every rank, a collective call; any other tensor itself."""
     return X.full_tensor() if is_dtensor(X) else X
 
@@ -61,10 +64,9 @@ def row_reduce(X: Tensor) -> Reduce:
     if not is_dtensor(X):
         return no_reduce
     check_row_sharding(X)
-    dtensor: Any = X
     groups = [
-        dtensor.device_mesh.get_group(i)
-        for i, placement in enumerate(dtensor.placements)
+        X.device_mesh.get_group(i)
+        for i, placement in enumerate(X.placements)
         if getattr(placement, "dim", None) == X.ndim - 2
     ]
 
@@ -77,9 +79,9 @@ def row_reduce(X: Tensor) -> Reduce:
     return reduce if groups else no_reduce
 
 
-def mesh_reduce(tensors: Iterable[Any]) -> Reduce:
+def mesh_reduce(tensors: Iterable[Tensor]) -> Reduce:
     """A function that sums a tensor over all ranks of the meshes of these DTensors; :func:`no_reduce` if there are none."""
-    meshes: dict[Any, None] = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
+    meshes = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
 
     def reduce(A: Tensor) -> Tensor:
         for mesh in meshes:
@@ -109,11 +111,10 @@ def row_local_map(f: Callable[..., Tensor], X: Tensor, *others: Tensor) -> Tenso
     """
     if not is_dtensor(X):
         return f(no_reduce, X, *others)
-    x: Any = X
     for other in others:
-        if getattr(other, "placements", None) != x.placements or getattr(other, "device_mesh", None) != x.device_mesh:
+        if getattr(other, "placements", None) != X.placements or getattr(other, "device_mesh", None) != X.device_mesh:
             raise ValueError(
-                f"expected tensors distributed alike, got {x.placements} on {x.device_mesh} and "
+                f"expected tensors distributed alike, got {X.placements} on {X.device_mesh} and "
                 f"{getattr(other, 'placements', 'a plain tensor')}; redistribute them, or take .full_tensor() of all"
             )
     with torch.no_grad():
@@ -126,8 +127,7 @@ def from_local_like(X: Tensor, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    x: Any = X
-    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=X.shape, stride=X.stride())
+    return DTensor.from_local(part, X.device_mesh, X.placements, run_check=False, shape=X.shape, stride=X.stride())
 
 
 @torch.no_grad()
@@ -154,14 +154,13 @@ def sharded_normal_(X: Tensor) -> Tensor:
     return X
 
 
-def row_offset(X: Tensor) -> int:
+def row_offset(X: "DTensor") -> int:
     """Global number of the first local row of the DTensor X (n, p), whose rows at most one mesh dimension shards."""
-    x: Any = X
     check_row_sharding(X)
-    sharding = [i for i, placement in enumerate(x.placements) if placement.is_shard(0)]
-    if X.ndim != 2 or len(sharding) > 1 or not all(p.is_replicate() or p.is_shard(0) for p in x.placements):
-        raise ValueError(f"expected a matrix with rows sharded once, got {tuple(X.shape)} with {x.placements}")
+    sharding = [i for i, placement in enumerate(X.placements) if placement.is_shard(0)]
+    if X.ndim != 2 or len(sharding) > 1 or not all(p.is_replicate() or p.is_shard(0) for p in X.placements):
+        raise ValueError(f"expected a matrix with rows sharded once, got {tuple(X.shape)} with {X.placements}")
     if not sharding:
         return 0
-    processes, rank = x.device_mesh.size(sharding[0]), x.device_mesh.get_local_rank(sharding[0])
+    processes, rank = X.device_mesh.size(sharding[0]), X.device_mesh.get_local_rank(sharding[0])
     return min(len(X), rank * -(-len(X) // processes))

@@ -85,9 +85,7 @@ def check_tall(Y: Tensor, what: str = "matrix") -> None:
     """ValueError unless Y is floating with shape (..., n, p), n >= p >= 1."""
     compute_dtype(Y.dtype)
     if Y.ndim < 2 or Y.shape[-1] < 1 or Y.shape[-2] < Y.shape[-1]:
-        raise ValueError(
-            f"expected a {what} of shape (..., n, p) with n >= p >= 1, got {tuple(Y.shape)}; transpose it?"
-        )
+        raise ValueError(f"expected a {what} (..., n, p) with n >= p >= 1, got {tuple(Y.shape)}; transpose it?")
 
 
 def check_square(A: Tensor) -> None:
@@ -118,7 +116,7 @@ def gram(Y: Tensor) -> Tensor:
     if Y.is_cuda and Y.ndim == 2 and len(Y) > _MAX_SUM_LENGTH:
         # A GPU may sum all rows sequentially in float32: a defect of 3e-5 at 151,936 rows.
         first, *others = Y.split(_MAX_SUM_LENGTH)
-        G = first.mT @ first
+        G: Tensor = first.mT @ first
         for part in others:
             G.addmm_(part.mT, part)
         return G

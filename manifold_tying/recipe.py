@@ -56,8 +56,7 @@ def pit_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0) -> lis
         overrides[f"{prefix}parametrizations.memory.*"] = rate
         factor = {"lr": TRANSFORM_FACTOR * lr, "scale": off_diagonal_scale(pit.hidden_size, OFF_DIAGONAL_SCALE)}
         overrides[f"{prefix}parametrizations.cholesky_factor.*"] = factor
-    groups = param_groups(model, weight_decay=weight_decay, overrides=overrides)
-    return [{"lr": lr, **group} for group in groups]
+    return [{"lr": lr, **group} for group in param_groups(model, weight_decay=weight_decay, overrides=overrides)]
 
 
 def off_diagonal_scale(hidden_size: int, scale: float) -> Tensor:

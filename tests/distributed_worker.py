@@ -301,10 +301,11 @@ def not_finite(group: Group) -> dict[str, Any]:
     for nonfinite in ("raise", "skip"):
         p = nn.Parameter(group.rows(points((37, 12))[0]))
         other = nn.Parameter(group.rows(torch.ones(5, 2)))
-        optimizer = RiemannianAdam(
-            [{"params": [p], "manifold": mt.Stiefel(), "names": ["Z"]}, {"params": [other]}],
-            nonfinite=nonfinite,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": [p], "manifold": mt.Stiefel(), "names": ["Z"]},
+            {"params": [other]},
+        ]
+        optimizer = RiemannianAdam(groups, nonfinite=nonfinite)
         G = gradient((37, 12), 0)
         G[-1, -1] = torch.nan
         before = [distributed.to_local(x).clone() for x in (p.detach(), other.detach())]

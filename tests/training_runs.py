@@ -11,6 +11,7 @@ import torch
 
 from manifold_tying.models import PRESETS
 from manifold_tying.training import Settings, TrainConfig, loop
+from manifold_tying.training.build import build_model
 
 TINY = "tiny-for-tests"
 SHAPE = dataclasses.replace(
@@ -68,7 +69,7 @@ def stop_at(step: int) -> Callable[[dict[str, Any]], None]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, *steps: int, interface: str = "") -> None:
     """A gradient that is NaN at these steps, of arms with this interface."""
-    real = loop.build_model
+    real = build_model
 
     def poisoned(run: TrainConfig) -> Any:
         model = real(run)

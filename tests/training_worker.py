@@ -26,6 +26,7 @@ from training_runs import RUNS, STEPS, config
 
 from manifold_tying import cli
 from manifold_tying.training import AblateConfig, ablate, loop, saving, train
+from manifold_tying.training.build import build_model
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
 PROCESSES = 4
@@ -71,7 +72,7 @@ def said(run: Callable[[], Any]) -> str:
 def errors(folder: Path, corpus: Path, rank: int) -> dict[str, str]:
     """Of two processes, one of which has or meets something that the other has not."""
     found = {}
-    real = loop.build_model
+    real = build_model
 
     def poisoned(run: Any) -> Any:
         model = real(run)

@@ -58,8 +58,7 @@ def angles_of(cosines: Tensor, residual_gram: Tensor) -> Tensor:
 
     Cosines lose angles below √eps, sines those within √eps of π/2. (Björck and Golub 1973.)
     """
-    sines = torch.linalg.eigvalsh(residual_gram).clamp_min(0).sqrt()
-    return torch.atan2(sines, cosines)
+    return torch.atan2(torch.linalg.eigvalsh(residual_gram).clamp_min(0).sqrt(), cosines)
 
 
 def vector_angles(a: Tensor, b: Tensor) -> Tensor:

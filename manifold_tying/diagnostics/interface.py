@@ -138,7 +138,7 @@ def delta_ti(E: Tensor, W_out: Tensor) -> float:
     product = torch.zeros(E.shape[1], E.shape[1], dtype=torch.float64, device=E.device)
     for e, w in zip(table_blocks(E), table_blocks(W_out.mT), strict=True):
         product += w.mT @ e
-    return torch.linalg.matrix_norm(product - precision.eye_like(product)).item()
+    return float(torch.linalg.matrix_norm(product - precision.eye_like(product)))
 
 
 def _check_shapes(E: Tensor, W_out: Tensor) -> None:

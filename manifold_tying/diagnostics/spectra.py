@@ -27,7 +27,8 @@ def singular_values(W: Tensor) -> Tensor:
     if W.ndim < 2 or 0 in W.shape[-2:]:
         raise ValueError(f"expected a matrix (..., m, n) with m, n >= 1, got {tuple(W.shape)}; flatten kernels")
     precision.check_finite(W)
-    return torch.linalg.svdvals(W.detach().double())
+    sigma: Tensor = torch.linalg.svdvals(W.detach().double())
+    return sigma
 
 
 def svd_entropy(W: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ def hyperspherical_energy(W: Tensor) -> Tensor:
     rows = rows / rows.abs().amax(-1, keepdim=True)
     if not torch.isfinite(rows).all():
         raise ValueError("expected nonzero rows, since a zero row has no direction; leave padding out")
-    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    rows = rows / lengths
     n = rows.shape[-2]
     height = max(1, _BLOCK_ENTRIES // (n * max(1, rows[..., 0, 0].numel())))
     energy = rows.new_zeros(rows.shape[:-2])
@@ -97,5 +99,5 @@ def entropy_of(sigma: Tensor) -> Tensor:
     if (sigma[..., 0] == 0).any():
         raise ValueError("expected a nonzero matrix, got zero: its singular values have no distribution")
     squares = (sigma / sigma[..., :1]).square()
-    p = squares / squares.sum(-1, keepdim=True)
-    return torch.special.entr(p).sum(-1) / math.log(sigma.shape[-1])
+    terms: Tensor = torch.special.entr(squares / squares.sum(-1, keepdim=True))
+    return terms.sum(-1) / math.log(sigma.shape[-1])

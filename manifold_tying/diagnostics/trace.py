@@ -60,8 +60,7 @@ def _reference(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
     with ExitStack() as hooks:
         hooks.callback(first.remove)
         for block in model.blocks:
-            hook = block.register_forward_hook(lambda _, __, out: states.append(out[0, position]))
-            hooks.callback(hook.remove)
+            hooks.callback(block.register_forward_hook(lambda _, __, out: states.append(out[0, position])).remove)
         logits = model(ids)
     return Stream(torch.stack(states), model.norm, model.interface.logits), logits
 
@@ -218,8 +217,7 @@ def _panel(
     for row, (tokens, strengths) in enumerate(bands.values()):
         for layer, (token, strength) in enumerate(zip(tokens, strengths, strict=True)):
             style: dict[str, Any] = {"facecolor": colours[token], "edgecolor": "#d8dee4", "linewidth": 0.5}
-            cell = Rectangle((layer - 0.5, row - 0.5), 1, 1, alpha=0.15 + 0.85 * strength, **style)
-            axes.add_patch(cell)
+            axes.add_patch(Rectangle((layer - 0.5, row - 0.5), 1, 1, alpha=0.15 + 0.85 * strength, **style))
             # At most ten letters fit a cell. An unescaped dollar sign would start a formula.
             text = decode(token).strip()[:10].replace("$", r"\$") or repr(decode(token))[1:-1]
             axes.text(layer, row, text, ha="center", va="center", fontsize=7, clip_on=True)

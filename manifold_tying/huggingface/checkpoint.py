@@ -136,6 +136,7 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
+    model: PreTrainedModel
     try:
         model, report = model_class(folder).from_pretrained(folder, output_loading_info=True, **options)
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:  # also of a damaged generation_config.json
@@ -145,9 +146,8 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     needed = [n for n in unexpected if (re.search(r"\d", n) or n.rpartition(".")[0] in modules) and not _MASK.search(n)]
     if spare and unexpected and not needed:
         del wrong["unexpected_keys"]
-        warnings.warn(
-            f"{type(model).__name__} has no place for {', '.join(unexpected)} of {folder}: skipped", stacklevel=4
-        )
+        listed = ", ".join(unexpected)
+        warnings.warn(f"{type(model).__name__} has no place for {listed} of {folder}: skipped", stacklevel=4)
     if wrong:
         raise ValueError(
             f"the parts of the checkpoint in {folder} disagree: {wrong}. No tensor may be skipped or randomly initialized. "

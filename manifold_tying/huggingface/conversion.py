@@ -28,7 +28,7 @@ _REMOVED = {
 }
 
 
-def convert(model: M, *, transform: Start = "head", source: Source | None = None, **removed: Any) -> M:
+def convert(model: M, *, transform: Start = "head", source: Source | None = None, **removed: object) -> M:
     """Turn a tied transformers language model into a PIT model in place: only the class of its embedding changes.
 
     The model keeps its head and stays tied. One parameter W (V, d) is the weight of both: W_out = Wᵀ as before, and the

@@ -65,7 +65,8 @@ def build_empty(folder: Path) -> "PreTrainedModel":
     kind, config = model_class(folder), read_transformers_config(folder)
     try:
         with torch.device("meta"):
-            return kind(config)
+            model: PreTrainedModel = kind(config)
+            return model
     except Exception as error:
         raise ValueError(
             f"transformers cannot build a {kind.__name__} from {folder / 'config.json'}: {type(error).__name__}: {error}"

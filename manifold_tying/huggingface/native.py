@@ -94,7 +94,8 @@ def check_mark(entry: Any) -> Mapping[str, Any]:
             f'expected {MARK} in config.json to be {{"scale": a finite number other than 0, "rotated": true or false}}, got '
             f"{entry!r:.80}; convert the model again, or install a newer manifold-tying"
         )
-    return entry
+    mark: Mapping[str, Any] = entry
+    return mark
 
 
 def is_guard(entry: Any) -> bool:
@@ -116,7 +117,8 @@ def pit_embedding(model: nn.Module) -> PITEmbedding:
     if not is_converted(model):
         raise ValueError(f"{wrong} with its own embedding")
     owner: Any = model
-    embedding, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+    embedding: PITEmbedding = owner.get_input_embeddings()
+    head = owner.get_output_embeddings()
     if getattr(head, "weight", None) is not embedding.weight and not embedding.weight.is_meta:  # offloaded: one each
         raise ValueError(f"{wrong} whose head has another weight than its embedding, so W_out E = I does not hold")
     return embedding
@@ -221,7 +223,7 @@ def _resize(wrapped: Callable[..., nn.Embedding], model: "PreTrainedModel", args
         FreePIT.share(embedding.weight[:size]).materialize()  # raises without full rank
     sample = torch.arange(0, V, max(1, V // 1024), device=embedding.weight.device)
     before = embedding(sample).double()
-    resized: Any = wrapped(*args, **kwargs)
+    resized = wrapped(*args, **kwargs)
     if (new := len(resized.weight)) != V:
         kept = sample < new
         moved = float((resized(sample[kept]).double() - before[kept]).norm() / before[kept].norm())

@@ -80,7 +80,8 @@ def _logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
     before = final.data
     final.data = torch.zeros_like(before).add_(gain)
     try:
-        return model(input_ids=random_ids(model)).logits.double()
+        logits: Tensor = model(input_ids=random_ids(model)).logits
+        return logits.double()
     except Exception as error:
         raise ValueError(
             f"transform='rotation' is checked on a few token ids, but {type(model).__name__} does not run on them: {error}. "

@@ -44,8 +44,6 @@ def _compiles(device: torch.device) -> bool:
     except ModuleNotFoundError:
         return False
     except Exception as error:  # of the compiler, the driver or Triton: each its own
-        warnings.warn(
-            f"Triton cannot compile here; slower operations of PyTorch are used instead: {error}", stacklevel=2
-        )
+        warnings.warn(f"Triton cannot compile here; PyTorch's slower operations run instead: {error}", stacklevel=2)
         return False
     return True

@@ -215,7 +215,8 @@ def _inverse_by_halves(K: Tensor) -> Tensor:
     """
     b = K.shape[-1]
     if b <= _LEAF:
-        return torch.linalg.inv_ex(K)[0]
+        inverse: Tensor = torch.linalg.inv_ex(K)[0]
+        return inverse
     half = b // 2
     M11 = _inverse_by_halves(K[..., :half, :half])
     right, left = M11 @ K[..., :half, half:], K[..., half:, :half] @ M11
@@ -234,8 +235,8 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (M,) = ctx.saved_tensors
-        return -(M.mT @ grad @ M.mT)
+        MT: Tensor = ctx.saved_tensors[0].mT
+        return -(MT @ grad @ MT)
 
 
 _inverse = custom_gradient(_Inverse, _inverse_by_halves, differentiable=True)
@@ -260,8 +261,8 @@ def skew(vector: Tensor, b: int) -> Tensor:
         upper = upper.scatter(-1, order.expand(vector.shape), vector)
     else:
         upper.index_copy_(-1, order, vector)  # 3x faster than upper[..., rows, columns] = vector
-    upper = upper.unflatten(-1, (b, b))
-    return upper - upper.mT
+    square: Tensor = upper.unflatten(-1, (b, b))
+    return square - square.mT
 
 
 def unskew(A: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ def _radius(N2: Tensor) -> float:
     v = torch.arange(p, dtype=torch.float64).square_().sin_()[:, None].to(N2)
     for _ in range(_POWERS if p > 32 else 0):
         v = N2 @ torch.nn.functional.normalize(v, dim=-2, eps=torch.finfo(N2.dtype).tiny)
-    return min(bound, 1.15 * _norm(v) ** 0.5) if p > 32 else bound
+    return float(min(bound, 1.15 * _norm(v) ** 0.5) if p > 32 else bound)
 
 
 def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, float]:
@@ -163,7 +163,7 @@ def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, floa
 
 def converges(size: float, eps: float) -> bool:
     """Whether :func:`series` is as precise as eps for ‖E‖₂ <= size."""
-    return size < (4 * eps) ** (1 / 9)
+    return bool(size < (4 * eps) ** (1 / 9))
 
 
 def _norm(A: Tensor) -> float:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying.distributed import Reduce, no_reduce
-from manifold_tying.precision import add_symmetric_product_, eye_like, gram
+from manifold_tying.precision import add_symmetric_product_, check_int, eye_like, gram
 
 # The polynomials a σ + b σ³ + c σ⁵ of Polar Express (Amsel et al. 2025, arXiv 2505.16932), for singular values from 1e-3 to 1.
 _POLAR_EXPRESS = (
@@ -38,6 +38,7 @@ def tangent_msign(X: Tensor, M: Tensor, steps: int, reduce: Reduce = no_reduce) 
     norm is smoothed, tr (GᵀG + ε²)^(1/2), so that D = (P(M) + XΛ)(GᵀG + ε²)^(-1/2) is tangent at the optimum; each of the
     ``steps`` is one gradient step on Λ, all in p x p ("Modular Manifolds", Bernstein 2025).
     """
+    check_int("steps", steps, 0)
     M = _normalized(M, reduce)
     A = reduce(X.mT @ M)
     M = M - X @ ((A + A.mT) / 2)
@@ -66,7 +67,7 @@ def _inverse_sqrt(G: Tensor) -> Tensor:
     H = G.reshape(-1, *G.shape[-2:])
     squares = _product(H, H)
     # ‖G²‖^(1/2) bounds the eigenvalues of G better than ‖G‖
-    bound = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
+    bound: Tensor = _SAFETY * torch.linalg.vector_norm(squares, dim=(-2, -1), keepdim=True).sqrt()
     bound = bound.clamp_min(torch.finfo(G.dtype).tiny ** 0.5)
     H = H / bound
     Q = Z = _polynomial(_POLAR_EXPRESS[0], H, squares / bound.square())

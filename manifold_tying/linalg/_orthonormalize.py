@@ -1,5 +1,6 @@
 """Orthonormal columns by the polar factor or QR."""
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -79,9 +80,10 @@ def _cholesky_qr(Y: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _divide(Y: Tensor, R: Tensor, upper: bool = True) -> Tensor:
     """Y R⁻¹ for triangular R; for a tall Y by the inverse, since a matmul takes a third of a solve's time."""
+    solve: Callable[..., Tensor] = torch.linalg.solve_triangular
     if Y.shape[-2] < 4 * Y.shape[-1]:
-        return torch.linalg.solve_triangular(R, Y, upper=upper, left=False)
-    return Y @ torch.linalg.solve_triangular(R, eye_like(R).expand_as(R), upper=upper)
+        return solve(R, Y, upper=upper, left=False)
+    return Y @ solve(R, eye_like(R).expand_as(R), upper=upper)
 
 
 class _QR(torch.autograd.Function):

@@ -132,8 +132,7 @@ def _backward_by_matmuls(U: Tensor, H: Tensor, inverse: Tensor | None, grad_U: T
 
 def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tensor | None) -> Tensor:
     # In H's eigenbasis, solving either Sylvester equation is a division by h_i + h_j.
-    floor = h.amax(-1, keepdim=True).clamp_min(1e-300) * 1e-14
-    h = torch.maximum(h, floor)
+    h = torch.maximum(h, h.amax(-1, keepdim=True).clamp_min(1e-300) * 1e-14)
     M = U.mT @ grad_U
     X = V.mT @ (M - M.mT).double() @ V
     if grad_H is not None:
@@ -149,7 +148,8 @@ def _backward_eigh(U: Tensor, V: Tensor, h: Tensor, grad_U: Tensor, grad_H: Tens
 @torch.library.custom_op("manifold_tying::polar", mutates_args=())
 def _opaque(Y: Tensor) -> tuple[Tensor, Tensor]:
     with full_precision(Y.device):
-        return _Polar.apply(Y)
+        U, H = _Polar.apply(Y)
+    return U, H
 
 
 @torch.library.custom_op("manifold_tying::polar_backward", mutates_args=())

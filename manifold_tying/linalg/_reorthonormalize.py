@@ -111,4 +111,5 @@ def defect(X: Tensor) -> Tensor:
     if X.shape[-2] < X.shape[-1]:
         X = full_tensor(X).mT
     G = row_reduce(X)(gram_in_double(to_local(X)))
-    return torch.linalg.matrix_norm(G - eye_like(G)) / max(1, X.shape[-1]) ** 0.5
+    distance: Tensor = torch.linalg.matrix_norm(G - eye_like(G)) / max(1, X.shape[-1]) ** 0.5
+    return distance

@@ -103,7 +103,8 @@ def _solve(P: Tensor, y: Tensor) -> Tensor:
     if len(P) > 16:  # below, elimination on whole batches beats LAPACK
         Q = P.movedim(-1, 0)
         A = torch.diag_embed(Q.sum(-1) + 4 * torch.finfo(P.dtype).eps) - Q @ Q.mT + 1 / len(P)  # Q Qᵀ 1 = Q 1
-        return torch.linalg.solve_ex(A, y.mT)[0].mT
+        x: Tensor = torch.linalg.solve_ex(A, y.mT)[0].mT
+        return x
     W = P[:, None, 0] * P[:, 0]
     for k in range(1, len(P)):
         W = torch.addcmul(W, P[:, None, k], P[:, k])

@@ -18,7 +18,7 @@ def spd_log(W: Tensor) -> Tensor:
     with full_precision(W.device):
         eigenvalues, V = torch.linalg.eigh(W.detach())
         x = eigenvalues.log()
-        X = (V * x[..., None, :]) @ V.mT
+        X: Tensor = (V * x[..., None, :]) @ V.mT
         half, mean = ((x[..., :, None] + sign * x[..., None, :]) / 2 for sign in (-1, 1))
         # Daleckii and Krein: (exp a - exp b) / (a - b) = exp((a + b)/2) sinh(h) / h with h = (a - b)/2
         inverse = torch.where(half == 0, 1, half / half.sinh().where(half != 0, 1)) * (-mean).exp()

@@ -1,12 +1,10 @@
 """The manifold of symmetric positive definite matrices."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, linalg, precision
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 
 class SPD(geoopt.Manifold):
@@ -54,7 +52,8 @@ class SPD(geoopt.Manifold):
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         """Geodesic distance ‖log(L⁻¹Y L⁻ᵀ)‖_F, shape (...)."""
         log = linalg.spd_log(whiten(torch.linalg.cholesky(x), y))
-        return torch.linalg.vector_norm(log, dim=(-2, -1), keepdim=keepdim)
+        distance: Tensor = torch.linalg.vector_norm(log, dim=(-2, -1), keepdim=keepdim)
+        return distance
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """M V Mᵀ with M = L_y L_x⁻¹, an isometry between the tangent spaces."""
@@ -70,10 +69,12 @@ class SPD(geoopt.Manifold):
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """√<U, U>_X, shape (...); its gradient at 0 is 0."""
-        return torch.linalg.vector_norm(whiten(torch.linalg.cholesky(x), u), dim=(-2, -1), keepdim=keepdim)
+        whitened = whiten(torch.linalg.cholesky(x), u)
+        norm: Tensor = torch.linalg.vector_norm(whitened, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """exp of a random symmetric matrix, N(0, 1) entries divided by √d: the condition number is some tens for any d."""
         shape = geoopt.utils.size2shape(*size)
@@ -82,7 +83,7 @@ class SPD(geoopt.Manifold):
         return geoopt.ManifoldTensor(torch.linalg.matrix_exp((A + A.mT) / (2 * shape[-1]) ** 0.5), manifold=self)
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

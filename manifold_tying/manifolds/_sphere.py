@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 Of = Literal["rows", "columns", "matrix"]
 _DIMS: dict[str, tuple[int, ...]] = {"rows": (-1,), "columns": (-2,), "matrix": (-2, -1)}
@@ -151,7 +151,8 @@ class Sphere(geoopt.Manifold):
         """Geodesic distance, the root of the sum of squared arc lengths, shape (...)."""
         part = self.local(x)
         arcs = part.radius * part.angle_and_sine(x, y)[0].to(x.dtype)
-        return torch.linalg.vector_norm(arcs, dim=(-2, -1), keepdim=keepdim)
+        distance: Tensor = torch.linalg.vector_norm(arcs, dim=(-2, -1), keepdim=keepdim)
+        return distance
 
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Vector transport by projection to the tangent space at y."""
@@ -171,10 +172,11 @@ class Sphere(geoopt.Manifold):
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """‖U‖_F, shape (...); its gradient at 0 is 0."""
-        return torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """Uniform random point: standard normal vectors, normalized."""
         shape = geoopt.utils.size2shape(*size)
@@ -182,7 +184,7 @@ class Sphere(geoopt.Manifold):
         return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """Each vector along its first axis; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

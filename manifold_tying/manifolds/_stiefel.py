@@ -1,12 +1,12 @@
 """The Stiefel manifold of tall matrices with orthonormal columns."""
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed, linalg, precision
-from manifold_tying._geoopt import geoopt
+from manifold_tying._geoopt import Size, geoopt
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
@@ -113,18 +113,18 @@ class Stiefel(geoopt.Manifold):
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """tr UᵀV, shape (...)."""
         reduce = distributed.row_reduce(x)
-        return reduce(
-            (distributed.to_local(u) * distributed.to_local(u if v is None else v)).sum((-1, -2), keepdim=keepdim)
-        )
+        a, b = distributed.to_local(u), distributed.to_local(u if v is None else v)
+        return reduce((a * b).sum((-1, -2), keepdim=keepdim))
 
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         """‖U‖_F, shape (...); its gradient at 0 is 0."""
         if distributed.is_dtensor(x):
             return self.inner(x, u, keepdim=keepdim).sqrt()
-        return torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
+        return norm
 
     def random(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
         """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
         shape = geoopt.utils.size2shape(*size)
@@ -137,7 +137,7 @@ class Stiefel(geoopt.Manifold):
             return x.copy_(self.projx(distributed.sharded_normal_(x)))
 
     def origin(
-        self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: int | None = 42
+        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
         """The first p columns of the identity; ``seed`` is part of geoopt's signature and has no effect."""
         shape = geoopt.utils.size2shape(*size)

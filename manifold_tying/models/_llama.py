@@ -25,8 +25,7 @@ def rotary_tables(length: int, head_dim: int, theta: float, device: torch.device
     Always float32: in bfloat16 neighbouring positions beyond 256 would share an angle. Recomputed in each forward, at N D
     operations versus N d² for one projection: no buffer to go stale on casts, moves or the meta device, and no maximum length.
     """
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -64,13 +63,13 @@ class Attention(nn.Module):
             query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
         )
         concatenated = heads.transpose(1, 2).flatten(2)
-        if self.gate is not None:
-            concatenated = concatenated * self.gate
-        return self.output(concatenated)
+        output: Tensor = self.output(concatenated if self.gate is None else concatenated * self.gate)
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, N, H·D) -> (B, H, N, D)."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 # Embeddings may be legitimately small (1/√V for an orthonormal memory, less once T has grown), so a norm's usual eps would
@@ -88,7 +87,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
 
 
 class SequentialBlock(nn.Module):
@@ -103,7 +103,8 @@ class SequentialBlock(nn.Module):
 
     def forward(self, x: Tensor, tables: RotaryTables) -> Tensor:
         x = x + self.attention(self.attention_norm(x), tables)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
 
 
 class ParallelBlock(nn.Module):
@@ -121,7 +122,8 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x: Tensor, tables: RotaryTables) -> Tensor:
         normed = self.norm(x)
-        return x + self.attention(normed, tables) + self.mlp(normed)
+        x = x + self.attention(normed, tables) + self.mlp(normed)
+        return x
 
 
 class Llama(nn.Module):
@@ -174,7 +176,7 @@ class Llama(nn.Module):
         if ids.ndim != 2:
             raise ValueError(f"expected token ids (batch, positions), got {tuple(ids.shape)}; add a batch dimension")
         # In a bfloat16 body the interface may stay float32; the residual stream has the body's dtype.
-        x = self.interface.embed(ids).to(self.norm.weight.dtype)
+        x: Tensor = self.interface.embed(ids).to(self.norm.weight.dtype)
         if self.config.embedding_norm:
             x = F.rms_norm(x, x.shape[-1:], eps=_EMBEDDING_NORM_EPS)
         if self.config.embedding_scale != 1.0:
@@ -182,7 +184,8 @@ class Llama(nn.Module):
         tables = rotary_tables(ids.shape[1], self.config.head_dim, self.config.rope_theta, ids.device)
         for block in self.blocks:
             x = block(x, tables)
-        return self.norm(x)
+        x = self.norm(x)
+        return x
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, N) to next-token logits (B, N, V)."""
@@ -201,5 +204,4 @@ class Llama(nn.Module):
 
 def build_norm(config: LlamaConfig) -> nn.RMSNorm | nn.LayerNorm:
     """The configured norm over the hidden size. In a bfloat16 model its statistics are computed in float32."""
-    kind = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}[config.norm]
-    return kind(config.hidden_size, eps=config.norm_eps)
+    return (nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm)(config.hidden_size, eps=config.norm_eps)

@@ -11,13 +11,13 @@ from manifold_tying.optim.sgd import RiemannianSGD as RiemannianSGD
 
 if TYPE_CHECKING:
     from manifold_tying.optim.trainer_callback import MergeCallback as MergeCallback
+else:
 
+    def __getattr__(name: str) -> Any:
+        """Lazy import: MergeCallback imports transformers, which nothing else here needs."""
+        if name != "MergeCallback":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with needs_extra("huggingface", "MergeCallback needs"):
+            from manifold_tying.optim.trainer_callback import MergeCallback
 
-def __getattr__(name: str) -> Any:
-    """Lazy import: MergeCallback imports transformers, which nothing else here needs."""
-    if name != "MergeCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needs_extra("huggingface", "MergeCallback needs"):
-        from manifold_tying.optim.trainer_callback import MergeCallback
-
-    return MergeCallback
+        return MergeCallback

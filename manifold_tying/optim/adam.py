@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
@@ -67,7 +68,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -146,8 +147,7 @@ class RiemannianAdam(RiemannianOptimizer):
 
     def _direction(self, group: Group, batch: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
         if isinstance(batch.manifold, Stiefel | Spheres):
-            entries = batch.params[0].shape[-2:].numel()
-            square = rules.mean_square(R, group["second_moment"], entries, batch.reduce)
+            square = rules.mean_square(R, group["second_moment"], batch.params[0].shape[-2:].numel(), batch.reduce)
         else:
             square = batch.manifold.component_inner(X, R)
         moments = state["exp_avg"], state["exp_avg_sq"], state["step"]

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 from torch.optim import _muon as torch_muon
+from torch.optim.optimizer import ParamsT
 
 from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
@@ -56,7 +57,7 @@ class RiemannianMuon(RiemannianAdam):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -109,7 +110,7 @@ class RiemannianMuon(RiemannianAdam):
             super()._step_ordinary(group, *map(list, zip(*rest, strict=True)))
         lr, keep = group["lr"], self._keep()
         for p, part in pairs:
-            if not self._by_muon(group, p):
+            if p.grad is None or not self._by_muon(group, p):
                 continue
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)

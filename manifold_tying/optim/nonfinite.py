@@ -90,7 +90,7 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     Both moments see the scaled gradient, as if it had been clipped. ``gradient`` is this rank's part.
     """
     largest = torch.finfo(gradient.dtype).max
-    limit = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
+    limit: float = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
     return gradient * (limit / largest / distributed.mesh_reduce([p])(mine / largest)).clamp(max=1)
 

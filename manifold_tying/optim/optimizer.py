@@ -3,11 +3,11 @@
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
@@ -16,6 +16,8 @@ from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
 from manifold_tying.optim.rules import Batch, is_large_sphere, manifold_key
 from manifold_tying.parametrizations import home_of, homes, is_removed, manifold_of
+
+T = TypeVar("T")
 
 
 class RiemannianOptimizer(Optimizer):
@@ -33,7 +35,7 @@ class RiemannianOptimizer(Optimizer):
 
     follows_manifolds = True
 
-    def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
         if nonfinite not in get_args(NonFinite):
             raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
@@ -99,6 +101,10 @@ class RiemannianOptimizer(Optimizer):
         self._manifolds[p] = manifold
         self._versions[p] = p._version
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; ``closure`` runs first, with gradients enabled, and its loss is returned.
 
@@ -173,8 +179,7 @@ class RiemannianOptimizer(Optimizer):
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
             together = isinstance(manifold, Stiefel | Sphere) and not is_large_sphere(manifold, p)
-            own = manifold_key(manifold) if together else id(p)
-            alike[own, p.shape, p.dtype, where, scale].append(p)
+            alike[manifold_key(manifold) if together else id(p), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:

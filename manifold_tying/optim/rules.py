@@ -92,7 +92,7 @@ def retract(
     if isinstance(manifold, Stiefel):
         return manifold.move(X, -step)
     if isinstance(manifold, Spheres):
-        moved = X - step
+        moved: Tensor = X - step
         return torch.where(moved == 0, moved, manifold.projx(moved))  # a vector of zeros stays: it has no nearest point
     moved, moment = manifold.retr_transp(X, -step, transported)
     transported.copy_(moment)

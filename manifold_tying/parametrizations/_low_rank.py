@@ -103,8 +103,7 @@ def largest_singular(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
             Q = torch.linalg.qr(wide @ torch.linalg.qr(wide.mT @ Q).Q).Q
         U, s, Vh = torch.linalg.svd(Q.mT @ wide, full_matrices=False)
         U = Q @ U
-    narrow = U[..., :rank], s[..., :rank], Vh[..., :rank, :].mT
-    U, s, V = (factor.to(W.dtype).contiguous() for factor in narrow)
+    U, s, V = (factor.to(W.dtype).contiguous() for factor in (U[..., :rank], s[..., :rank], Vh[..., :rank, :].mT))
     return U, s, V
 
 

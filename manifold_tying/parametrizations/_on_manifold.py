@@ -41,7 +41,7 @@ class OnManifold(Constraint):
         if not autograd.has_data(matrix):
             return torch.empty_like(matrix)
         try:
-            point = self.manifold.projx(matrix)
+            point: Tensor = self.manifold.projx(matrix)
             ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)
         except (RuntimeError, TypeError) as error:  # such as a manifold of complex matrices on a real weight
             raise ValueError(

@@ -79,7 +79,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
             self.unmerge()
         names = [name for name in self.active_adapters if name in self.specs]
         if self.disable_adapters or self.merged or not names:
-            return self.base_layer(x, *args, **kwargs)
+            y: Tensor = self.base_layer(x, *args, **kwargs)
+            return y
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
         x = x.movedim(self.channels, -1)
         for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂

@@ -71,7 +71,7 @@ class StiefelLoraModel(LoraModel):
         short = re.sub(rf"(\.lora_[AB])\.{re.escape(adapter_name)}(?=\.parametrizations)", r"\1", key)
         return super()._remove_adapter_name_from_key(key, adapter_name) if short == key else short
 
-    def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
+    def add_weighted_adapter(self, *_: object, **__: object) -> None:
         """ValueError: a sum of factors is not orthonormal."""
         raise ValueError("adapters with orthonormal factors have no weighted sum; export_lora them, and add those")
 

@@ -225,8 +225,7 @@ def _plan(name: str, module: nn.Linear, options: dict[str, Any]) -> tuple[Layout
         layout = Layout.of(module, "weight", shared=())
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    sizes = {key: value for key, value in options.items() if key != "init"}
-    return layout, RotationSpec.of(*layout.shape, **sizes)
+    return layout, RotationSpec.of(*layout.shape, **{key: value for key, value in options.items() if key != "init"})
 
 
 def merge(module: nn.Module) -> int:

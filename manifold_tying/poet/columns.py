@@ -59,8 +59,7 @@ def _plain(
     x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, spec: RotationSpec, _triton: bool
 ) -> Tensor:
     (of_R, of_P), perms = spec.split(skew_params), Permutations.of(rows, columns)
-    v = F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype))
-    return _rotate_out(v, of_R, spec, perms)
+    return _rotate_out(F.linear(_rotate_in(x, of_P, spec, perms), W0.to(x.dtype)), of_R, spec, perms)
 
 
 @autograd.recomputed
@@ -215,8 +214,7 @@ def _blocks_again(
 
     def pull_back(sums: Blocks) -> Tensor:
         with precision.full_precision(leaf.device):
-            weights = [of.to(leaf.dtype) for of in sums]
-            return torch.autograd.grad((*R, *P), leaf, weights)[0]
+            return torch.autograd.grad((*R, *P), leaf, [of.to(leaf.dtype) for of in sums])[0]
 
     blocks = kept or [G.detach().to(dtype) for G in (*R, *P)]
     return blocks[:count], blocks[count:], pull_back

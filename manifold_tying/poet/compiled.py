@@ -50,7 +50,8 @@ def compiled_linear(
 ) -> Tensor:
     """x Wᵀ by the kernels, for compiled code."""
     sizes = [spec.R.n, spec.R.block, spec.R.num_rotated, spec.P.n, spec.P.block, spec.P.num_rotated, spec.terms or 0]
-    return _linear(x, W0, skew_params, rows, columns, sizes)[0]
+    y: Tensor = _linear(x, W0, skew_params, rows, columns, sizes)[0]
+    return y
 
 
 def _spec(sizes: list[int]) -> RotationSpec:

@@ -39,8 +39,7 @@ class Equivalence(Constraint):
         self.register_buffer("out_order", out_order.to(like.device))
         self.register_buffer("in_order", in_order.to(like.device))
         self._known: tuple[list[tuple[Tensor, int]], tuple[Tensor, Tensor]] | None = None
-        base = torch.empty(layout.matrix_shape, dtype=dtype, device=like.device)
-        self.register_buffer("ordered_base", base)
+        self.register_buffer("ordered_base", torch.empty(layout.matrix_shape, dtype=dtype, device=like.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.seed.is_meta

@@ -150,6 +150,5 @@ def deviation(spec: RotationSpec, skew_params: Tensor) -> float:
         for G in (G for side in both_blocks(spec, skew_params) for G in side):
             D = precision.gram(G) - precision.eye_like(G)
             # ‖D²‖_F^(1/2) bounds ‖D‖₂; D is an even function of a skew matrix, so its eigenvalues are double.
-            bounds = (torch.linalg.matrix_norm(D @ D) / 2**0.5).sqrt()
-            worst = torch.maximum(worst, bounds.max())
+            worst = torch.maximum(worst, (torch.linalg.matrix_norm(D @ D) / 2**0.5).sqrt().max())
     return float(worst.nan_to_num(math.inf))

@@ -142,8 +142,7 @@ def random_seed() -> int:
 
 def hash_seed(*parts: int | str) -> int:
     """A 63-bit seed from numbers and names, the same in every process (unlike ``hash``)."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _pairs(b: int) -> int:
@@ -166,7 +165,8 @@ def initial_matrix(shape: Sequence[int], init: Init, seed: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(hash_seed(seed, "init"))
     W0 = torch.randn(*shape, generator=generator, device="cpu")
     if init == "normalized":
-        return W0 / W0.norm(dim=-1, keepdim=True)
+        norms: Tensor = W0.norm(dim=-1, keepdim=True)
+        return W0 / norms
     if init == "uniform-spectrum":
         tall = W0 if W0.shape[-2] >= W0.shape[-1] else W0.mT
         factor = linalg.polar(tall.contiguous())[0]

@@ -15,7 +15,7 @@ def rounding(dtype: torch.dtype, size: int, condition: float = 1.0) -> float:
     The error of a sum of n products grows like √n ε (Higham and Mary 2019). A problem of condition κ amplifies errors in its
     data by κ. The factor 16 covers a chain of several such operations.
     """
-    return 16 * torch.finfo(dtype).eps * max(size, 1) ** 0.5 * condition
+    return float(16 * torch.finfo(dtype).eps * max(size, 1) ** 0.5 * condition)
 
 
 def _require(error: Tensor | float, allowed: float, what: str) -> None:

@@ -55,8 +55,7 @@ def _tables_have_their_shapes(subject: Subject, draw: Draw) -> None:
     E, W_out = interface.materialize()
     V, d = interface.vocab_size, interface.hidden_size
     if (E.shape, W_out.shape) != ((V, d), (d, V)):
-        found = f"{tuple(E.shape)}, {tuple(W_out.shape)}"
-        raise AssertionError(f"expected E {(V, d)} and W_out {(d, V)}, got {found}")
+        raise AssertionError(f"expected E {(V, d)} and W_out {(d, V)}, got {tuple(E.shape)}, {tuple(W_out.shape)}")
     if E.requires_grad or W_out.requires_grad:
         raise AssertionError("materialize() returns tables with requires_grad")
 

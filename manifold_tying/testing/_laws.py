@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 Subject = TypeVar("Subject")
-Draw = Callable[..., Any]
-"""``draw(strategy, label)``; a failing example shows the label."""
+T = TypeVar("T")
+
+
+class Draw(Protocol):
+    """``draw(strategy, label)``; a failing example shows the label."""
+
+    def __call__(self, strategy: st.SearchStrategy[T], label: str) -> T: ...
 
 
 class NotApplicable(Exception):
@@ -65,7 +70,7 @@ def _what_breaks(law: Law[Subject], subject: Subject) -> str:
     def law_holds(data: st.DataObject) -> None:
         drawn.clear()
 
-        def draw(strategy: st.SearchStrategy[Any], label: str) -> Any:
+        def draw(strategy: st.SearchStrategy[T], label: str) -> T:
             value = data.draw(strategy)
             drawn.append(f"{label}: {value!r}")
             return value

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
 
 import geoopt
 import scipy.stats
@@ -72,8 +71,7 @@ def _tangent_space_is_whole(subject: Subject, draw: Draw) -> None:
 def _projection_is_orthogonal(subject: Subject, draw: Draw) -> None:
     x, v = subject.draw(draw)
     u = subject.tangent(draw, x)
-    normal = v - subject.manifold.proju(x, v)
-    product = subject.inner(x, normal, u)
+    product = subject.inner(x, v - subject.manifold.proju(x, v), u)
     close(product, torch.zeros_like(product), "<v - proju(x, v), u>", subject.metric_condition(x))
 
 
@@ -199,7 +197,7 @@ def check_manifold(
     *,
     order: int = 1,
     uniform: bool = False,
-    device: Any = None,
+    device: torch.types.Device = None,
     skip: Collection[str] = (),
 ) -> None:
     """Check every law of ``MANIFOLD_LAWS`` on random points, single and batched.

@@ -26,7 +26,7 @@ class Subject:
     shape: tuple[int, ...]
     order: int
     uniform: bool
-    device: Any
+    device: torch.types.Device
 
     def draw(self, draw: Draw, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """A point, or a batch of them, and ambient vectors of length about 1."""
@@ -39,7 +39,7 @@ class Subject:
         return draw(tangent_vectors(self.manifold, x, size=size), "tangent vector")
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        product = self.manifold.inner(x, u, v)
+        product: Tensor = self.manifold.inner(x, u, v)
         found, batch = tuple(product.shape), tuple(x.shape[: -len(self.shape)])
         if found != batch:
             raise AssertionError(f"inner of points {tuple(x.shape)} has the shape {found}, not {batch}")
@@ -48,7 +48,8 @@ class Subject:
     def projected(self, outside: Tensor) -> Tensor:
         """projx; it may raise ValueError if no nearest point exists, e.g. for -1 and positive definite matrices."""
         try:
-            return self.manifold.projx(outside)
+            point: Tensor = self.manifold.projx(outside)
+            return point
         except ValueError:
             raise NotApplicable from None
 

@@ -33,8 +33,7 @@ class Subject:
 
     def start(self, seed: int, count: int = 1) -> tuple[list[geoopt.ManifoldParameter], Optimizer]:
         """Random points for a seed, and their optimizer."""
-        found = [random_point(self.manifold, self.shape, seed + i, torch.float64, None) for i in range(count)]
-        return self.over(found)
+        return self.over([random_point(self.manifold, self.shape, seed + i, torch.float64, None) for i in range(count)])
 
     def over(self, found: Sequence[Tensor]) -> tuple[list[geoopt.ManifoldParameter], Optimizer]:
         params = [geoopt.ManifoldParameter(x.clone(), manifold=self.manifold) for x in found]
@@ -112,8 +111,7 @@ def _copies_continue(subject: Subject, draw: Draw) -> None:
 
 def _converges(subject: Subject, draw: Draw) -> None:
     """Minimize ‖x - y‖² over the manifold from a point near y, with a learning rate that falls to zero."""
-    seed = draw(SEEDS, "seed of the points")
-    target = random_point(subject.manifold, subject.shape, seed, torch.float64, None)
+    target = random_point(subject.manifold, subject.shape, draw(SEEDS, "seed of the points"), torch.float64, None)
     direction = draw(ambient(subject.shape), "direction of the start")
     u = unit(subject.manifold, target, subject.manifold.proju(target, direction))
     start = subject.manifold.retr(target, 0.2 * u)
@@ -262,5 +260,4 @@ def check_optimizer(
     """
     __tracebackhide__ = True
     subject = Subject(make, manifold, shape or _some_shape(manifold))
-    label = f"{type(subject.start(0)[1]).__name__} on {manifold} at {subject.shape}"
-    check(OPTIMIZER_LAWS, subject, label, skip)
+    check(OPTIMIZER_LAWS, subject, f"{type(subject.start(0)[1]).__name__} on {manifold} at {subject.shape}", skip)

@@ -35,7 +35,7 @@ def _may_refuse() -> Iterator[None]:
 class Subject:
     """The constraint, the plain layer, the parameter's name, and an assertion for constrained weights."""
 
-    put_on: Callable[[Any], Any]
+    put_on: Callable[[Any], nn.Module]
     layer: nn.Module
     name: str
     holds: Callable[[Tensor], None] | None
@@ -62,7 +62,8 @@ class Subject:
 
     def weight(self, module: nn.Module) -> Tensor:
         """The constrained weight, detached."""
-        return getattr(module, self.name).detach().clone()
+        weight: Tensor = getattr(module, self.name)
+        return weight.detach().clone()
 
     def check_same(self, module: nn.Module, expected: Tensor, what: str) -> None:
         assert_equal([self.weight(module)], [expected], what)
@@ -80,8 +81,7 @@ def train(module: nn.Module, name: str, seed: int, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         weight = getattr(module, name)
-        C = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-        (weight * C).sum().backward()
+        (weight * torch.randn(weight.shape, generator=generator).to(weight.dtype)).sum().backward()
         optimizer.step()
 
 
@@ -226,7 +226,7 @@ PARAMETRIZATION_LAWS: tuple[Law[Subject], ...] = (
 
 
 def check_parametrization(
-    put_on: Callable[[Any], Any],
+    put_on: Callable[[Any], nn.Module],
     layer: nn.Module,
     name: str = "weight",
     *,

@@ -35,32 +35,32 @@ def ambient(draw: Any, shape: tuple[int, ...], *, dtype: torch.dtype = torch.flo
 
 @st.composite
 def points(
-    draw: Any,
+    draw: st.DrawFn,
     manifold: geoopt.Manifold,
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype = torch.float64,
-    device: Any = None,
+    device: torch.types.Device = None,
 ) -> Tensor:
     """Random points of a manifold: ``manifold.random``, or ``manifold.projx`` of a normal tensor if that is missing."""
     return random_point(manifold, shape, draw(SEEDS), dtype, device)
 
 
 def random_point(
-    manifold: geoopt.Manifold, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: Any
+    manifold: geoopt.Manifold, shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.types.Device
 ) -> Tensor:
     """The random point for a seed. Restores torch's generator."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed seeds all devices and takes 1 ms
         try:
-            x = manifold.random(*shape, dtype=dtype)
+            x: Tensor = manifold.random(*shape, dtype=dtype)
         except NotImplementedError:
             x = manifold.projx(torch.randn(shape, dtype=dtype))
     return x.detach().as_subclass(Tensor).to(device)
 
 
 @st.composite
-def tangent_vectors(draw: Any, manifold: geoopt.Manifold, point: Tensor, *, size: float = 1.0) -> Tensor:
+def tangent_vectors(draw: st.DrawFn, manifold: geoopt.Manifold, point: Tensor, *, size: float = 1.0) -> Tensor:
     """Tangent vectors at a point with length from 0 to ``size`` in the manifold's metric."""
     u = manifold.proju(point, draw(ambient(tuple(point.shape), dtype=point.dtype, device=point.device)))
     return draw(st.floats(0, size)) * unit(manifold, point, u)

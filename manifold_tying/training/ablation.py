@@ -13,8 +13,9 @@ import torch
 from manifold_tying._json import read_object
 from manifold_tying.training.arms import ARMS, BODIES, parse_arm, run_folder
 from manifold_tying.training.config import CORPUS, POET_SETTINGS, Settings, TrainConfig, check_same, unused_settings
+from manifold_tying.training.evaluate import Diverged
 from manifold_tying.training.files import check_writable, locked, read_own, write_atomic, writing_to
-from manifold_tying.training.loop import Diverged, Observer, train
+from manifold_tying.training.loop import Observer, train
 from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import resolve

@@ -54,8 +54,7 @@ def build_model(config: TrainConfig) -> Model:
     shape = config.settings.model
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        interface = build_interface(config.interface, shape.vocab_size, shape.hidden_size, config.settings)
-        model = Llama(shape, interface)
+        model = Llama(shape, build_interface(config.interface, shape.vocab_size, shape.hidden_size, config.settings))
     if config.settings.poet:
         equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **_equivalence_options(config.settings))
     if constraint := CONSTRAINTS.get(config.settings.body):

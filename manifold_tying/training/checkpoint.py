@@ -80,7 +80,7 @@ def load_checkpoint(
         schedule.load_state_dict(state["schedule"])
     if probes is not None:
         probes.load_state_dict({name: tensors[f"probes.{name}"] for name in probes.state_dict()})
-    return state["step"]
+    return int(state["step"])
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class MemoryEmbedding(nn.Module):
         self.scale, self.padding_idx = native.scale, native.padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        e = self.interface(ids)
+        e: Tensor = self.interface(ids)
         if self.padding_idx is not None and torch.is_grad_enabled():
             e = torch.where((ids == self.padding_idx)[..., None], e.detach(), e)
         return e if self.scale == 1.0 else e * self.scale
@@ -70,6 +70,8 @@ class MemoryEmbedding(nn.Module):
 
 class MemoryHead(nn.Module):
     """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
+
+    bias: Tensor | None
 
     def __init__(self, interface: ManifoldPIT, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class MemoryHead(nn.Module):
         return self.interface.head_weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.interface(hidden, head=True)
+        logits: Tensor = self.interface(hidden, head=True)
         return logits if self.bias is None else logits + self.bias
 
 
@@ -198,7 +200,8 @@ class HuggingFaceModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, N) to next-token scores (B, N, V)."""
-        return self.model(input_ids=ids, use_cache=False).logits
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
 
     def loss(self, ids: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
         """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N)."""
@@ -238,8 +241,7 @@ def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
             f"{error}: lora_rank needs it; install it and the extra: pip install peft 'manifold-tying[huggingface]' "
             "(from a checkout: pip install peft '.[huggingface]')"
         ) from error
-    embedding = model.get_input_embeddings()
-    trained = [p for p in embedding.parameters() if p.requires_grad and hasattr(model.config, MARK)]
+    trained = [p for p in model.get_input_embeddings().parameters() if p.requires_grad and hasattr(model.config, MARK)]
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses an old attribute name of transformers 5.23

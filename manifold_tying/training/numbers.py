@@ -1,12 +1,13 @@
 """Statistics over seeds, and numbers as text with true minus signs and superscript powers of ten."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean as mean  # ValueError for no values
 
 import numpy as np
 
+mean = statistics.fmean  # ValueError for no values
 DASH = "—"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 TWO_SEEDS = 9.0  # standard deviations at which a t-test of two values reaches 5 %: 12.7 / √2

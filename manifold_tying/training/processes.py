@@ -161,8 +161,9 @@ class Processes:
 
     def from_main(self, work: Callable[[], T]) -> T:
         """Run ``work()`` on rank 0; return its result, or raise its ValueError or OSError, on all ranks."""
-        result: Any = self.raise_together(work if self.is_main else lambda: None)
-        return self.all_gather(result)[0]
+        found: list[Any] = self.all_gather(self.raise_together(work if self.is_main else lambda: None))
+        result: T = found[0]
+        return result
 
 
 ALONE = Processes()

@@ -221,8 +221,7 @@ def write_shards(
 
     try:
         writer = dcp.HuggingFaceStorageWriter(str(draft), save_distributed=True)
-        tensors = {k: v for part in parts.values() for k, v in part.items()}
-        dcp.save(tensors, storage_writer=writer, process_group=group)
+        dcp.save({k: v for part in parts.values() for k, v in part.items()}, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # on every rank, with the failure of each
         raise OSError(f"cannot write {draft}: {next(iter(error.failures.values()))[0]}") from error
     mine = list(draft.glob(f"shard-{rank + 1:05d}-*"))

@@ -60,9 +60,9 @@ class PITEmbedding(nn.Embedding):
     def adopt(cls, embedding: nn.Embedding, scale: float = 1.0) -> Self:
         """Turn an embedding into one of this class in place; its weight, hooks and names stay."""
         embedding.__class__ = cls
-        adopted: Any = embedding
-        adopted.scale, adopted._inverse = scale, InverseGram()
-        return adopted
+        assert isinstance(embedding, cls)
+        embedding.scale, embedding._inverse = scale, InverseGram()
+        return embedding
 
     @property
     def max_norm(self) -> None:

@@ -73,7 +73,8 @@ class FreePIT(PIT):
     @property
     def cholesky_factor(self) -> Tensor:  # type: ignore[override]
         """L, (d, d), with T = L Lᵀ."""
-        return torch.linalg.cholesky(self.transform)
+        L: Tensor = torch.linalg.cholesky(self.transform)
+        return L
 
     @property
     def head_weight(self) -> Tensor:

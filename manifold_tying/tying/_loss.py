@@ -72,9 +72,8 @@ def linear_cross_entropy(
     and torch.func transforms hold all logits.
     """
     if table.ndim != 2 or hidden.shape[-1] != table.shape[1]:
-        raise ValueError(
-            f"expected hidden (..., d) and table (V, d), got {tuple(hidden.shape)} and {tuple(table.shape)}"
-        )
+        found = f"{tuple(hidden.shape)} and {tuple(table.shape)}"
+        raise ValueError(f"expected hidden (..., d) and table (V, d), got {found}")
     for what, given in (("target", targets), ("token_weight", token_weight)):
         if given is not None and hidden.shape[:-1] != given.shape:
             raise ValueError(f"expected one {what} for each of {tuple(hidden.shape[:-1])}, got {tuple(given.shape)}")

@@ -201,8 +201,8 @@ def _multiply(h: Tensor, L: Tensor, divisor: float) -> Tensor:
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
     # (T⁻¹ rowsᵀ)ᵀ gives a row-major result. Compiled for a CPU, torch up to 2.13 silently miscomputes the norm of a
     # column-major one and its gradient (pytorch/pytorch#185702).
-    half = torch.linalg.solve_triangular(L, rows.mT, upper=False)
-    return torch.linalg.solve_triangular(L.mT, half, upper=True).mT
+    solve: Callable[..., Tensor] = torch.linalg.solve_triangular
+    return solve(L.mT, solve(L, rows.mT, upper=False), upper=True).mT
 
 
 _divide = autograd.custom_gradient(_Divide, _solve, differentiable=True)

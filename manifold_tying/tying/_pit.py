@@ -88,7 +88,7 @@ class PIT(TokenInterface):
         *,
         transform: Transform = "identity",
         memory: Memory = "free",
-        **options: Any,
+        **options: str,
     ) -> "PIT":
         """PIT from an existing table E0 = U H (polar factors): Z = U. (PIT, section 4.1.)
 
@@ -191,7 +191,8 @@ class PIT(TokenInterface):
             narrowed = tensor.is_floating_point() and moved.dtype.itemsize < 4
             return tensor.to(moved.device, torch.float32) if narrowed else moved
 
-        return super()._apply(wide, recurse)
+        super()._apply(wide, recurse)
+        return self
 
 
 def _follow_loaded_dtype(pit: PIT, _: Any) -> None:

@@ -26,12 +26,12 @@ class VocabularyShard:
         """The shard of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
         if not distributed.is_dtensor(table):
             return cls(len(table))
-        first, dtensor = distributed.row_offset(table), table
-        placements, mesh = dtensor.placements, dtensor.device_mesh  # type: ignore[attr-defined]
-        sharding = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
+        first = distributed.row_offset(table)
+        sharding = [i for i, placement in enumerate(table.placements) if placement.is_shard(0)]
         if not sharding:
+            placements = table.placements
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
-        return cls(len(distributed.to_local(table)), first, mesh.get_group(sharding[0]), len(table))
+        return cls(len(table.to_local()), first, table.device_mesh.get_group(sharding[0]), len(table))
 
     @property
     def world_size(self) -> int:
@@ -87,13 +87,12 @@ def vocab_logits(hidden: Tensor, table: Tensor) -> Tensor:
         return F.linear(hidden, table.to(hidden.dtype))
     from torch.distributed.tensor import DTensor, Shard
 
-    parts: Any = table
-    columns = [Shard(hidden.ndim - 1) if placement.is_shard() else placement for placement in parts.placements]
+    columns = [Shard(hidden.ndim - 1) if placement.is_shard() else placement for placement in table.placements]
     x = VocabularyShard.of(table).copy_to_ranks(hidden)
     shape = torch.Size((*hidden.shape[:-1], len(table)))
     return DTensor.from_local(
         F.linear(x, distributed.to_local(table).to(hidden.dtype)),
-        parts.device_mesh,
+        table.device_mesh,
         columns,
         run_check=False,
         shape=shape,

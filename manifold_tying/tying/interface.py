@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Unpack
 
 import torch
@@ -17,6 +18,8 @@ class TokenInterface(nn.Module, ABC):
 
     One module owns both sides, so that copying, sharding or materializing parameters cannot untie them.
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -90,11 +93,13 @@ class _PlainTables(TokenInterface):
 
     @property
     def _embedding(self) -> Tensor:
-        return getattr(self, self._names[0])
+        table: Tensor = getattr(self, self._names[0])
+        return table
 
     @property
     def _head(self) -> Tensor:
-        return getattr(self, self._names[1])
+        table: Tensor = getattr(self, self._names[1])
+        return table
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.log_scale is None:

@@ -27,7 +27,7 @@ from manifold_tying.models import Llama
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.training import checkpoint as reading
 from manifold_tying.training import saving
-from manifold_tying.training.files import digest
+from manifold_tying.training.files import digest, flush_to_disk
 from manifold_tying.tying import shard_model
 
 MOST, MERGE_EVERY = 12, 3
@@ -163,7 +163,7 @@ class Checkpoints(RuleBasedStateMachine):
 def full_disk(moment: int, *, at_the_name: bool) -> Iterator[Any]:
     """The ``moment``-th flush, or the renaming, fails."""
     calls = [0]
-    real = saving.flush_to_disk
+    real = flush_to_disk
 
     def flush(path: Path) -> None:
         calls[0] += 1

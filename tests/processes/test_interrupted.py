@@ -9,6 +9,8 @@ import pytest
 from training_runs import STEPS, config, lines
 
 from manifold_tying.training import AblateConfig, ablate, loop, train
+from manifold_tying.training.build import build_model
+from manifold_tying.training.evaluate import evaluate
 
 
 def experiment(out: Path, corpus: Path, **changes: Any) -> AblateConfig:
@@ -18,7 +20,7 @@ def experiment(out: Path, corpus: Path, **changes: Any) -> AblateConfig:
 
 def interrupt_backward(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGINT within the backward pass of this step, in every run."""
-    real = loop.build_model
+    real = build_model
 
     def built(run: Any) -> Any:
         model, calls = real(run), [0]
@@ -78,7 +80,7 @@ def test_an_evaluation_that_is_cut_short_again(tmp_path: Path, corpus: Path, mon
         interrupt_backward(patched, 4)  # followed by an evaluation
         with pytest.raises(SystemExit):
             train(config(tmp_path / "run", corpus))
-    real = loop.evaluate
+    real = evaluate
 
     def interrupted(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)

@@ -198,7 +198,6 @@ def _move_tail(directory: Path, counts: dict[str, int], dtype: np.dtype[Any]) ->
     """Hold out the last twentieth of the training tokens of a corpus with few documents."""
     train, count = directory / "train.bin", counts["train_tokens"] // HELD_OUT_EVERY
     kept = counts["train_tokens"] - count
-    tail = np.fromfile(train, dtype, offset=kept * dtype.itemsize)
-    (directory / "val.bin").write_bytes(tail.tobytes())
+    (directory / "val.bin").write_bytes(np.fromfile(train, dtype, offset=kept * dtype.itemsize).tobytes())
     os.truncate(train, kept * dtype.itemsize)
     counts |= {"train_tokens": kept, "val_tokens": count}

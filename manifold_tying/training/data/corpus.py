@@ -54,8 +54,7 @@ def open_corpus(spec: str) -> Corpus:
 
 
 def _stdlib(spec: str, rest: str) -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = _files_below(root, ".py", _NOT_STDLIB)
+    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), ".py", _NOT_STDLIB)
     identity: list[object] = ["stdlib", platform.python_version(), _listing(files)]
     return Corpus(spec, identity, False, lambda: (_parts(file) for file in files if _is_text(file)))
 

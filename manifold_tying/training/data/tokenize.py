@@ -108,8 +108,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[Piece]) -> Iterator[tuple[Piece
     for chunk in _chunks(texts):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in chunk], add_special_tokens=False)
         for piece, encoding in zip(chunk, encodings, strict=True):
-            ids = np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
-            yield piece, ids
+            yield piece, np.array([*encoding.ids, separator] if piece.ends_document else encoding.ids, dtype=np.uint32)
 
 
 def _chunks(texts: Iterable[Piece]) -> Iterator[list[Piece]]:

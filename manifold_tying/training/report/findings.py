@@ -45,8 +45,7 @@ def health(experiment: Experiment) -> list[str]:
     sentences = []
     for run in experiment.runs:
         worst = {name: run.metrics[name].max() for name in ("cond_transform", "delta_ti")}
-        measured = {name: value for name, value in worst.items() if not math.isnan(value)}
-        found = health_warnings(measured).values()
+        found = health_warnings({name: value for name, value in worst.items() if not math.isnan(value)}).values()
         sentences += [f"{run.arm}, seed {run.seed}, at its worst evaluation: {text}." for text in found]
     return sentences
 

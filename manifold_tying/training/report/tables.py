@@ -64,7 +64,7 @@ class Table:
             table[name] = [cell.text if cell.value is None else cell.value for cell in cells]
             if any(cell.spread is not None for cell in cells):
                 table[f"{name}, sd"] = [cell.spread for cell in cells]
-        return pd.DataFrame(table).replace(DASH, None).to_csv(index=False)
+        return str(pd.DataFrame(table).replace(DASH, None).to_csv(index=False))
 
     def latex(self) -> str:
         """LaTeX tabular with the digits of the page."""

@@ -68,6 +68,8 @@ def test_dual_steps_find_the_steepest_tangent_direction() -> None:
         slopes.append(float((P * T).sum() / torch.linalg.matrix_norm(T, 2)) / bound)
         tangency.append(float((D - T).norm() / D.norm()))
     assert tangency[0] > 0.05 and tangency[1] < tangency[0] / 2 and tangency[2] < tangency[0] / 20
+    with pytest.raises(ValueError, match="expected steps to be an integer >= 0, got -1"):
+        linalg.tangent_msign(X, M, -1)
     assert slopes[0] < slopes[1] < slopes[2] < 1 and slopes[2] > 0.99
 
 

@@ -12,7 +12,7 @@ from training_runs import SHAPE, TINY, config
 
 from manifold_tying.cli import main
 from manifold_tying.training import AblateConfig, Settings, ablate, loop
-from manifold_tying.training.ablation import parse_arm
+from manifold_tying.training.arms import parse_arm
 
 KEYS = {
     "arm", "seed", "val_loss", "train_loss", "tokens", "seconds", "tokens_per_second", "peak_memory_bytes", "defect",

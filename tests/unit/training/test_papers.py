@@ -23,7 +23,7 @@ from experiments.recipes import run_reproduce
 from manifold_tying.cli import main
 from manifold_tying.models import PRESETS, preset
 from manifold_tying.training import AblateConfig, Settings, TrainConfig, resolve
-from manifold_tying.training.ablation import parse_arm
+from manifold_tying.training.arms import parse_arm
 from manifold_tying.training.build import build_model
 from manifold_tying.training.numbers import significant
 from manifold_tying.training.rundir import RESULT
