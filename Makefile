@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation gpu wheels test test-processors test-thorough breaks formats fuzz test-oldest-torch test-oldest-transformers sweep-transformers lint types docs check api audit release clean
+.PHONY: install ablation gpu wheels test test-processors test-thorough breaks formats fuzz test-torch test-minimal test-oldest-transformers sweep-transformers lint types docs check api audit release clean
 
 install: $(READY)
 
@@ -55,14 +55,22 @@ test-processors: $(READY)
 		$(BIN)/python -m pytest --numprocesses auto --dist loadfile || failed="$$failed $$processor"; \
 	done; test -z "$$failed" || { echo "failed with$$failed"; exit 1; }
 
-# The lower bound of torch: all tests. The build that PyPI has, which on Linux brings gigabytes of CUDA.
-OLDEST_TORCH := 2.11.0
-test-oldest-torch:
-	$(PYTHON) -m venv $(VENV)-oldest-torch
-	grep -v "^torch==" constraints.txt > $(VENV)-oldest-torch/constraints.txt
-	$(VENV)-oldest-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)-oldest-torch/constraints.txt \
-		"torch==$(OLDEST_TORCH)" --editable ".[dev]"
-	$(VENV)-oldest-torch/bin/python -m pytest --numprocesses auto --dist loadfile
+# All tests with another torch, by default the lower bound, and any PYTHON. The build that PyPI has, which on Linux brings gigabytes of CUDA.
+TORCH := 2.11.0
+test-torch:
+	$(PYTHON) -m venv $(VENV)-torch
+	grep -v -e "^torch==" -e "^triton==" constraints.txt > $(VENV)-torch/constraints.txt
+	$(VENV)-torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)-torch/constraints.txt \
+		"torch==$(TORCH)" --editable ".[dev]"
+	$(VENV)-torch/bin/python -m pytest --numprocesses auto --dist loadfile
+
+# The core without any extra: the tests that need none, against the installed package.
+test-minimal:
+	$(PYTHON) -m venv $(VENV)-minimal
+	$(VENV)-minimal/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(VENV)-minimal/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt . pytest hypothesis
+	cd tests && ../$(VENV)-minimal/bin/python -m pytest --ignore unit/parametrizations/test_plain_optimizers.py \
+		unit/linalg unit/manifolds unit/optim unit/parametrizations unit/tying
 
 # The lower bound of the extra `huggingface`, in a venv of its own, with whatever its own bounds then bring.
 OLDEST := 5.0.0
@@ -121,4 +129,4 @@ release: docs
 	rm -rf dist/venv dist/readme.py && ls -l dist
 
 clean:
-	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-oldest-torch $(VENV)-audit dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-torch $(VENV)-minimal $(VENV)-audit dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
