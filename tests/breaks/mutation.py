@@ -1,0 +1,152 @@
+"""Make small changes to the numerical packages at random, and say how many the tests notice.
+
+The changes are those of cosmic-ray, so many at distinct places of each file, with a seed. A first run records by coverage which
+tests execute which line. Then up to thirty of these run for each change, in a process forked from this one, which has loaded
+PyTorch; those named like the file come first, then those of its package and the laws. A test that takes a minute has noticed.
+`survivors.toml` lists changes that nothing can or need notice. Exit status 1 if others survive.
+
+    make mutation
+    make mutation MUTATION="poet/spec.py --mutants 30 --seed 1"
+"""
+
+import argparse
+import ast
+import contextlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import coverage
+import geoopt  # noqa: F401  (what every test needs is imported before the forks)
+import pytest
+import torch._dynamo  # noqa: F401
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import MutationVisitor
+from cosmic_ray.operators.provider import OperatorProvider
+from run import COPIED, ROOT
+
+PACKAGES = ("linalg", "manifolds", "optim", "parametrizations", "poet", "tying")
+PLACES = ("linalg", "manifolds", "optim", "parametrizations", "tying", "kernels", "models", "diagnostics")
+TESTS = (
+    *(f"unit/{p}" for p in PLACES),
+    "unit/training/test_poet_trainer.py",
+    "huggingface/test_peft_poet.py",
+    "invariants",
+)
+UNRECORDED = {
+    name: ("processes/test_distributed.py",) for name in ("_parallel.py", "_vocabulary.py")
+}  # other processes
+NO_FLOATS = (
+    "_Is",
+    "_IsNot",
+    "_LShift",
+    "_RShift",
+    "_BitOr",
+    "_BitAnd",
+    "_BitXor",
+)  # operators that tensors of floats lack
+
+
+def passed(folder: Path, tests: Sequence[str], measure: coverage.Coverage | None = None) -> bool:
+    if child := os.fork():
+        return os.waitpid(child, 0)[1] == 0
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    patience = ("-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=true")
+    with measure.collect() if measure else contextlib.nullcontext():
+        status = pytest.main(["-xq", "-p", "no:cacheprovider", *patience, *(f"tests/{test}" for test in tests)])
+    if measure:
+        measure.save()
+    os._exit(int(status))
+
+
+def mutants(text: str, number: int, seed: str) -> list[tuple[int, str]]:
+    """Lines and changed texts, outside of messages and annotations."""
+    tree, nodes = list(ast.walk(ast.parse(text))), list(ast_nodes(get_ast(text)))
+    silent = [node for node in tree if isinstance(node, ast.Raise | ast.JoinedStr) or "warn(" in ast.unparse(node)[:14]]
+    silent += [part for node in tree for name in ("annotation", "returns") if (part := getattr(node, name, None))]
+    places: dict[tuple, list[tuple]] = {}
+    for name in OperatorProvider():
+        if name.endswith(NO_FLOATS) or (operator := OperatorProvider()[name]).arguments():
+            continue
+        for occurrence, place in enumerate(p for node in nodes for p in operator().mutation_positions(node)):
+            if not any((s.lineno, s.col_offset) <= place[0] < (s.end_lineno, s.end_col_offset) for s in silent):
+                places.setdefault(place, []).append((operator(), occurrence))
+    chance, made = random.Random(seed), list[tuple[int, str]]()
+    for place in chance.sample(sorted(places), len(places)):
+        mutant = MutationVisitor.mutate_code(text, *chance.choice(places[place]))
+        with contextlib.suppress(SyntaxError):
+            compile(mutant, "", "exec")
+            made.append((place[0][0], mutant))
+        if len(made) == number:
+            break
+    return sorted(made)
+
+
+def attack(
+    folder: Path, measure: coverage.Coverage, file: str, number: int, seed: int
+) -> Iterator[tuple[bool, str, str]]:
+    """Whether the tests notice, and the line before and after, for each mutant."""
+    path = folder / "manifold_tying" / file
+    package, stem, text = (
+        path.parent.name.replace("poet", "parametrizations"),
+        path.stem.strip("_"),
+        path.read_text("utf-8"),
+    )
+    homes = {test.stem: str(test.relative_to(folder / "tests")) for test in folder.glob("tests/**/test_*.py")}
+    lines = measure.get_data().contexts_by_lineno(str(path))
+    anywhere = [context for contexts in lines.values() for context in contexts]  # for what runs at import
+    for line, mutant in mutants(text, number, f"{seed} {file}"):
+        contexts = lines[line] if any(lines.get(line, ())) else anywhere
+        reached = {"::".join([homes[test], *rest]) for test, *rest in (c.split(".") for c in contexts) if test in homes}
+        order = sorted((stem not in t, f"unit/{package}/" not in t, "invariants" not in t, t) for t in reached)
+        path.write_text(mutant, "utf-8")
+        noticed = not passed(folder, [*(key[-1] for key in order[:30]), *UNRECORDED.get(path.name, ())])
+        path.write_text(text, "utf-8")
+        pairs = zip(text.splitlines(), [*mutant.splitlines(), ""], strict=False)
+        yield noticed, *next((old.strip(), change.strip()) for old, change in pairs if old != change)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="below manifold_tying; all of these packages by default")
+    parser.add_argument("--mutants", type=int, default=9, help="of each file")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    package = ROOT / "manifold_tying"
+    files = chosen.files or [f"{p}/{file.name}" for p in PACKAGES for file in sorted((package / p).glob("*.py"))]
+    listed = tomllib.loads(Path(__file__).with_name("survivors.toml").read_text("utf-8")).values()
+    known, killed, made, new = {(s["file"], s["old"], s["new"]) for s in listed}, Counter[str](), Counter[str](), 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
+        measure = coverage.Coverage(folder / "lines", source=[str(folder / "manifold_tying")])
+        measure.set_option("run:dynamic_context", "test_function")
+        if not passed(folder, TESTS, measure):
+            sys.exit("the tests fail:\n" + (folder / "log").read_text()[-3000:])
+        measure.load()
+        for file in files:
+            for noticed, old, change in attack(folder, measure, file, chosen.mutants, chosen.seed):
+                for group in (file, file.split("/")[0], "all"):
+                    made[group] += 1
+                    killed[group] += noticed
+                if not noticed and (file, old, change) not in known:
+                    new += 1
+                    print(f"[]\nfile = \"{file}\"\nold = '{old}'\nnew = '{change}'\nreason = \"\"\n", flush=True)
+            print(f"# {file}: {killed[file]} of {made[file]}", flush=True)
+    for group in (*dict.fromkeys(file.split("/")[0] for file in files), "all"):
+        print(f"# {group}: {killed[group]} of {made[group]}")
+    return int(new > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
