@@ -92,6 +92,7 @@ def test_rank_deficient_matrices_have_orthonormal_factors(kind: str) -> None:
         np.testing.assert_allclose(H.numpy(), scipy_polar(Y)[1], rtol=0, atol=20 * eps)  # H is unique, U is not
         np.testing.assert_allclose((U @ H).numpy(), Y.numpy(), rtol=0, atol=20 * eps)
         assert linalg.defect(linalg.orthonormalize(Y, "qr")).max() <= 10 * eps
+        assert linalg.defect(linalg.reorthonormalize(Y)).max() <= 10 * eps
 
 
 @pytest.mark.parametrize("method", METHODS)
