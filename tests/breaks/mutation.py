@@ -85,7 +85,7 @@ def tests_of(contexts: Iterable[str], file: Path, folder: Path) -> list[str]:
     homes = {test.stem: str(test.relative_to(folder)) for test in folder.glob("tests/**/test_*.py")}
     reached = {"::".join([homes[test], *rest]) for test, *rest in (c.split(".") for c in contexts) if test in homes}
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
-    order = sorted((file.stem.strip("_") not in t, package not in t, "invariants" not in t, t) for t in reached)
+    order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in reached)
     return [key[-1] for key in order[:30]] + [DISTRIBUTED] * (file.name in ("_parallel.py", "_vocabulary.py"))
 
 
