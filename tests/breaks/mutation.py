@@ -37,7 +37,6 @@ from run import COPIED, ROOT
 PACKAGES = ("linalg", "manifolds", "optim", "parametrizations", "poet", "tying")
 TESTS = [f"tests/unit/{name}" for name in (*PACKAGES, "kernels", "models", "diagnostics") if name != "poet"]
 TESTS += ["tests/unit/training/test_poet_trainer.py", "tests/huggingface/test_peft_poet.py", "tests/invariants"]
-DISTRIBUTED = "tests/processes/test_distributed.py"  # coverage does not see other processes
 # cosmic-ray replaces each operator by each other one; tensors of floats have none of these
 FOREIGN = ("_Is", "_IsNot", "_LShift", "_RShift", "_BitOr", "_BitAnd", "_BitXor")
 
@@ -81,12 +80,15 @@ def mutants(text: str, number: int, seed: str) -> list[tuple[int, str]]:
     return sorted(made)
 
 
-def tests_of(contexts: Iterable[str], file: Path, folder: Path) -> list[str]:
+def tests_of(contexts: Iterable[str], file: Path, line: str, folder: Path) -> list[str]:
     homes = {test.stem: str(test.relative_to(folder)) for test in folder.glob("tests/**/test_*.py")}
     reached = {"::".join([homes[test], *rest]) for test, *rest in (c.split(".") for c in contexts) if test in homes}
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
     order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in reached)
-    return [key[-1] for key in order[:30]] + [DISTRIBUTED] * (file.name in ("_parallel.py", "_vocabulary.py"))
+    also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
+    if file.name in ("_parallel.py", "_vocabulary.py") or "reduce" in line or "distributed" in line:
+        also.append("tests/processes/test_distributed.py")
+    return [key[-1] for key in order[:30]] + also
 
 
 def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, seed: int) -> Iterator[tuple]:
@@ -97,7 +99,7 @@ def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, see
         # of what runs at import, all tests of the file
         contexts = lines[line] if any(lines.get(line, ())) else {c for contexts in lines.values() for c in contexts}
         path.write_text(mutant, "utf-8")
-        noticed = not passed(folder, tests_of(contexts, Path(file), folder))
+        noticed = not passed(folder, tests_of(contexts, Path(file), text.splitlines()[line - 1], folder))
         path.write_text(text, "utf-8")
         pairs = zip(text.splitlines(), [*mutant.splitlines(), ""], strict=False)
         yield noticed, *next((old.strip(), new.strip()) for old, new in pairs if old != new)
