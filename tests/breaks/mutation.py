@@ -1,7 +1,7 @@
 """Make small changes to the numerical packages at random, and say how many the tests notice.
 
 The changes are those of cosmic-ray, so many at distinct places of each file, with a seed. A first run records by coverage which
-tests execute which line. Then up to thirty of these run for each change, in a process forked from this one, which has loaded
+tests execute which line. Then up to a hundred of these run for each change, in a process forked from this one, which has loaded
 PyTorch; those named like the file come first, then those of its package and the laws. A test that takes a minute has noticed.
 `survivors.toml` lists changes that nothing can or need notice. Exit status 1 if others survive.
 
@@ -88,7 +88,7 @@ def tests_of(contexts: Iterable[str], file: Path, line: str, folder: Path) -> li
     also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
     if file.name in ("_parallel.py", "_vocabulary.py") or "reduce" in line or "distributed" in line:
         also.append("tests/processes/test_distributed.py")
-    return [key[-1] for key in order[:30]] + also
+    return [key[-1] for key in order[:100]] + also
 
 
 def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, seed: int) -> Iterator[tuple]:
