@@ -2,7 +2,7 @@
 
 The changes are those of cosmic-ray, so many at distinct places of each file, with a seed. A first run records by coverage which
 tests execute which line. Then up to a hundred of these run for each change, in a process forked from this one, which has loaded
-PyTorch; those named like the file come first, then those of its package and the laws. A test that takes a minute has noticed.
+PyTorch; those named like the file come first, then those of its package and the laws. A test that takes three minutes has noticed.
 `survivors.toml` lists changes that nothing can or need notice. Exit status 1 if others survive.
 
     make mutation
@@ -48,7 +48,7 @@ def passed(folder: Path, tests: list[str], measure: coverage.Coverage | None = N
     os.environ["PYTHONPATH"] = sys.path[0] = str(folder)
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1), os.dup2(log, 2)
-    patience = ("-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=true")
+    patience = ("-o", "faulthandler_timeout=180", "-o", "faulthandler_exit_on_timeout=true")
     with measure.collect() if measure else contextlib.nullcontext():
         status = pytest.main(["-xq", "--assert=plain", "-p", "no:cacheprovider", *patience, *tests])
     if measure:
