@@ -52,7 +52,7 @@ breaks: $(READY)
 mutation: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)-mutation \
 		cosmic-ray==8.7.0 parso==0.8.7 attrs==26.1.0 stevedore==5.10.0 coverage==7.17.5
-	PYTHONPATH="$(CURDIR):$(CURDIR)/$(VENV)-mutation" $(BIN)/python tests/breaks/mutation.py $(MUTATION)
+	TRITON_INTERPRET=1 PYTHONPATH="$(CURDIR):$(CURDIR)/$(VENV)-mutation" $(BIN)/python tests/breaks/mutation.py $(MUTATION)
 
 # The tests as on lesser processors, which oneDNN and ATen imitate. Half an hour; not in CI.
 PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default

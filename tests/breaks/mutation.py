@@ -2,7 +2,7 @@
 
 The changes are those of cosmic-ray, so many at distinct places of each file, with a seed. A first run records by coverage which
 tests execute which line. Then up to a hundred of these run for each change, in a process forked from this one, which has loaded
-PyTorch; those named like the file come first, then those of its package and the laws. A test that takes three minutes has noticed.
+PyTorch; those of its package come first, then the laws. A test that takes three minutes has noticed.
 `survivors.toml` lists changes that nothing can or need notice. Exit status 1 if others survive.
 
     make mutation
