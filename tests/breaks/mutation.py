@@ -41,6 +41,14 @@ TESTS += ["tests/unit/training/test_poet_trainer.py", "tests/huggingface/test_pe
 FOREIGN = ("_Is", "_IsNot", "_LShift", "_RShift", "_BitOr", "_BitAnd", "_BitXor")
 
 
+class _Contexts:
+    def __init__(self, measure: coverage.Coverage) -> None:
+        self.measure = measure
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.measure.switch_context(item.nodeid.split("[")[0])
+
+
 def passed(folder: Path, tests: list[str], measure: coverage.Coverage | None = None) -> bool:
     if child := os.fork():
         return os.waitpid(child, 0)[1] == 0
@@ -50,7 +58,8 @@ def passed(folder: Path, tests: list[str], measure: coverage.Coverage | None = N
     os.dup2(log, 1), os.dup2(log, 2)
     patience = ("-o", "faulthandler_timeout=180", "-o", "faulthandler_exit_on_timeout=true")
     with measure.collect() if measure else contextlib.nullcontext():
-        status = pytest.main(["-xq", "--assert=plain", "-p", "no:cacheprovider", *patience, *tests])
+        plugins = [_Contexts(measure)] if measure else []
+        status = pytest.main(["-xq", "--assert=plain", "-p", "no:cacheprovider", *patience, *tests], plugins=plugins)
     if measure:
         measure.save()
     os._exit(int(status))
@@ -80,11 +89,9 @@ def mutants(text: str, number: int, seed: str) -> list[tuple[int, str]]:
     return sorted(made)
 
 
-def tests_of(contexts: Iterable[str], file: Path, line: str, folder: Path) -> list[str]:
-    homes = {test.stem: str(test.relative_to(folder)) for test in folder.glob("tests/**/test_*.py")}
-    reached = {"::".join([homes[test], *rest]) for test, *rest in (c.split(".") for c in contexts) if test in homes}
+def tests_of(contexts: Iterable[str], file: Path, line: str) -> list[str]:
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
-    order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in reached)
+    order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in contexts if t)
     also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
     if file.name in ("_parallel.py", "_vocabulary.py") or "reduce" in line or "distributed" in line:
         also.append("tests/processes/test_distributed.py")
@@ -99,7 +106,7 @@ def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, see
         # of what runs at import, all tests of the file
         contexts = lines[line] if any(lines.get(line, ())) else {c for contexts in lines.values() for c in contexts}
         path.write_text(mutant, "utf-8")
-        noticed = not passed(folder, tests_of(contexts, Path(file), text.splitlines()[line - 1], folder))
+        noticed = not passed(folder, tests_of(contexts, Path(file), text.splitlines()[line - 1]))
         path.write_text(text, "utf-8")
         pairs = zip(text.splitlines(), [*mutant.splitlines(), ""], strict=False)
         yield noticed, *next((old.strip(), new.strip()) for old, new in pairs if old != new)
@@ -121,7 +128,6 @@ def main() -> int:
         for part in COPIED:
             (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
         measure = coverage.Coverage(folder / "lines", source=[str(folder / "manifold_tying")])
-        measure.set_option("run:dynamic_context", "test_function")
         if not passed(folder, TESTS, measure):
             sys.exit("the tests fail:\n" + (folder / "log").read_text()[-3000:])
         measure.load()
