@@ -28,9 +28,9 @@ def test_the_cayley_map_is_orthonormal_however_far_its_tensor_has_moved(shape: t
 
 
 def test_polar_and_qr_are_the_factors_of_the_stored_tensor() -> None:
-    Y, expected = torch.randn(6, 4, dtype=torch.float64), {}
+    Y = torch.randn(6, 4, dtype=torch.float64)
     Q, R = np.linalg.qr(Y.numpy())
-    expected["qr"], expected["polar"] = Q * np.sign(R.diagonal()), scipy.linalg.polar(Y.numpy())[0]
+    expected: dict[Any, Any] = {"qr": Q * np.sign(R.diagonal()), "polar": scipy.linalg.polar(Y.numpy())[0]}
     for map, weight in expected.items():
         module = mt.orthogonal(nn.Linear(4, 6, dtype=torch.float64), map=map)
         stored(module).data.copy_(Y)
