@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: install ablation gpu wheels test test-processors test-thorough breaks formats fuzz test-torch test-minimal test-oldest-transformers sweep-transformers lint types docs check api audit release clean
+.PHONY: install ablation gpu wheels test test-processors test-thorough breaks mutation formats fuzz test-torch test-minimal test-oldest-transformers sweep-transformers lint types docs check api audit release clean
 
 install: $(READY)
 
@@ -46,6 +46,13 @@ test-thorough: $(READY)
 # Does a test notice when the package is broken on purpose? Five minutes; not in CI.
 breaks: $(READY)
 	$(BIN)/python tests/breaks/run.py
+
+# Small random changes of the numerical packages by cosmic-ray: how many do the tests notice? An hour on one core; not in CI.
+# MUTATION="poet/spec.py --mutants 30 --seed 1" for others.
+mutation: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)-mutation \
+		cosmic-ray==8.7.0 parso==0.8.7 attrs==26.1.0 stevedore==5.10.0 coverage==7.17.5
+	TRITON_INTERPRET=1 PYTHONPATH="$(CURDIR):$(CURDIR)/$(VENV)-mutation" $(BIN)/python tests/breaks/mutation.py $(MUTATION)
 
 # The tests as on lesser processors, which oneDNN and ATen imitate. Half an hour; not in CI.
 PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=AVX512_CORE ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default
@@ -129,4 +136,4 @@ release: docs
 	rm -rf dist/venv dist/readme.py && ls -l dist
 
 clean:
-	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-torch $(VENV)-minimal $(VENV)-audit dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(VENV)-oldest $(VENV)-torch $(VENV)-minimal $(VENV)-mutation $(VENV)-audit dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,7 @@ def differentiable_polar(
     with full_precision(Y.device):
         U0, H0 = U, H = factors(Y.detach())
         h, V = torch.linalg.eigh(H0.double())
-        h = torch.maximum(h, h[..., -1:].clamp_min(1e-300) * 1e-14)
+        h = torch.maximum(h, h[..., -1:] * 1e-14)
         sums = h[..., :, None] + h[..., None, :]
         inverse = ((V / h[..., None, :]) @ V.mT).to(U0.dtype)
         for _ in range(derivatives):

@@ -21,7 +21,7 @@ def spd_log(W: Tensor) -> Tensor:
         X: Tensor = (V * x[..., None, :]) @ V.mT
         half, mean = ((x[..., :, None] + sign * x[..., None, :]) / 2 for sign in (-1, 1))
         # Daleckii and Krein: (exp a - exp b) / (a - b) = exp((a + b)/2) sinh(h) / h with h = (a - b)/2
-        inverse = torch.where(half == 0, 1, half / half.sinh().where(half != 0, 1)) * (-mean).exp()
+        inverse = torch.where(half == 0, 1, half / half.sinh()) * (-mean).exp()
         for _ in range(_DERIVATIVES if is_tracing() else 0):
             off = W - torch.linalg.matrix_exp(X)
             X = X + V @ (inverse * (V.mT @ (off - off.detach()) @ V)) @ V.mT

@@ -97,7 +97,7 @@ class SPD(geoopt.Manifold):
             return False, f"`{name}` must be square, got {tuple(shape)}"
         return ok, reason
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         if not torch.allclose(x, x.mT, atol=atol, rtol=rtol):
             return False, f"X is not symmetric with atol={atol}, rtol={rtol}"
         if x.numel() == 0:
@@ -105,9 +105,7 @@ class SPD(geoopt.Manifold):
         smallest = torch.linalg.eigvalsh(x).min().item()
         return (True, None) if smallest > 0 else (False, f"the smallest eigenvalue is {smallest:.1e}, not > 0")
 
-    def _check_vector_on_tangent(
-        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         ok = torch.allclose(u, u.mT, atol=atol, rtol=rtol)
         return (True, None) if ok else (False, f"U is not symmetric with atol={atol}, rtol={rtol}")
 

@@ -210,16 +210,14 @@ class Sphere(geoopt.Manifold):
         reason = f"`{name}` of shape {tuple(shape)} has norms of shape {wanted}, but radius {tuple(given)}"
         return fits, None if fits else reason
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         part = self.local(x)
         lengths = norms(distributed.to_local(x), self.of, part.reduce)
         off = ~((lengths - part.radius).abs() <= atol + rtol * part.radius)  # also NaN
         count = distributed.row_reduce(x)(off.sum())  # all ranks agree
         return (True, None) if not count else (False, f"norms of {self.of} are not the radius, allowed is {atol:.1e}")
 
-    def _check_vector_on_tangent(
-        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         products = self.local(x).dot(distributed.to_local(x), distributed.to_local(u))
         count = distributed.row_reduce(x)((~(products.abs() <= atol)).sum())
         return (True, None) if not count else (False, f"<x, u> is not 0 for all {self.of}, allowed is {atol:.1e}")

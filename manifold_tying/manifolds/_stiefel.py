@@ -151,7 +151,7 @@ class Stiefel(geoopt.Manifold):
             return False, f"`{name}` must be tall, shape[-2] >= shape[-1], got {tuple(shape)}"
         return ok, reason
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         with precision.full_precision(x.device):
             G = distributed.row_reduce(x)(precision.gram(distributed.to_local(x)))
         if G.numel() == 0:  # no matrices on this rank
@@ -159,9 +159,7 @@ class Stiefel(geoopt.Manifold):
         error = (G - precision.eye_like(G)).abs().max().item()
         return (True, None) if error <= atol else (False, f"max |XᵀX - I| is {error:.1e}, allowed is {atol:.1e}")
 
-    def _check_vector_on_tangent(
-        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, *, atol: float, rtol: float) -> tuple[bool, str | None]:
         with precision.full_precision(x.device):
             XtU = distributed.row_reduce(x)(distributed.to_local(x).mT @ distributed.to_local(u))
         if XtU.numel() == 0:

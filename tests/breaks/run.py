@@ -1,8 +1,8 @@
 """Break the package on purpose, once a break, and say which test notices: the measure of the test suite.
 
-The .toml files list them: a name, a file of the package, the text to replace (it occurs there once), what takes its place and
-the tests that belong to it. Each break is made in a copy of the checkout, where these tests run until one fails. Exit status 1
-if one goes unnoticed.
+The .toml files list them (survivors.toml belongs to mutation.py): a name, a file of the package, the text to replace (it occurs
+there once), what takes its place and the tests that belong to it. Each break is made in a copy of the checkout, where these
+tests run until one fails. Exit status 1 if one goes unnoticed.
 
     python tests/breaks/run.py [NAME ...] [--jobs 2]
 """
@@ -63,7 +63,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="breaks to try; all of them by default")
     parser.add_argument("--jobs", type=int, default=2, help="breaks at a time")
     chosen = parser.parse_args()
-    listed = [tomllib.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(__file__).parent.glob("*.toml"))]
+    files = sorted(Path(__file__).parent.glob("[!s]*.toml"))
+    listed = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files]
     breaks = [Break(name=name, **entry) for entries in listed for name, entry in entries.items()]
     breaks = [broken for broken in breaks if not chosen.names or broken.name in chosen.names]
     unnoticed = 0

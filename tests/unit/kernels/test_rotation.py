@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying import kernels, linalg
+from manifold_tying.poet import linear
 
 pytest.importorskip("triton")
+from manifold_tying.poet.compiled import compiled_linear
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled where there is a GPU: test_cuda.py"
 )
@@ -77,6 +80,14 @@ def test_a_layer_is_the_product_with_its_weight(name: str) -> None:
     expected = outcome(layer, lambda x: nn.functional.linear(x, layer.weight, layer.bias), x, cotangent)
     for found, own in zip(outcome(layer, layer, x, cotangent), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("name", ["ragged", "inputs", "full", "two sizes"])
+def test_so_it_is_by_the_operation_of_compiled_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But "equal", whose blocks share memory: eager code takes no such results of an operation."""
+    monkeypatch.setattr(linear, "by_activations", lambda *arguments: compiled_linear(*arguments[:-1]))
+    test_a_layer_is_the_product_with_its_weight(name)
 
 
 @pytest.mark.usefixtures("on_gpu")

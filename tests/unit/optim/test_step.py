@@ -295,6 +295,17 @@ def test_skipped_steps_do_not_count(which: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("deferred")
+def test_now_and_then_a_step_waits_and_projects_whatever_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "SYNC_EVERY", 3)
+    X, on = point(40, 40), []
+    optimizer = RiemannianAdam([X], lr=100.0, fused=True)
+    for t in range(3):
+        drive(optimizer, [X], 1, seeded, start=t)
+        on.append(bool(linalg.defect(X.detach()) <= 1e-6))
+    assert on == [False, False, True]
+
+
 CANNOT_RUN_AHEAD: dict[str, tuple[Any, dict[str, Any]]] = {
     "second moment by row": (lambda: [point(8, 3)], {"second_moment": "row", "fused": True}),
     "not fused": (lambda: [point(8, 3)], {}),

@@ -24,7 +24,7 @@ def circulant(*first: float) -> Tensor:
 
 @pytest.mark.parametrize("weight", [circulant(0.5, 0.3, 0.2), circulant(0.5, 0.5, 0.0), torch.eye(3)])
 def test_a_doubly_stochastic_weight_is_kept(weight: Tensor) -> None:
-    for given in (weight, 5 * weight):
+    for given in (weight, 5 * weight, 1e-9 * weight):
         layer = mt.doubly_stochastic(linear(given))
         torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="expected a finite matrix"):

@@ -3,7 +3,9 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from layers import stored
 from torch import nn
@@ -23,6 +25,16 @@ def test_the_cayley_map_is_orthonormal_however_far_its_tensor_has_moved(shape: t
         weight = module.weight.detach()
         weight = weight if shape[0] >= shape[1] else weight.T
         assert linalg.defect(weight) < (2e-7 if shape[0] < 100 else 5e-7)
+
+
+def test_polar_and_qr_are_the_factors_of_the_stored_tensor() -> None:
+    Y = torch.randn(6, 4, dtype=torch.float64)
+    Q, R = np.linalg.qr(Y.numpy())
+    expected: dict[Any, Any] = {"qr": Q * np.sign(R.diagonal()), "polar": scipy.linalg.polar(Y.numpy())[0]}
+    for map, weight in expected.items():
+        module = mt.orthogonal(nn.Linear(4, 6, dtype=torch.float64), map=map)
+        stored(module).data.copy_(Y)
+        np.testing.assert_allclose(module.weight.detach().numpy(), weight, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (64, 64)])

@@ -68,6 +68,14 @@ def test_ignored_targets_and_kinds_of_ids(name: str) -> None:
             interface.embed(bad)
 
 
+@pytest.mark.parametrize("name", ["pit-frozen", "pit-free"])
+def test_tables_are_drawn_again_and_given_in_any_dtype(name: str) -> None:
+    interface: Any = INTERFACES[name]().requires_grad_()
+    interface.reset_parameters()
+    for dtype in (torch.float64, torch.bfloat16):
+        assert all(table.dtype == dtype for table in interface.materialize(dtype))
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("name", "tokens"), [("pit-frozen", 4), ("pit-frozen", 2 * V), ("pit-free", 2 * V)])
 def test_compiled_is_eager(name: str, tokens: int) -> None:
@@ -111,7 +119,7 @@ def test_an_exported_graph_takes_any_number_of_tokens(name: str, strict: bool) -
 @pytest.mark.parametrize("name", INTERFACES)
 def test_an_id_that_the_table_lacks_is_named(name: str) -> None:
     interface = INTERFACES[name]()
-    for ids, wrong in (([[0, V]], V), ([1, -1], -1)):
+    for ids, wrong in (([[0, V]], V), ([2 * V], 2 * V), ([1, -1], -1)):
         with pytest.raises(
             IndexError, match=rf"expected token ids from 0 to {V - 1}, got {wrong}; check the tokenizer"
         ):
