@@ -144,8 +144,10 @@ def test_bad_budgets_are_refused(
 
 
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
-    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+memory_lr=null", settings(corpus, steps=9))
+    arm = "pit-trainable+lr=2e-3+compile=true+embedding_norm=false+memory_lr=null"
+    interface, own = parse_arm(arm, settings(corpus, steps=9, memory_lr=0.1))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
+    assert own.embedding_norm is False and own.memory_lr is None
     # as train's options, which --dry-run prints
     assert parse_arm("untied+logit_scale=True+table_lr=None", settings(corpus))[1].logit_scale is True
     # An arm called adamw is that, whatever body the other arms share.
