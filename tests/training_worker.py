@@ -174,10 +174,8 @@ def main(rank: int, folder: Path) -> None:
                         train(run)
             if size == 2:
                 found = errors(folder, corpus, rank)
-            else:
+            elif size == 3:
                 for name, parallel in (("fsdp", "fsdp"), ("poet-fsdp", "ddp")):
-                    if (name, size) == ("poet-fsdp", 4):
-                        continue
                     copy = folder / f"{name} 2 at {size}"
                     if rank == 0:
                         shutil.copytree(folder / f"{name} 2", copy)

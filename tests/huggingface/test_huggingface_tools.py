@@ -12,7 +12,6 @@ from transformers import Trainer
 from transformers.pytorch_utils import Conv1D
 
 import manifold_tying as mt
-from manifold_tying.optim import RiemannianAdam, param_groups
 
 # transformers 5.23 renames what PEFT 0.21 and everybody's scripts call
 pytestmark = [
@@ -48,24 +47,6 @@ def test_trainer_trains_saves_resumes_and_loads_the_best(tmp_path: Path) -> None
     torch.testing.assert_close(W_out @ E, torch.eye(D), rtol=0, atol=1e-4)
     assert torch.equal(logits(mt.load(tmp_path / "checkpoint-10")), logits(model))
     assert difference(logits(run(str(tmp_path / "checkpoint-5"))), logits(model)) <= 1e-5
-
-
-def test_trainers_own_adamw_trains_a_free_table_as_ours_does(tmp_path: Path) -> None:
-    """Without an optimizer, a callback or a warning of ours."""
-    trained = []
-    for ours in (False, True):
-        torch.manual_seed(0)
-        model: Any = mt.convert(build()).train()
-        settings = arguments(tmp_path / str(ours), 6)
-        optimizers: Any = (None, None)
-        if ours:
-            optimizer = RiemannianAdam(param_groups(model), lr=settings.learning_rate, fused=True)
-            optimizers = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 6))
-        Trainer(model, settings, train_dataset=Repeated(), optimizers=optimizers).train()
-        E, W_out = interface(model).materialize()
-        assert torch.dist(W_out @ E, torch.eye(D)) <= 1e-4
-        trained.append(logits(model.eval()))
-    assert torch.equal(*trained)
 
 
 def test_gradient_checkpointing() -> None:

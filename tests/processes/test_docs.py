@@ -25,6 +25,7 @@ from manifold_tying.training.saving import stage_checkpoint, write_checkpoint
 from manifold_tying.training.sections import Interface
 
 ROOT = Path(__file__).resolve().parents[2]
+TEXT = repr(f"text:{ROOT / 'tests/unit/training'}")  # a corpus
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +70,8 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
     for arm in ("transpose", "pit-trainable"):
         save_run(tmp_path / "runs/course" / f"{arm}-0", arm, steps=(36, 72))
     page = program("docs/diagnostics.md")
-    assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: the tests themselves
-    page = page.replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
+    assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: some of the tests
+    page = page.replace('"stdlib"', TEXT)
     names = run_page("docs/diagnostics.md", page)
     assert names["consistency"]["pit-trainable"].delta_ti < 1e-4 < names["consistency"]["transpose"].delta_ti
     assert [path.name for path in names["course"]["transpose"]] == ["step-00000036", "step-00000072"]
@@ -195,7 +196,7 @@ def test_the_tutorial_on_convolutions_runs(tmp_path: Path) -> None:
 
 
 def test_the_tutorial_on_a_gpt_runs(tmp_path: Path) -> None:
-    page = program("docs/tutorials/pit-in-your-gpt.md").replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
+    page = program("docs/tutorials/pit-in-your-gpt.md").replace('"stdlib"', TEXT)
     page = page.replace("400, 16, 128", "24, 4, 32").replace("V, d = 2048, 128", "V, d = 512, 32")
     names = run_page("docs/tutorials/pit-in-your-gpt.md", page)
     assert names["pit_curve"][-1] < names["pit_curve"][0]
@@ -204,7 +205,7 @@ def test_the_tutorial_on_a_gpt_runs(tmp_path: Path) -> None:
 
 
 def test_the_tutorial_on_poet_runs(tmp_path: Path) -> None:
-    page = program("docs/tutorials/poet.md").replace('"stdlib"', repr(f"text:{ROOT / 'tests'}"))
+    page = program("docs/tutorials/poet.md").replace('"stdlib"', TEXT)
     page = page.replace("300, 2048, 64", "24, 512, 64").replace("every=100", "every=8").replace("range(16)", "range(2)")
     names = run_page("docs/tutorials/poet.md", page)
     assert names["moved"] < 1e-5 and type(names["poet"].blocks[0].mlp.up) is torch.nn.Linear

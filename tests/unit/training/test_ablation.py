@@ -95,18 +95,6 @@ def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path)
     assert not {"init", "block_size", "merge_every"} & {*described["settings"], *described["arms"]["untied"]}
 
 
-def test_variants_of_an_arm(tmp_path: Path, corpus: Path) -> None:
-    arms = "pit-trainable,pit-trainable+memory_lr=0+embedding_norm=false,transpose+lr=0.001"
-    rows = ablate(AblateConfig(out=tmp_path / "out", arms=arms, seeds=1, settings=settings(corpus)))
-    assert [row["arm"] for row in rows] == arms.split(",")
-    described = json.loads((tmp_path / "out/experiment.json").read_text())["arms"]
-    assert described["transpose+lr=0.001"]["lr"] == 0.001 and described["pit-trainable"]["lr"] == 4e-3
-    assert described[arms.split(",")[1]] | {"memory_lr": 0, "embedding_norm": False} == described[arms.split(",")[1]]
-    still = json.loads((tmp_path / "out" / f"{arms.split(',')[1]}-0" / "config.json").read_text())
-    assert still["memory_lr"] == 0 and still["embedding_norm"] is False
-    assert len({row["val_loss"] for row in rows}) == 3
-
-
 @pytest.mark.parametrize(
     ("arms", "message"),
     [
@@ -156,8 +144,10 @@ def test_bad_budgets_are_refused(
 
 
 def test_arms_take_the_shared_settings(corpus: Path) -> None:
-    interface, own = parse_arm("pit-trainable+lr=2e-3+compile=true+memory_lr=null", settings(corpus, steps=9))
+    arm = "pit-trainable+lr=2e-3+compile=true+embedding_norm=false+memory_lr=null"
+    interface, own = parse_arm(arm, settings(corpus, steps=9, memory_lr=0.1))
     assert interface == "pit-trainable" and (own.lr, own.compile, own.steps) == (2e-3, True, 9)
+    assert own.embedding_norm is False and own.memory_lr is None
     # as train's options, which --dry-run prints
     assert parse_arm("untied+logit_scale=True+table_lr=None", settings(corpus))[1].logit_scale is True
     # An arm called adamw is that, whatever body the other arms share.

@@ -44,18 +44,6 @@ def test_folders_of_plain_arms_are_called_after_them(tmp_path: Path, corpus: Pat
     assert [run.out.name for _, run in experiment.runs()] == [f"{arm}-0" for arm in arms]
 
 
-def test_the_folder_of_an_arm_with_a_path_is_named_by_a_hash(tmp_path: Path, corpus: Path) -> None:
-    settings = config(tmp_path, corpus, steps=1).settings
-    other = corpus.with_name("other.txt")
-    other.write_text(corpus.read_text())
-    arm = f"untied+data=text:{other}"
-    experiment = AblateConfig(out=tmp_path / "out", arms=arm, seeds=1, settings=settings)
-    ((_, run),) = experiment.runs()
-    assert run.out.parent == tmp_path / "out"
-    assert re.fullmatch(r"untied\+data=text-[\w.+=-]+-[0-9a-f]{8}-0", run.out.name)
-    assert f"--out {run.out} " in experiment.runs()[0][1].command()
-
-
 def test_names_are_not_markup(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,10 +68,6 @@ def test_embedding_scale_multiplies_after_the_norm() -> None:
 def test_a_scale_that_is_no_factor_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="input_gradient_scale"):
         mt.TransposeTying(V, D, input_gradient_scale=scale)
-    with pytest.raises(ValueError, match="input_gradient_scale"):
-        Settings(input_gradient_scale=scale)
-    with pytest.raises(ValueError, match="embedding_scale"):
-        Settings(embedding_scale=scale)
 
 
 def test_settings_of_plain_tables_are_refused_elsewhere(tmp_path: Path) -> None:
