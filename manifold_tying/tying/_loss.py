@@ -122,9 +122,7 @@ def _losses_and_gradients(
     losses = [torch.zeros(0, dtype=wide, device=h.device)]
     if not fused:
         index, is_local = vocabulary.index(torch.where(counted, targets[:, None], 0))
-    # float16 gradients of a mean over many tokens underflow until the backward multiplies them by the loss scale.
-    held = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    grad_hidden = torch.empty_like(hidden, dtype=held) if wanted[0] else None
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_table = (torch.empty_like if len(h) else torch.zeros_like)(table, dtype=wide) if wanted[1] else None
     rows = max(1, -(-len(h) * vocabulary.world_size // parts))
     if h.is_cuda:
@@ -212,8 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_table = gradients
         scale = grad * scale
         if grad_hidden is not None:
-            grad_hidden = grad_hidden.mul_(scale)
-            grad_hidden = grad_hidden.half() if hidden.dtype == torch.float16 else grad_hidden
+            grad_hidden.mul_(scale)
         if grad_table is not None:
             grad_table.mul_(scale if grad_table.dtype == scale.dtype else grad)
         return grad_hidden, grad_table, *[None] * 8
