@@ -23,9 +23,9 @@ RUNS: dict[tuple[str, str], tuple[int, ...]] = {
     **{(arm, "fsdp"): (3,) for arm in ARMS},
     **{(arm, "vocabulary"): (3,) for arm in ARMS if arm != "poet"},
     **{(arm, "ddp"): (2,) for arm in ARMS},
-    ("pit-trainable", "fsdp"): (2, 3, 4),
+    ("pit-trainable", "fsdp"): (1, 2, 3, 4),
     ("pit-trainable", "vocabulary"): (4,),
-    ("poet", "fsdp"): (4,),
+    ("poet", "fsdp"): (2, 4),
     ("poet", "ddp"): (3,),
 }
 SHAPES = ((9, 4), (37, 12), (150, 130))  # on four processes: 3, 3, 3, 0; uneven; wide enough for every path of products

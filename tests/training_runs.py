@@ -18,15 +18,19 @@ SHAPE = dataclasses.replace(
     PRESETS["nano"], vocab_size=299, hidden_size=16, num_layers=2, intermediate_size=32, head_dim=0
 )
 STEPS, EVERY = 12, 6
-# name: (sizes of the group, interface, settings); 5 sequences are shared as 3 + 2, 2 + 2 + 1 and, of "hsdp", as 2 + 1 + 1 + 1
+# name: (sizes of the group, interface, settings); 5 sequences are shared as 3 + 2, 2 + 2 + 1 and, of "hsdp" and of runs that
+# four processes resume, as 2 + 1 + 1 + 1
 RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "fsdp": ((2,), "pit-trainable", {"parallel": "fsdp"}),
     "ddp": ((2,), "pit-trainable", {"parallel": "ddp"}),
     "hsdp": ((4,), "pit-trainable", {"parallel": "hsdp"}),
+    "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6}),
     "untied": ((3,), "untied", {}),
     "free": ((3,), "pit-free", {"parallel": "fsdp"}),
     "tied": ((2,), "transpose", {"second_moment": "row", "accumulate": 2, "batch_size": 6}),
+    "row": ((2,), "pit-trainable", {"second_moment": "row", "parallel": "fsdp"}),
     "poet-fsdp": ((2,), "untied", {"body": "poet-block", "body_lr": 2e-3, "parallel": "fsdp"}),
+    "poet-ddp": ((2,), "pit-frozen", {"body": "poet-full", "body_lr": 2e-3, "parallel": "ddp"}),
 }
 PRESETS[TINY] = SHAPE
 

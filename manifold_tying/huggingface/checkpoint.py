@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manifold_tying._safetensors import read_shapes, weight_map
+from manifold_tying._safetensors import read_shapes, weight_map, whole_shapes
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-_MASK = re.compile(r"\.attention\.(masked_)?bias$")  # saved by early versions of transformers: GPT-Neo
 ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 
@@ -142,9 +141,8 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
     except (RuntimeError, TypeError, KeyError, AttributeError) as error:  # also of a damaged generation_config.json
         raise ValueError(f"transformers cannot read {folder}: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    unexpected, modules = wrong.get("unexpected_keys", []), dict(model.named_modules())
-    needed = [n for n in unexpected if (re.search(r"\d", n) or n.rpartition(".")[0] in modules) and not _MASK.search(n)]
-    if spare and unexpected and not needed:
+    unexpected = wrong.get("unexpected_keys", [])
+    if spare and unexpected and all(_is_spare(model, folder, name) for name in unexpected):
         del wrong["unexpected_keys"]
         listed = ", ".join(unexpected)
         warnings.warn(f"{type(model).__name__} has no place for {listed} of {folder}: skipped", stacklevel=4)
@@ -154,6 +152,15 @@ def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedMo
             "Get the missing files, or load the model in Python and pass it to manifold_tying.convert"
         )
     return model
+
+
+def _is_spare(model: "PreTrainedModel", folder: Path, name: str) -> bool:
+    """Whether a tensor can be skipped: its module is absent from the class and is not part of a numbered layer, or it is an
+    attention mask or a constant, which early versions of transformers saved."""
+    if not re.search(r"\d", name) and name.rpartition(".")[0] not in dict(model.named_modules()):
+        return True
+    stored = [found for own, found in whole_shapes(folder).items() if name.endswith(own)]  # base models lack a prefix
+    return any(not dtype.is_floating_point or not size for size, dtype in stored[:1])
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ class Spheres:
         return cls(parts[0].of, torch.stack([part.radius for part in parts]), parts[0].reduce)
 
     def dot(self, u: Tensor, v: Tensor) -> Tensor:
-        if self.of != "columns" or u.shape[-2] <= 512 or u.is_cuda:
+        if self.of != "columns" or u.shape[-2] <= 512 or not u.is_cpu:
             return self.reduce((u * v).sum(_DIMS[self.of], keepdim=True))
         (total, *us), vs = u.split(256, -2), v.split(256, -2)  # a CPU sums down fewer rows faster
         total = total * vs[0]

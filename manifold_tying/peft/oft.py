@@ -15,7 +15,7 @@ from manifold_tying.peft.model import PoetConfig
 
 
 def convert_oft(path: str | PathLike[str], out: str | PathLike[str]) -> None:
-    """Write an adapter of PEFT's OFT, saved in ``path``, as a POET adapter of the same function.
+    """Write an adapter of PEFT's OFT on linear layers, saved in ``path``, as a POET adapter of the same function.
 
     OFT multiplies row vectors by (I - Q)(I + Q)⁻¹, which is our P = (I - A)⁻¹(I + A) with A = Q. Its series of k terms is
     transposed, I + 2Q + ... + 2Qᵏ⁻² + Qᵏ⁻¹ with A = -Q, and has k - 2 terms in our count.
@@ -26,7 +26,7 @@ def convert_oft(path: str | PathLike[str], out: str | PathLike[str]) -> None:
 
     Raises:
         ValueError: another method than OFT; coft, trained biases or fewer than 3 terms, which POET has not; blocks of
-            different sizes; layers other than linear ones.
+            different sizes; embeddings. The files do not tell a convolution, whose patches OFT rotates, not its channels.
     """
     config: Any = PeftConfig.from_pretrained(str(path))
     if not isinstance(config, OFTConfig):
@@ -40,9 +40,10 @@ def convert_oft(path: str | PathLike[str], out: str | PathLike[str]) -> None:
     tensors: dict[str, Tensor] = load_peft_weights(str(path), device="cpu")
     skews = {name: tensor for name, tensor in tensors.items() if name.endswith(".oft_R.weight")}
     sizes = {(1 + math.isqrt(1 + 8 * tensor.shape[-1])) // 2 for tensor in skews.values()}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or any(".oft_embedding_R." in name for name in tensors):
         raise ValueError(
-            f"expected blocks of one size in {path}, got {sorted(sizes) or 'none'}; PoetConfig has one block_size"
+            f"expected linear layers and blocks of one size in {path}, got {sorted(sizes) or 'no'} sizes for "
+            f"{', '.join(tensors)}; PoetConfig has one block_size and rotates no embeddings"
         )
     size = sizes.pop()
     sign = -1 if config.use_cayley_neumann else 1

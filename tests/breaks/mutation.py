@@ -13,6 +13,7 @@ import argparse
 import ast
 import contextlib
 import gc
+import importlib
 import os
 import random
 import shutil
@@ -25,10 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import coverage
-import geoopt  # noqa: F401  (what every test needs is imported before the forks)
-import hypothesis.stateful  # noqa: F401
 import pytest
-import torch._dynamo  # noqa: F401
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import MutationVisitor
 from cosmic_ray.operators.provider import OperatorProvider
@@ -121,6 +119,8 @@ def main() -> int:
     package = ROOT / "manifold_tying"
     files = chosen.files or [f"{p}/{file.name}" for p in PACKAGES for file in sorted((package / p).glob("*.py"))]
     listed = tomllib.loads(Path(__file__).with_name("survivors.toml").read_text("utf-8")).values()
+    for name in ("geoopt", "hypothesis.stateful", "torch._dynamo"):  # what every test needs, before the forks
+        importlib.import_module(name)
     gc.freeze()
     known, killed, made, new = {(s["file"], s["old"], s["new"]) for s in listed}, Counter[str](), Counter[str](), 0
     with tempfile.TemporaryDirectory() as name:

@@ -90,7 +90,8 @@ TRAINERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize(("kind", "adapter"), [("sft", "poet"), ("dpo", "stiefel lora"), ("grpo", "poet")])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("kind", TRAINERS)
 def test_trainers_move_the_adapters_alone(kind: str, adapter: str, tmp_path: Path) -> None:
     make, settings, data, options = TRAINERS[kind]
     model: Any = get_peft_model(build(), ADAPTERS[adapter]())

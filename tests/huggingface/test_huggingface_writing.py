@@ -136,9 +136,13 @@ def test_constraints_on_single_layers_can_be_written_as_plain_weights(tmp_path: 
 def test_tensors_that_a_class_has_no_place_for_are_left_out_with_a_warning(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    mask = {f"model.layers.0.attention.{name}": torch.zeros(()) for name in ("bias", "masked_bias")}  # of GPT-Neo
-    save_file(load_file(file) | mask | {"pooler.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
-    with pytest.warns(UserWarning, match="LlamaForCausalLM has no place for .*masked_bias, pooler.weight"):
+    attention = "model.layers.0.self_attn"
+    masks = {f"{attention}.bias": torch.ones(1, 1, 8, 8).tril().bool(), f"{attention}.masked_bias": torch.tensor(-1e9)}
+    masks["model.embed_tokens.position_ids"] = torch.arange(8)  # as early versions of transformers saved them
+    save_file(load_file(file) | masks | {"pooler.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    with pytest.warns(
+        UserWarning, match="LlamaForCausalLM has no place for .*position_ids, .*masked_bias, pooler.weight"
+    ):
         main(["convert", str(tmp_path), str(tmp_path / "out")])
     assert mt.load(tmp_path / "out").lm_head is not None
 

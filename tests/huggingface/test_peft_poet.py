@@ -230,11 +230,14 @@ def test_adapters_of_oft_are_converted(options: dict[str, Any], tmp_path: Path) 
         (OFTConfig(oft_block_size=6, bias="all", target_modules=["first"]), "bias='all'"),
         (OFTConfig(oft_block_size=6, num_cayley_neumann_terms=2, target_modules=["first"]), "2 terms"),
         (OFTConfig(r=3, oft_block_size=0, target_modules=["first", "last"]), r"\[8, 10\]"),
+        (OFTConfig(oft_block_size=4, target_modules=["first", "table"]), "no embeddings"),
         (PoetConfig(target_modules=["first"]), "got one of"),
     ],
 )
 def test_other_adapters_are_not_converted(config: Any, message: str, tmp_path: Path) -> None:
-    get_peft_model(MODELS["plain"](), config).save_pretrained(str(tmp_path / "oft"))
+    model = MODELS["plain"]()
+    model.add_module("table", nn.Embedding(4, 8))
+    get_peft_model(model, config).save_pretrained(str(tmp_path / "oft"))
     with pytest.raises(ValueError, match=message):
         convert_oft(tmp_path / "oft", tmp_path / "poet")
     assert not (tmp_path / "poet").exists()

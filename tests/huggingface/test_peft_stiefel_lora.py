@@ -108,6 +108,14 @@ def test_an_export_has_all_that_the_adapter_trains(kind: str, tmp_path: Path) ->
     torch.testing.assert_close(output(loaded), output(model), rtol=0, atol=1e-5)
 
 
+def test_a_plain_optimizer_is_warned_of() -> None:
+    model = get_peft_model(MODELS["llama"](), StiefelLoraConfig(r=4, target_modules=TARGETS))
+    optimizer = torch.optim.AdamW(model.parameters())
+    output(model).sum().backward()
+    with pytest.warns(UserWarning, match="AdamW moved .*without its manifold"):
+        optimizer.step()
+
+
 def test_a_bfloat16_base_has_float32_factors() -> None:
     model = get_peft_model(MODELS["llama"]().bfloat16(), StiefelLoraConfig(r=4, target_modules=TARGETS))
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)

@@ -136,6 +136,18 @@ def test_a_point_that_nn_init_wrote_to_is_restored_at_the_next_step() -> None:
     assert defect(layer) < 1e-5
 
 
+def test_a_point_that_was_written_to_moves_from_the_nearest_one() -> None:
+    written, nearest = (mt.stiefel(nn.Linear(8, 16)) for _ in range(2))
+    optimizers = [RiemannianSGD(layer.parameters(), lr=0.1) for layer in (written, nearest)]
+    nn.init.normal_(written.weight)
+    nearest.weight = written.weight.detach().clone()
+    slope = torch.randn(16, 8)
+    for layer, optimizer in zip((written, nearest), optimizers, strict=True):
+        (layer.weight * slope).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(written.weight, nearest.weight)
+
+
 def test_euclidean_manifold_parameters_are_ordinary() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -147,3 +147,24 @@ def test_layers_of_every_dtype_are_trained_in_a_model(optimizer: Any, dtype: tor
     assert losses[-1] < 0.5 * losses[0]
     assert model[1].weight.dtype == dtype
     assert (norms(stored(model[1])) - 1).abs().max() < 1e-5
+
+
+def test_a_plain_optimizer_is_warned_of_and_project_returns_the_point() -> None:
+    layer = mt.constrain(nn.Linear(4, 6), "weight", geoopt.Sphere())
+    layer(torch.randn(8, 4)).square().sum().backward()
+    with pytest.warns(UserWarning, match=r"SGD moved Linear.weight of shape \(6, 4\) without its manifold"):
+        torch.optim.SGD(layer.parameters(), lr=0.5).step()
+    assert (norms(layer.weight) - 1).abs().max() > 1e-2
+    with pytest.warns(UserWarning, match="off the manifold"):
+        mt.materialize(copy.deepcopy(layer))
+    assert (norms(mt.project(layer).weight) - 1).abs().max() < 1e-6
+    plain = mt.materialize(layer)
+    assert type(plain) is nn.Linear and set(plain.state_dict()) == {"weight", "bias"}
+
+
+def test_a_layer_on_the_meta_device_takes_a_saved_state() -> None:
+    source = mt.constrain(nn.Linear(4, 6), "weight", geoopt.Sphere())
+    with torch.device("meta"):
+        layer = mt.constrain(nn.Linear(4, 6), "weight", geoopt.Sphere())
+    layer.to_empty(device="cpu").load_state_dict(source.state_dict())
+    assert torch.equal(layer.weight, source.weight)

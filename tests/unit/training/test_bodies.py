@@ -1,12 +1,13 @@
 """Bodies beside AdamW and POET: what is kept, which rule moves what, and resumption."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from training_runs import config
+from training_runs import config, stop_at
 
 from manifold_tying import linalg
 from manifold_tying.training import TrainConfig, load_model, resolve, train
@@ -64,3 +65,14 @@ def test_muon_moves_what_was_asked_for_at_its_rate(body: str, memory_rule: str, 
     assert all(found[name] == 0.456 for name in memory)
     assert all((found[name] == 0.123) == (body != "adamw") for name in matrices)
     assert all(found[name] not in (0.123, 0.456) for name in names.values() if name not in memory | matrices)
+
+
+def test_a_body_by_muon_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
+    whole = run_of(tmp_path / "whole", corpus, "stiefel-muon", "pit-trainable", memory_rule="muon")
+    train(whole)
+    parts = dataclasses.replace(whole, out=tmp_path / "parts")
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, observer=stop_at(4))
+    train(dataclasses.replace(parts, resume=True))
+    for file in ("metrics.jsonl", "checkpoints/step-00000006/model.safetensors"):
+        assert (parts.out / file).read_bytes() == (whole.out / file).read_bytes()

@@ -128,8 +128,11 @@ def test_rotation_refuses_other_blocks_and_leaves_them(family: str) -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, source: Path, corpus: Path) -> None:
-    whole = run(tmp_path / "whole", source, corpus, "pit-free", checkpoint_every=2, lora_rank=2)
+@pytest.mark.parametrize(("interface", "changes"), [("pit-trainable", {}), ("pit-free", {"lora_rank": 2})])
+def test_resumed_run_equals_uninterrupted_run(
+    interface: Interface, changes: dict[str, Any], tmp_path: Path, source: Path, corpus: Path
+) -> None:
+    whole = run(tmp_path / "whole", source, corpus, interface, checkpoint_every=2, **changes)
     train(whole)
     parts = dataclasses.replace(whole, out=tmp_path / "parts")
     with pytest.raises(KeyboardInterrupt):
@@ -139,7 +142,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path, source: Path, corp
         assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
 
 
-@pytest.mark.parametrize("interface", ["transpose", "pit-trainable"])
+@pytest.mark.parametrize("interface", ["transpose", "pit-trainable", "pit-free"])
 def test_what_is_written_is_what_was_trained(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +176,7 @@ def test_what_is_written_is_what_was_trained(
     assert not (tmp_path / "file").exists()
 
 
-@pytest.mark.parametrize("interface", ["untied", "pit-trainable"])
+@pytest.mark.parametrize("interface", ["untied", "pit-trainable", "pit-free"])
 def test_low_rank_updates_are_merged_and_touch_nothing_else(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path
 ) -> None:

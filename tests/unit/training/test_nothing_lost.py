@@ -133,8 +133,8 @@ def test_interrupts_that_are_ignored_stay_so(tmp_path: Path, corpus: Path) -> No
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    found = random_kills(KillOptions(kills=2, seed=1), tmp_path)
-    assert found["kills"] == 2 and found["runs"] >= 1
+    found = random_kills(KillOptions(kills=4, seed=1), tmp_path)
+    assert found["kills"] == 4 and found["runs"] >= 1
 
 
 def test_several_processes_are_asked_for_where_there_is_one(tmp_path: Path, corpus: Path) -> None:

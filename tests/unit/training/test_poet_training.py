@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import SHAPE, config, lines
+from training_runs import SHAPE, config, lines, stop_at
 
 from manifold_tying import diagnostics
 from manifold_tying.poet import equivalences
-from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, resolve, train
+from manifold_tying.training import AblateConfig, Settings, TrainConfig, ablate, checkpoints, resolve, train
 from manifold_tying.training.build import build_merges, build_model, build_optimizer
 from manifold_tying.training.probes import Probes
 from manifold_tying.training.report import load_experiment, write_report
@@ -27,6 +27,21 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(corpus: Path, **changes: Any) -> Settings:
     values = {"batch_size": 4, "block_size": 6, "body_lr": 4e-3, "checkpoint_every": None, **changes}
     return config(corpus, corpus, **values).settings
+
+
+def test_resumed_before_and_at_a_merge_equals_uninterrupted(tmp_path: Path, corpus: Path) -> None:
+    """A checkpoint at every step; stopped before and at the merge at 4."""
+    shared = settings(corpus, body="poet-full", checkpoint_every=1, eval_every=3, steps=6)
+    whole = TrainConfig(out=tmp_path / "whole", interface="untied", settings=shared)
+    train(whole)
+    for stop in (3, 4):
+        parts = dataclasses.replace(whole, out=tmp_path / str(stop))
+        with pytest.raises(KeyboardInterrupt):
+            train(parts, observer=stop_at(stop + 1))
+        assert checkpoints(parts.out)[-1].name == f"step-{stop:08d}"
+        train(dataclasses.replace(parts, resume=True))
+        for file in ("metrics.jsonl", "probes.jsonl", "checkpoints/step-00000006/model.safetensors"):
+            assert (parts.out / file).read_bytes() == (whole.out / file).read_bytes(), f"{file} after a stop at {stop}"
 
 
 def test_finished_run_without_a_result_gives_the_same_row(tmp_path: Path, corpus: Path) -> None:

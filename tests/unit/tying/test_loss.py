@@ -145,6 +145,14 @@ def test_ignored_positions_do_not_count(ignore_index: int) -> None:
     assert not grad[targets == ignore_index].any() and grad[targets != ignore_index].any(1).all()
 
 
+@pytest.mark.parametrize("N", [0, 1, 60])
+def test_nothing_counted_is_zero_with_zero_gradients(N: int) -> None:
+    h, W, targets = problem(N, 4, 12, masked=1.1)
+    value, grad_h, grad_W = gradients(linear_cross_entropy, h, W, targets)
+    assert value == 0 and not grad_h.any() and not grad_W.any()
+    assert grad_h.shape == h.shape and grad_W.shape == W.shape
+
+
 def test_any_leading_shape() -> None:
     h, W, targets = problem(24, 4, 12)
     expected = dense(h, W, targets)
@@ -176,9 +184,8 @@ def test_only_one_side_requires_a_gradient(which: str) -> None:
     torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.bfloat16, {}), (torch.bfloat16, OPTIONS), (torch.float32, {"reduction": "none"})]
-)
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"reduction": "none"}], ids=["plain", "options", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype, options: dict[str, Any]) -> None:
     N, d, V = 6144, 8, 6000  # large enough that the products' own workspaces hardly count: 1 MB on processors with AMX
     h, W, targets = problem(N, d, V, dtype=dtype)
