@@ -28,6 +28,7 @@ from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import equivalences
 from manifold_tying.training import TrainConfig, resolve
 from manifold_tying.training.build import build_model, build_optimizer
+from manifold_tying.training.processes import ALONE
 
 TITLE = "A whole training step with POET's bodies"
 PRESETS = ("poet-60m", "poet-130m", "poet-350m", "poet-1.3b")
@@ -70,7 +71,7 @@ def _build(name: str, compiled: bool, shape: LlamaConfig, options: StepOptions) 
 
     if compiled:
         torch.compiler.reset()
-    loss_of = torch.compile(model.loss) if compiled else model.loss
+    loss_of = ALONE.wrap(model, compiled)
 
     def loss(ids: Tensor) -> Tensor:
         return loss_of(ids, ids.roll(-1, 1))

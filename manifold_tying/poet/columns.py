@@ -33,12 +33,13 @@ _CHUNK_TOKENS = 1040  # few enough for a CPU's cache; rows that are a power of t
 def uses_triton(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
     """Whether :func:`by_activations` has kernels for these; then it is the faster formulation.
 
-    Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation.
+    Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation. The host does not slow it
+    down, so it takes the formulation with fewer operations.
     """
     if skew_params.dtype != torch.float32:
         return False
     if torch.compiler.is_compiling() and not autograd.is_exporting():
-        return x.is_cuda and spec.terms == 2 and not autograd.in_transform()
+        return x.is_cuda and spec.terms == 2 and spec.rotates_activations and not autograd.in_transform()
     return kernels.runs_triton(x)
 
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from manifold_tying import autograd, precision
 from manifold_tying.poet.columns import by_activations
-from manifold_tying.poet.rotation import block_matmul, block_matmul_rows, both_blocks, permute
+from manifold_tying.poet.rotation import block_matmul, block_matmul_rows, both_blocks, matmul_dtype, permute
 from manifold_tying.poet.spec import Permutations, RotationSpec
 
 # Cost model: float32 operations that take as long as moving one entry (also in low precision), and as one float32 operation
@@ -61,16 +61,23 @@ def arrange_back(W: Tensor, perms: Permutations) -> Tensor:
 # ---- weight-centric
 
 
-def _plain_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
+def plain_weight(
+    W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations, low: torch.dtype | None = None
+) -> Tensor:
     with precision.full_precision(W0.device):
-        R, P = both_blocks(spec, skew_params)
-        return arrange_back(block_matmul_rows(block_matmul(W0.to(skew_params.dtype), P), R), perms)
+        R, P = both_blocks(spec, skew_params, low)
+        return arrange_back(block_matmul_rows(block_matmul(W0.to(low or skew_params.dtype), P), R), perms)
 
 
 def _plain_weight_centric(
     x: Tensor, W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations
 ) -> Tensor:
-    return F.linear(x, _plain_weight(W0, skew_params, spec, perms).to(x.dtype))
+    return F.linear(x, plain_weight(W0, skew_params, spec, perms, _low(x)).to(x.dtype))
+
+
+def _low(x: Tensor) -> torch.dtype | None:
+    """The dtype of the products that form W for x: a GPU's float32 products take ten times as long."""
+    return matmul_dtype(x.dtype) if x.is_cuda else None
 
 
 class _WeightCentric(Function):
@@ -87,7 +94,7 @@ class _WeightCentric(Function):
         needs_x, _, needs_skew, *_ = ctx.needs_input_grad
         with torch.enable_grad():
             leaf = skew_params.detach().requires_grad_(needs_skew)
-            W = _plain_weight(W0, leaf, spec, perms)
+            W = plain_weight(W0, leaf, spec, perms, _low(x))
         grad_x = grad @ W.detach().to(grad.dtype) if needs_x else None
         grad_skew = None
         if needs_skew:
@@ -97,7 +104,7 @@ class _WeightCentric(Function):
         return grad_x, None, grad_skew, None, None
 
 
-_weight = autograd.recomputed(_plain_weight)
+_weight = autograd.recomputed(plain_weight)
 _recomputed_weight_centric = autograd.recomputed(_plain_weight_centric)
 _weight_centric = autograd.custom_gradient(_WeightCentric, _plain_weight_centric)
 

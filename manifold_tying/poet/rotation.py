@@ -103,6 +103,8 @@ class _Permute(Function):
 
 
 def _gather(x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
+    if order.ndim > 1:  # an order for each matrix
+        return torch.gather(x, dim, order.unsqueeze(-3 - dim).expand_as(x))
     if dim == -2:
         return x.index_select(-2, order)
     return torch.gather(x, -1, order.expand(*x.shape[:-1], -1))  # half the time of index_select on a CPU
@@ -113,7 +115,7 @@ _permute = autograd.custom_gradient(_Permute, _gather, differentiable=True)
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, dim: int = -1) -> Tensor:
     """Permute the last dimension of x (or the rows, dim=-2); an empty order means none. The backward gathers, too."""
-    return _permute(x, order, inverse, dim) if len(order) else x
+    return _permute(x, order, inverse, dim) if order.numel() else x
 
 
 def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class RotationSpec:
         """Number of skew parameters; 0 if nothing rotates."""
         return self.R.num_params + self.P.num_params
 
+    @property
+    def rotates_activations(self) -> bool:
+        """Whether that takes fewer operations, for many tokens, than the product that is W's gradient: 6(m + n) b < 2mn."""
+        return 3 * sum(side.num_rotated * side.block for side in (self.R, self.P)) < self.R.n * self.P.n
+
     def split(self, skew_params: Tensor) -> tuple[Tensor, Tensor]:
         """Split (..., num_params) into R's and P's. Slices: torch 2.13 cannot compile a checkpointed ``split``."""
         return skew_params[..., : self.R.num_params], skew_params[..., self.R.num_params :]
@@ -130,8 +135,10 @@ def places(order: Tensor, n: int) -> Tensor:
 
 
 def inverse_order(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    """The inverse of a permutation, or of each (..., n)."""
+    return torch.empty_like(order).scatter(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
 
 
 def random_seed() -> int:

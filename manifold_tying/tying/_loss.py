@@ -190,8 +190,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         """The losses of the arguments of :func:`_losses_and_gradients`, each or their scaled sum."""
         autograd.save(ctx, args)
-        *inputs, wanted, each = args
-        inputs.append((False, False) if each else wanted)
+        *_, wanted, each = args
+        inputs = *args[:-2], (False, False) if each else wanted
         with precision.disable_autocast(args[0].device):
             losses, *gradients = _losses_and_gradients(*inputs)
         ctx.gradients = None if each else gradients
