@@ -4,7 +4,7 @@ from manifold_tying.poet.apply import equivalence as equivalence
 from manifold_tying.poet.apply import equivalence_ as equivalence_
 from manifold_tying.poet.apply import keep_plain_weights as keep_plain_weights
 from manifold_tying.poet.apply import merge as merge
-from manifold_tying.poet.cached import cache_weights as cache_weights
+from manifold_tying.poet.cached import cached_weights as cached_weights
 from manifold_tying.poet.parametrization import Equivalence as Equivalence
 from manifold_tying.poet.parametrization import check_drift as check_drift
 from manifold_tying.poet.parametrization import equivalences as equivalences

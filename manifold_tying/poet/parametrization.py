@@ -6,7 +6,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
@@ -29,6 +28,7 @@ class Equivalence(Constraint):
     in_order: Tensor
     seed: Tensor
     merges: Tensor
+    cached: Tensor | None = None  # W, within :func:`cached_weights`
 
     def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
         super().__init__(dtype)
@@ -117,8 +117,8 @@ class Equivalence(Constraint):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
-        if parametrize._cache_enabled and (known := parametrize._cache.get((id(self), str(dtype)))) is not None:
-            return F.linear(x.to(dtype), known, None if bias is None else bias.to(dtype))
+        if self.cached is not None and self.cached.dtype == dtype:
+            return F.linear(x.to(dtype), self.cached, None if bias is None else bias.to(dtype))
         triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
         input_centric = triton or (

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
 
-from manifold_tying.poet import cache_weights
+from manifold_tying.poet import cached_weights
 from manifold_tying.training.config import Settings
 from manifold_tying.training.files import Damaged
 from manifold_tying.training.hf_model import Model
@@ -109,7 +107,12 @@ class Processes:
         """Shard or replicate the model in place and return its loss function."""
         if self.kind in ("fsdp", "hsdp"):
             return shard_model(model, self.mesh, blocks=model.blocks).loss
-        loss_of = torch.compile(model.loss) if compiled else partial(_loss, model)
+        own = torch.compile(model.loss) if compiled else model.loss
+
+        def loss_of(ids: Tensor, targets: Tensor) -> Tensor:
+            with cached_weights(model) if ids.is_cuda else nullcontext():
+                return own(ids, targets)
+
         if self.kind == "ddp":
             with warnings.catch_warnings():  # torch 2.13 renamed it; 2.11 lacks the new name
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -170,15 +173,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-def _loss(model: Model, ids: Tensor, targets: Tensor) -> Tensor:
-    """The model's loss; on a GPU the weights of POET's layers are computed together."""
-    if not ids.is_cuda:
-        return model.loss(ids, targets)
-    with parametrize.cached():
-        cache_weights(model)
-        return model.loss(ids, targets)
 
 
 def without_sync(loss_of: LossOf, wanted: bool) -> AbstractContextManager[None]:
