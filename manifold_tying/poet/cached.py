@@ -25,8 +25,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     and their gradients need as much memory as plain layers'. Enter it for each forward, within autocast. The backward may
     follow the exit, unless activations are checkpointed. The model may be compiled; this function is not.
 
-    While gradients are needed, it leaves out layers that rotate activations in fewer operations than the product takes that
-    is W's gradient: those with 6(m + n) b < 2mn. Sharded layers are left out, too.
+    Sharded layers are left out. A single wide layer with small blocks rotates its activations in fewer operations.
 
     >>> from manifold_tying import equivalence
     >>> model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4) for _ in range(3)))
@@ -38,8 +37,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     for _, owner, name in constraints(model):
         part, stored = parametrized(owner)[name][0], parametrized(owner)[name].original
         if isinstance(owner, nn.Linear) and isinstance(part, Equivalence) and not distributed.is_dtensor(stored):
-            if not (torch.is_grad_enabled() and part.spec.rotates_activations):
-                groups[part.spec, part.dtype, stored.dtype, stored.device].append((part, stored))
+            groups[part.spec, part.dtype, stored.dtype, stored.device].append((part, stored))
     try:
         for (spec, *_), found in groups.items():
             parts, vectors = zip(*found, strict=True)

@@ -1,0 +1,80 @@
+"""Weights of POET's layers that are computed together are those that each layer computes."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import manifold_tying as mt
+from manifold_tying.poet import cached_weights, equivalences
+
+
+def model(terms: int | None, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers of three shapes, with and without bias, two of them with blocks that leave a smaller last one."""
+    shapes = [(24, 24), (24, 24), (24, 40), (40, 24), (24, 24)]
+    layers = nn.Sequential(*(nn.Linear(*shape, bias=i % 2 == 0) for i, shape in enumerate(shapes))).to(dtype)
+    mt.equivalence_(layers, block_size=18, terms=terms, seed=3, exclude=(), verbose=False)
+    with torch.no_grad():
+        for _, _, stored in equivalences(layers):
+            stored.normal_(0, 0.02)
+    return layers
+
+
+def result(layers: nn.Module, run: Callable[[Tensor], Tensor], together: bool) -> list[Tensor]:
+    layers.zero_grad()
+    x = torch.ones(5, 24, dtype=next(p for name, p in layers.named_parameters() if "bias" in name).dtype)
+    with cached_weights(layers) if together else contextlib.nullcontext():
+        y = run(x)
+    y.float().square().sum().backward()
+    return [y.detach(), *(p.grad for p in layers.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("terms", [2, 4, None])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_output_and_gradients(terms: int | None, dtype: torch.dtype, bound: float, autocast: bool) -> None:
+    layers = model(terms, dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = (result(layers, layers, together) for together in (False, True))
+    assert len(expected) == 1 + len(list(layers.parameters()))
+    for a, b in zip(expected, found, strict=True):
+        assert a.dtype == b.dtype
+        assert (a.double() - b.double()).norm() <= (0.03 if autocast else bound) * a.double().norm()
+
+
+def test_the_weights_last_until_the_exit() -> None:
+    layers, x = model(2), torch.ones(3, 24)
+    before = layers(x)
+    with torch.no_grad(), cached_weights(layers):
+        for _, _, stored in equivalences(layers):
+            stored.zero_()
+        assert torch.allclose(layers(x), before, atol=1e-5)  # of the vectors at the entry
+    assert not torch.allclose(layers(x), before, atol=1e-2)
+    with pytest.raises(RuntimeError, match="stop"), cached_weights(layers):
+        raise RuntimeError("stop")
+    assert all(part.cached is None for _, part, _ in equivalences(layers))
+
+
+def test_other_layers_are_left_out() -> None:
+    kernel = mt.equivalence(nn.Conv1d(16, 16, 3))
+    layers = nn.ModuleList([mt.equivalence(nn.Linear(16, 16)), kernel, mt.stiefel(nn.Linear(16, 16))])
+    with cached_weights(layers):
+        assert [part.cached is not None for _, part, _ in equivalences(layers)] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not from pytest
+def test_compiled_code_takes_the_weights_as_inputs() -> None:
+    layers = model(None)
+    expected, counted = result(layers, layers, True), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layers, backend=counted, fullgraph=True)
+    for _ in range(3):
+        found = result(layers, compiled, True)
+        with torch.no_grad():  # new weights need no new code
+            for _, _, stored in equivalences(layers):
+                stored.mul_(1.0)
+    assert counted.frame_count == 1 and counted.op_count < 20
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
