@@ -178,7 +178,7 @@ class _SplitMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, L: Tensor, divisor: float) -> Tensor:
-        T = kernels.split_product(L, L.mT).div_(divisor)
+        T = kernels.split_product(L, (L if divisor == 1.0 else L / divisor).mT)
         autograd.save(ctx, (h, L, divisor), T)
         return kernels.split_product(h, T).to(h.dtype)
 
@@ -189,8 +189,8 @@ class _SplitMultiply(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_h = kernels.split_product(grad, T).to(h.dtype)
         if ctx.needs_input_grad[1]:
-            grad_T = kernels.split_product(h.mT, grad).div_(divisor)
-            grad_L = kernels.split_product(grad_T + grad_T.mT, L)
+            grad_T = kernels.split_product(h.mT, grad)
+            grad_L = kernels.split_product(grad_T + grad_T.mT, L if divisor == 1.0 else L / divisor)
         return grad_h, grad_L, None
 
 
