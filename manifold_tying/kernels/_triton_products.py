@@ -5,20 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
-def split(
-    x, grid, parts, group, columns, blocks,
-    GRID: tl.constexpr, ORDER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """:func:`manifold_tying.kernels._products.split_parts`; a program has a block of columns of a row."""
-    row, c = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+def split(x, grid, parts, group, columns, GRID: tl.constexpr, ORDER: tl.constexpr, BLOCK: tl.constexpr):
+    """:func:`manifold_tying.kernels._products.split_parts`, of up to three parts."""
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rest = tl.load(x + row * columns + c, mask=c < columns, other=0.0).to(tl.float32)
-    for p in tl.static_range(PARTS):
-        part = rest.to(tl.bfloat16)
-        if GRID and p == 0:
-            step = tl.load(grid + c, mask=c < columns, other=0.0)
-            part = ((rest + step) - step).to(tl.bfloat16)
+    step = tl.load(grid + c, mask=(c < columns) & GRID, other=0.0)
+    for p in tl.static_range(3):
+        part = (rest + step - step).to(tl.bfloat16)
         for s in tl.static_range(len(ORDER)):
             if ORDER[s] == p:
                 place = (row // group * len(ORDER) + s) * group + row % group
                 tl.store(parts + place * columns + c, part, mask=c < columns)
-        rest -= part.to(tl.float32)
+        rest, step = rest - part.to(tl.float32), 0.0

@@ -59,8 +59,7 @@ def _fingerprint(W: Tensor) -> float:
 def inverse_gram(W: Tensor, split: bool = False) -> Tensor:
     """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError if W is rank-deficient.
 
-    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient. With ``split``, WᵀW has errors of
-    2^-22 ‖W‖², which count cond(W)² times in its inverse.
+    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient. With ``split`` in float32.
     """
     gram = kernels.split_gram if split else precision.gram_in_double
     G = distributed.row_reduce(W)(gram(distributed.to_local(W)))
@@ -72,7 +71,7 @@ def inverse_gram(W: Tensor, split: bool = False) -> Tensor:
                 f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
                 "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
             )
-    return torch.cholesky_inverse(L).where(info == 0, torch.nan)
+    return torch.cholesky_inverse(L).where(info == 0, torch.nan).to(torch.float32 if split else G.dtype)
 
 
 class _Divide(torch.autograd.Function):
@@ -88,20 +87,14 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (_, W, inverse, _, split), (e,) = autograd.saved(ctx)
-        if split:  # one part of grad, as autocast rounds it in every layer
-            grad = grad.bfloat16()
-            Y = kernels.split_product(grad, inverse)
-        else:
-            Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
-        grad_W = None
+        times, grad_W = kernels.split_product, None
+        grad = grad.bfloat16() if split else grad  # one part, as autocast rounds it in every layer
+        Y = times(grad, inverse) if split else (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            times = kernels.split_product
             S = times(times(e.mT, grad), inverse) if split else e.mT @ Y
             S = (S + S.mT).neg_()
-            if split:  # W and S in parts, since their errors count cond(W) times
-                grad_W = times(W, S, out=torch.empty_like(W))
-            elif W.dtype == S.dtype:
-                grad_W = W @ S
+            if split or W.dtype == S.dtype:  # in parts, since an error of W or S counts cond(W) times
+                grad_W = times(W, S).to(W.dtype) if split else W @ S
             else:  # of a 16-bit table in float32, one block of rows at a time
                 grad_W = torch.empty_like(W)
                 for rows in precision.row_chunks(W):
