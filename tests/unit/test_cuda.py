@@ -214,6 +214,14 @@ def test_a_real_device_maps_in_16_bit_parts(memory: Any, dtype: torch.dtype) -> 
     assert (readout.double().cpu() - y).norm() <= {torch.float32: 2e-5, torch.float16: 5e-4}.get(dtype, 3e-3) * y.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_device_sums_squares_in_parts(dtype: torch.dtype) -> None:
+    """With a mean, so that a sum that is rounded towards 0 would show."""
+    W = (torch.randn(5000, 72) + 1).to(dtype)
+    exact = W.double().mT @ W.double()
+    assert torch.dist(kernels.split_gram(W.cuda()).cpu(), exact) <= 2e-8 * exact.norm()
+
+
 def test_a_real_device_runs_triton() -> None:
     pytest.importorskip("triton")
     assert kernels.runs_triton(torch.zeros(1, device="cuda"))
