@@ -54,11 +54,12 @@ def split_gram(W: Tensor) -> Tensor:
     grid = 1.5 * 2**16 * torch.linalg.vector_norm(W, torch.inf, dim=0, dtype=torch.float32).frexp().exponent.exp2()
     G, X = (W.new_zeros(W.shape[1], W.shape[1], dtype=dtype) for dtype in (torch.float64, torch.float32))
     whole, block = len(W) - len(W) % ROWS, max(1, 2**14 // W.shape[1]) * ROWS
+    order = (1, 0, 0) if W.dtype == torch.bfloat16 else (2, 2, 1, 0, 0)  # l is 0 then
     for rows in filter(len, (*W[:whole].split(block), W[whole:])):
-        parts = split_parts(rows.contiguous(), (2, 2, 1, 0, 0), min(ROWS, len(rows)), grid)
-        for own in (parts[:, 3], parts[:, 2]):
+        parts = split_parts(rows.contiguous(), order, min(ROWS, len(rows)), grid)
+        for own in (parts[:, -2], parts[:, -3]):
             G += multiply(own.mT, own).sum(0, dtype=G.dtype)
-        X += multiply(parts[:, 2:].flatten(1, 2).mT, parts[:, :3].flatten(1, 2)).sum(0)
+        X += multiply(parts[:, 2 - len(order) :].flatten(1, 2).mT, parts[:, :-2].flatten(1, 2)).sum(0)
     return G + (X + X.mT)
 
 

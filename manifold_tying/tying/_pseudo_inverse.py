@@ -61,8 +61,7 @@ def inverse_gram(W: Tensor, split: bool = False) -> Tensor:
 
     NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient. With ``split`` in float32.
     """
-    gram = kernels.split_gram if split else precision.gram_in_double
-    G = distributed.row_reduce(W)(gram(distributed.to_local(W)))
+    G = distributed.row_reduce(W)((kernels.split_gram if split else precision.gram_in_double)(distributed.to_local(W)))
     L, info = torch.linalg.cholesky_ex(G)
     if G.device.type == "cpu" and autograd.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
