@@ -5,6 +5,7 @@ from manifold_tying.kernels._choice import runs_triton as runs_triton
 from manifold_tying.kernels._cross_entropy import LossForm as LossForm
 from manifold_tying.kernels._cross_entropy import cross_entropy_ as cross_entropy_
 from manifold_tying.kernels._products import add_product_ as add_product_
+from manifold_tying.kernels._products import split_gram as split_gram
 from manifold_tying.kernels._products import split_product as split_product
 from manifold_tying.kernels._products import splits as splits
 from manifold_tying.kernels._rotation import cubic_blocks as cubic_blocks

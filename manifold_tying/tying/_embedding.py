@@ -21,8 +21,7 @@ class PITEmbedding(nn.Embedding):
         head.weight = embedding.weight
 
     Every W of full column rank has unique polar factors W = Z T, so this pair is PIT (section 4) with E = Z T⁻¹ and
-    W_out = T Zᵀ. Any optimizer trains W. WᵀW, its inverse and the rows of E are computed in float64 and rounded once, to the
-    dtype of W. (WᵀW)⁻¹ is cached until W changes; on a GPU, only while no gradients are needed.
+    W_out = T Zᵀ. Any optimizer trains W. E is computed, rounded to the dtype of W and cached as by :class:`FreePIT`.
 
     Args:
         num_embeddings: V >= d.

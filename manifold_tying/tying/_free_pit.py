@@ -20,8 +20,8 @@ class FreePIT(PIT):
     ``memory``, ``transform`` and ``cholesky_factor`` compute Z, T and L from W on access.
 
     WᵀW, its inverse and the rows of E are computed in float64 and rounded once, so ‖W_out E - I‖_F / √d is at most
-    6e-8 cond(W) in float32. Where 16-bit products follow, a GPU computes the rows of E to about 2^-24. (WᵀW)⁻¹ is cached
-    until W changes, except on a GPU while gradients are needed: checking whether W has changed would sync.
+    6e-8 cond(W) in float32. Where 16-bit products follow, a GPU computes WᵀW to about 2^-26 and the rows of E to about 2^-24.
+    (WᵀW)⁻¹ is cached until W changes, except on a GPU while gradients are needed: checking that would sync.
 
     Args:
         vocab_size: V >= d.

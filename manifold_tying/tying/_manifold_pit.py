@@ -70,7 +70,7 @@ class ManifoldPIT(PIT):
 
     def _divide(self, rows: Tensor, split: bool) -> Tensor:
         """rows T⁻¹, by two triangular solves, or by a product with T⁻¹ in parts."""
-        return (_split_divide if split else _divide)(rows, self.cholesky_factor)
+        return _split_map(rows, self.cholesky_factor, True) if split else _divide(rows, self.cholesky_factor)
 
     def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """h T and Z.
@@ -88,13 +88,13 @@ class ManifoldPIT(PIT):
         check_hidden(hidden, self.hidden_size)
         split = kernels.splits(hidden, precision.autocast_dtype(hidden))
         with precision.full_precision(hidden.device):
-            L = self.cholesky_factor
+            L = self.cholesky_factor if divisor == 1.0 else self.cholesky_factor / divisor**0.5
+            h = hidden.reshape(-1, hidden.shape[-1])
             if split:
-                return _split_multiply(hidden.reshape(-1, len(L)), L, divisor).view_as(hidden)
-            h = hidden.reshape(-1, hidden.shape[-1]).to(L.dtype)
+                return _split_map(h, L, False).view_as(hidden)
             few = not autograd.is_exporting() and len(h) < len(L)  # an export serves any number of tokens
-            h = (h @ L) @ L.mT if few else h @ (L @ L.mT)  # whichever is cheaper
-            return (h if divisor == 1.0 else h / divisor).reshape(hidden.shape).to(hidden.dtype)
+            h = (h.to(L.dtype) @ L) @ L.mT if few else h.to(L.dtype) @ (L @ L.mT)  # whichever is cheaper
+            return h.reshape(hidden.shape).to(hidden.dtype)
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         warn_if_off(self)
@@ -141,61 +141,38 @@ class _Divide(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         # E = Z T⁻¹: dE = dZ T⁻¹ - E dT T⁻¹, so T's gradient is -EᵀḠ T⁻¹. With a frozen Z only EᵀḠ has n rows.
         quotient, L = ctx.saved_tensors
-        grad_rows = grad_L = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = _solve(grad, L)
+        grad_rows, grad_L = _solve(grad, L) if ctx.needs_input_grad[0] else None, None
         if ctx.needs_input_grad[1]:
             product = quotient.mT @ grad_rows if grad_rows is not None else _solve(quotient.mT @ grad, L)
             grad_L = -(product + product.mT) @ L  # through T = L Lᵀ
         return grad_rows, grad_L
 
 
-class _SplitDivide(torch.autograd.Function):
-    """:class:`_Divide` by products of bfloat16 matrices."""
+class _SplitMap(torch.autograd.Function):
+    """rows T⁻¹, or rows T, in the dtype of rows, by products of bfloat16 matrices."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, L: Tensor) -> Tensor:
-        half = torch.linalg.solve_triangular(L, precision.eye_like(L), upper=False)
-        inverse = kernels.split_product(half.mT, half)
-        quotient = kernels.split_product(rows, inverse)
-        autograd.save(ctx, (rows, L), quotient, inverse)
-        return quotient
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (_, L), (quotient, inverse) = autograd.saved(ctx)
-        times, grad = kernels.split_product, grad.bfloat16()  # one part of grad, as autocast rounds it in every layer
-        grad_rows = times(grad, inverse) if ctx.needs_input_grad[0] else None
-        grad_L = None
-        if ctx.needs_input_grad[1]:
-            product = times(times(quotient.mT, grad), inverse)
-            grad_L = times(product + product.mT, L).neg_()
-        return grad_rows, grad_L
-
-
-class _SplitMultiply(torch.autograd.Function):
-    """h L Lᵀ / divisor, in the dtype of h, by products of bfloat16 matrices."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, L: Tensor, divisor: float) -> Tensor:
-        T = kernels.split_product(L, L.mT).div_(divisor)
-        autograd.save(ctx, (h, L, divisor), T)
-        return kernels.split_product(h, T).to(h.dtype)
+    def forward(ctx: Any, rows: Tensor, L: Tensor, divide: bool) -> Tensor:
+        half = torch.linalg.solve_triangular(L, precision.eye_like(L), upper=False).mT if divide else L
+        M = kernels.split_product(half, half.mT)
+        result = kernels.split_product(rows, M).to(rows.dtype)
+        autograd.save(ctx, (rows, L, divide), result, M)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (h, L, divisor), (T,) = autograd.saved(ctx)
-        grad_h = grad_L = None
-        if ctx.needs_input_grad[0]:
-            grad_h = kernels.split_product(grad, T).to(h.dtype)
+        (rows, L, divide), (result, M) = autograd.saved(ctx)
+        times, grad_L = kernels.split_product, None
+        grad = grad.bfloat16() if divide else grad  # one part, as autocast rounds it in every layer
+        grad_rows = times(grad, M).to(rows.dtype) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
-            grad_T = kernels.split_product(h.mT, grad).div_(divisor)
-            grad_L = kernels.split_product(grad_T + grad_T.mT, L)
-        return grad_h, grad_L, None
+            grad_T = times(times(result.mT, grad), M).neg_() if divide else times(rows.mT, grad)
+            grad_L = times(grad_T + grad_T.mT, L)
+        return grad_rows, grad_L, None
 
 
-def _multiply(h: Tensor, L: Tensor, divisor: float) -> Tensor:
-    return (h.to(L.dtype) @ (L @ L.mT) / divisor).to(h.dtype)
+def _map(rows: Tensor, L: Tensor, divide: bool) -> Tensor:
+    return _solve(rows, L) if divide else (rows.to(L.dtype) @ (L @ L.mT)).to(rows.dtype)
 
 
 def _solve(rows: Tensor, L: Tensor) -> Tensor:
@@ -206,5 +183,4 @@ def _solve(rows: Tensor, L: Tensor) -> Tensor:
 
 
 _divide = autograd.custom_gradient(_Divide, _solve, differentiable=True)
-_split_divide = autograd.custom_gradient(_SplitDivide, _solve)
-_split_multiply = autograd.custom_gradient(_SplitMultiply, _multiply)
+_split_map = autograd.custom_gradient(_SplitMap, _map)

@@ -13,30 +13,30 @@ MIN_PIVOT_RATIO = 1e-6
 
 
 class InverseGram:
-    """W to (WᵀW)⁻¹ (d, d) in float64, recomputed only when W has changed.
+    """W to :func:`inverse_gram`, recomputed only when W has changed.
 
     On a GPU it is recomputed on every call while gradients are needed: checking whether W has changed would sync.
     """
 
     def __init__(self) -> None:
-        self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W and (WᵀW)⁻¹
+        self._cached: tuple[Any, Tensor] | None = None  # fingerprint of W, how it was computed, and (WᵀW)⁻¹
 
-    def __call__(self, table: Tensor) -> Tensor:
+    def __call__(self, table: Tensor, split: bool) -> Tensor:
         W = table.detach()
         may_ask = W.device.type == "cpu" or not torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not autograd.has_data(distributed.to_local(W)) or not may_ask:
-            return inverse_gram(W)
-        key, cached = (_fingerprint(W), W.dtype, W.device), self._cached
+            return inverse_gram(W, split)
+        key, cached = (_fingerprint(W), W.dtype, W.device, split), self._cached
         if cached is None or cached[0] != key:
             with torch.inference_mode(False):  # training may use it next
-                self._cached = cached = key, inverse_gram(W)
+                self._cached = cached = key, inverse_gram(W, split)
         return cached[1]  # not the attribute: threads may share it
 
 
 def divide(rows: Tensor, table: Tensor, inverse: InverseGram, split: bool) -> Tensor:
     """rows (WᵀW)⁻¹ of rows (n, d) of the table, in float32 or wider, if ``split`` by split products; differentiable in both."""
     wide = rows.to(precision.compute_dtype(rows.dtype))
-    known = None if autograd.in_transform() else inverse(table)
+    known = None if autograd.in_transform() else inverse(table, split)
     return _divide(wide, distributed.to_local(table), known, VocabularyShard.of(table), split)
 
 
@@ -56,12 +56,12 @@ def _fingerprint(W: Tensor) -> float:
 
 
 @torch.no_grad()
-def inverse_gram(W: Tensor) -> Tensor:
+def inverse_gram(W: Tensor, split: bool = False) -> Tensor:
     """(WᵀW)⁻¹ (d, d) in float64, one all-reduce for a DTensor; ValueError if W is rank-deficient.
 
-    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient.
+    NaN if W is not finite; on a GPU, where the check would sync, also if W is rank-deficient. With ``split`` in float32.
     """
-    G = distributed.row_reduce(W)(precision.gram_in_double(distributed.to_local(W)))
+    G = distributed.row_reduce(W)((kernels.split_gram if split else precision.gram_in_double)(distributed.to_local(W)))
     L, info = torch.linalg.cholesky_ex(G)
     if G.device.type == "cpu" and autograd.has_data(G) and not torch.compiler.is_compiling():
         pivots = L.diagonal()
@@ -70,7 +70,7 @@ def inverse_gram(W: Tensor) -> Tensor:
                 f"expected a table W of full column rank, but WᵀW (d = {len(G)}) is singular to working accuracy: E = "
                 "W (WᵀW)⁻¹ is not determined. Look for constant, duplicate or zero columns, or train with a lower rate"
             )
-    return torch.cholesky_inverse(L).where(info == 0, torch.nan)
+    return torch.cholesky_inverse(L).where(info == 0, torch.nan).to(torch.float32 if split else G.dtype)
 
 
 class _Divide(torch.autograd.Function):
@@ -86,22 +86,18 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (_, W, inverse, _, split), (e,) = autograd.saved(ctx)
-        if split:  # one part of grad, as autocast rounds it in every layer
-            grad = grad.bfloat16()
-            Y = kernels.split_product(grad, inverse)
-        else:
-            Y = (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
-        grad_W = None
+        times, grad_W = kernels.split_product, None
+        grad = grad.bfloat16() if split else grad  # one part, as autocast rounds it in every layer
+        Y = times(grad, inverse) if split else (grad.to(inverse.dtype) @ inverse).to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            times = kernels.split_product
             S = times(times(e.mT, grad), inverse) if split else e.mT @ Y
             S = (S + S.mT).neg_()
-            if W.dtype == S.dtype and not split:
-                grad_W = W @ S
-            else:  # one block of rows at a time: of a 16-bit table in float32, or of the table in parts
+            if split or W.dtype == S.dtype:  # in parts, since an error of W or S counts cond(W) times
+                grad_W = times(W, S).to(W.dtype) if split else W @ S
+            else:  # of a 16-bit table in float32, one block of rows at a time
                 grad_W = torch.empty_like(W)
                 for rows in precision.row_chunks(W):
-                    grad_W[rows] = times(W[rows], S) if split else W[rows].to(S.dtype) @ S
+                    grad_W[rows] = W[rows].to(S.dtype) @ S
         return Y, grad_W, None, None, None
 
 

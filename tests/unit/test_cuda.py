@@ -192,22 +192,34 @@ def test_the_loss_in_several_chunks(dtype: torch.dtype, V: int, fused: bool, mon
 @pytest.mark.parametrize("memory", ["free", "frozen", "trainable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_real_device_maps_in_16_bit_parts(memory: Any, dtype: torch.dtype) -> None:
-    """Under autocast, to a hundredth of the rounding to bfloat16; not to that of float32, or nothing was split."""
-    pit = PIT(400, 48, memory=memory)
+    """Under autocast, to a hundredth of the rounding to bfloat16; not to that of float32, or nothing was split.
+
+    The initial T is I, by which a product in parts is exact.
+    """
+    start = torch.randn(400, 48) + 2 * torch.eye(400, 48)
+    pit = PIT.from_embedding(start, transform="head", memory=memory)
     exact, own = copy.deepcopy(pit).double(), pit.cuda()
-    ids, hidden = torch.randint(400, (300,)), torch.randn(200, 48).to(dtype)
+    ids, hidden = torch.randperm(400)[:300], torch.randn(200, 48).to(dtype)
     with torch.autocast("cuda", torch.bfloat16):
         e, readout = own.embed(ids.cuda()), own._factors(hidden.cuda())[0]
-    weights = torch.randn(300, 48).bfloat16()
-    gradients = [
-        torch.autograd.grad((x * weights.to(x)).sum(), next(p for p in m.parameters() if p.requires_grad))[0]
-        for m, x in ((own, e), (exact, exact.embed(ids)))
-    ]
-    pairs = [(e, exact.embed(ids)), (gradients[0], gradients[1])]
-    errors = [float((a.detach().double().cpu() - b).norm() / b.norm()) for a, b in pairs]
-    assert max(errors) <= 2e-5 and errors[1] > 5e-7
+    weights, expected = torch.randn(300, 48).bfloat16(), exact.embed(ids)
+    found, own_found = (
+        [x.detach(), *torch.autograd.grad((x * weights.to(x)).sum(), [p for p in m.parameters() if p.requires_grad])]
+        for m, x in ((exact, expected), (own, e))
+    )
+    errors = [float((a.double().cpu() - b).norm() / b.norm()) for a, b in zip(own_found, found, strict=True)]
+    assert len(errors) == 3 if memory == "trainable" else len(errors) == 2
+    assert max(errors) <= 2e-5 and min(errors[1:]) > 5e-7
     y = exact._factors(hidden.double())[0]
     assert (readout.double().cpu() - y).norm() <= {torch.float32: 2e-5, torch.float16: 5e-4}.get(dtype, 3e-3) * y.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_device_sums_squares_in_parts(dtype: torch.dtype) -> None:
+    """With a mean, so that a sum that is rounded towards 0 would show."""
+    W = (torch.randn(5000, 72) + 1).to(dtype)
+    exact = W.double().mT @ W.double()
+    assert torch.dist(kernels.split_gram(W.cuda()).cpu(), exact) <= 2e-8 * exact.norm()
 
 
 def test_a_real_device_runs_triton() -> None:
