@@ -58,9 +58,9 @@ def reorthonormalize_(
     with full_precision(Y.device):
         if sync_free:
             D, r = inverse_sqrt_without_sync(reduce(gram(Y)), skip)
-            for rows in row_chunks(Y):  # Y + Y D rounds less than Y (I + D) where sums are sequential
+            for rows in row_chunks(Y):  # Y r + Y D rounds less than Y (r I + D) where sums are sequential
                 part = Y[..., rows, :]
-                part.add_(part @ D).mul_(r)
+                torch.addcmul(part @ D, part, r, out=part)
             return Y
         Z = Y
         for _ in range(_ROUNDS):

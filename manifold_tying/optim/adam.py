@@ -13,7 +13,7 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
 from manifold_tying.optim.checks import Group, check_kernels, check_range
-from manifold_tying.optim.nonfinite import NonFinite
+from manifold_tying.optim.nonfinite import NonFinite, is_captured
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
 SecondMoment = Literal["element", "row", "matrix"]
@@ -81,7 +81,7 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(lr, foreach, fused)
+        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
@@ -154,7 +154,7 @@ class RiemannianAdam(RiemannianOptimizer):
         return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
 
     def _runs_sync_free(self, group: Group) -> bool:
-        return self._guard.found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
+        return self._guard.found_inf is not None and (group["steps_taken"] % SYNC_EVERY != 0 or is_captured())
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
         """Whether one of the rules by torch's fused kernel can update p (required for masking on the device)."""
@@ -167,7 +167,8 @@ class RiemannianAdam(RiemannianOptimizer):
         if not (params and params[0].device.type in SYNC_FREE_DEVICES and all(g["fused"] for g in self.param_groups)):
             return False
         points = [(group, p) for group in self.param_groups for p in group["params"] if p in self._manifolds]
-        narrow = all(p.shape[-1] <= SYNC_FREE_MAX_COLUMNS for _, p in points if type(self._manifolds[p]) is not Sphere)
+        widest = max((p.shape[-1] for _, p in points if type(self._manifolds[p]) is not Sphere), default=0)
+        narrow = widest <= SYNC_FREE_MAX_COLUMNS or is_captured()
         return narrow and len({p.device for p in params}) == 1 and all(self._fits_kernel(*pair) for pair in points)
 
 

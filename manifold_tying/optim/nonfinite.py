@@ -15,7 +15,8 @@ class NonFiniteGuard:
     """Decides whether a step may use its gradients.
 
     Immediate: the host reads one number. Deferred, without a sync: ``found_inf`` (1 if a gradient of this step is not finite,
-    else 0) masks the update on the device, and the host reads it at one of the next steps, once it has arrived.
+    else 0) masks the update on the device, and the host reads it at one of the next steps, once it has arrived. A step that is
+    captured in a CUDA graph is masked without a report.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
@@ -36,7 +37,8 @@ class NonFiniteGuard:
 
         ``reduce`` sums over the ranks that hold the gradients, so that all of them decide alike.
         """
-        self._read()
+        if not is_captured():
+            self._read()
         self.found_inf, self.needs_rescaling = None, False
         for name, gradient in zip(names, gradients, strict=True):
             if gradient.is_sparse:
@@ -46,13 +48,13 @@ class NonFiniteGuard:
         if deferred:
             # The maximum of an empty tensor is undefined.
             gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]
-            largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
-            bad = _on_any_rank((largest < float("inf")).logical_not_(), reduce)  # also where it is NaN
-            self.found_inf = bad.any().float()
-            event = torch.cuda.Event() if bad.is_cuda else None
-            self._pending.append((bad.to("cpu", non_blocking=True), names, event))
-            if event is not None:
-                event.record(torch.cuda.current_stream(bad.device))
+            nans = reduce(torch.stack(torch._foreach_norm(gradients, float("inf"))) * 0)  # 0 for what is finite
+            self.found_inf = nans.sum().float().nan_to_num_(1)
+            if not is_captured():
+                event = torch.cuda.Event() if nans.is_cuda else None
+                self._pending.append((nans.to("cpu", non_blocking=True), names, event))
+                if event is not None:
+                    event.record(torch.cuda.current_stream(nans.device))
             return True
         # One fast pass over the gradients gives the sum of their norms, the one number that the host reads.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
@@ -78,10 +80,15 @@ class NonFiniteGuard:
 
     def _read(self) -> None:
         while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            bad, names, _ = self._pending.pop(0)
-            if self.nonfinite != "skip" and bad.any():
+            nans, names, _ = self._pending.pop(0)
+            if self.nonfinite != "skip" and (bad := nans.isnan()).any():
                 bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
                 raise ValueError(_message("at an earlier step the", bad_names))
+
+
+def is_captured() -> bool:
+    """Whether what runs now is recorded as a CUDA graph."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
