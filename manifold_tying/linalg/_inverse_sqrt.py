@@ -136,11 +136,15 @@ def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
 
 def _radius(E2: Tensor) -> float:
     """The largest |eigenvalue| of E in a batch from E2 = E² (m, p, p): its upper bound √‖E²‖, or less by power iterations."""
-    p, bound = E2.shape[-1], _norm(E2) ** 0.5
-    v = torch.arange(p, dtype=torch.float64).square_().sin_()[:, None].to(E2)
-    for _ in range(_POWERS if p > 32 else 0):
-        v = E2 @ torch.nn.functional.normalize(v, dim=-2, eps=torch.finfo(E2.dtype).tiny)
-    return float(min(bound, 1.15 * _norm(v) ** 0.5) if p > 32 else bound)
+    p, square, tiny = E2.shape[-1], torch.linalg.vector_norm(E2, dim=(-2, -1)), torch.finfo(E2.dtype).tiny
+    if p > 32:
+        A = E2 / square.add(tiny)[:, None, None]
+        v = torch.arange(p, dtype=E2.dtype, device=E2.device).square_().sin_()[:, None]
+        for _ in range(_POWERS):
+            u, v = v, A @ v
+        growth = torch.linalg.vector_norm(v, dim=(-2, -1)) / torch.linalg.vector_norm(u, dim=(-2, -1)).add_(tiny)
+        square = square * (1.32 * growth).clamp_(max=1)
+    return float(square.amax()) ** 0.5
 
 
 def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, float]:

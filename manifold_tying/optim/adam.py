@@ -21,7 +21,7 @@ SYNC_FREE_DEVICES = ("cuda",)
 # In sync-free mode, sync every so many steps to check that the fixed number of iterations still converges.
 SYNC_EVERY = 100
 # The fixed number of iterations costs 6 to 9 extra p x p products; above this width a sync is cheaper.
-SYNC_FREE_MAX_COLUMNS = 2048
+SYNC_FREE_MAX_COLUMNS = 1024
 
 
 class RiemannianAdam(RiemannianOptimizer):
@@ -42,7 +42,7 @@ class RiemannianAdam(RiemannianOptimizer):
     RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
 
     With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
-    iterations still converges. This needs the polar retraction, second_moment="element" and at most 2048 columns (wider points
+    iterations still converges. This needs the polar retraction, second_moment="element" and at most 1024 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
     ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
     steps do not check for NaN or changed constraints, and project every gradient.

@@ -365,12 +365,12 @@ def test_a_captured_step_is_masked_and_reads_nothing(lr: Any, monkeypatch: pytes
 def test_a_captured_step_depends_on_no_count_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adam, "SYNC_EVERY", 2)
     X = point(40, 40)
-    optimizer = RiemannianAdam([X], lr=1.0, fused=True)
+    optimizer = RiemannianAdam([X], lr=1.0, project_every=2, fused=True)
     drive(optimizer, [X], 1, seeded)
     before, state = X.detach().clone(), copy.deepcopy(optimizer.state_dict())
     capture(monkeypatch)
     moved = []
-    for _ in range(2):  # of which the host would sync in the first
+    for _ in range(2):  # in the first of which the host would sync, and not project
         with torch.no_grad():
             X.copy_(before)
         optimizer.state[X].update({key: value.clone() for key, value in state["state"][0].items()})
@@ -387,7 +387,7 @@ def test_what_cannot_be_captured_is_refused(
     optimizer, params = named(RiemannianAdam, **options)
     drive(optimizer, params, steps, seeded)
     capture(monkeypatch)
-    with pytest.raises(ValueError, match="without a sync .* and one before the capture"):
+    with pytest.raises(ValueError, match=r"without a sync .* and one before the capture"):
         drive(optimizer, params, 1, seeded)
 
 
