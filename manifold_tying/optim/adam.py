@@ -44,8 +44,9 @@ class RiemannianAdam(RiemannianOptimizer):
     With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
     iterations still converges. This needs the polar retraction, second_moment="element" and at most 1024 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
-    ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
-    steps do not check for NaN or changed constraints, and project every gradient.
+    After such a step ``torch.cuda.graph`` can capture the next, of any width; an lr that is to change must be on the GPU. Replays
+    mask without a report. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr and does not check for NaN.
+    Neither notices changed constraints, and both project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
@@ -120,6 +121,7 @@ class RiemannianAdam(RiemannianOptimizer):
                     exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
                 )
         states = [self.state[p] for p in params]
+        fused = None if torch.compiler.is_compiling() else group["fused"]  # torch traces no fused optimizer
         adamw(
             parts,
             local_gradients(params),
@@ -127,7 +129,7 @@ class RiemannianAdam(RiemannianOptimizer):
             [distributed.to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=None if group["fused"] else group["foreach"], fused=group["fused"], found_inf=self._guard.found_inf,
+            foreach=None if group["fused"] else group["foreach"], fused=fused, found_inf=self._guard.found_inf,
             has_complex=any(p.is_complex() for p in parts), weight_decay=group["weight_decay"], amsgrad=False,
             **_kernel_options(group, fused=False),
         )  # fmt: skip

@@ -395,6 +395,7 @@ def test_what_cannot_be_captured_is_refused(
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "element": lambda params, **options: RiemannianAdam(params, **options),
+    "fused": lambda params, **options: RiemannianAdam(params, fused=True, **options),
     "momentum": lambda params, **options: RiemannianSGD(params, momentum=0.9, **options),
     "muon": lambda params, **options: RiemannianMuon(params, dual_steps=1, **options),
 }
