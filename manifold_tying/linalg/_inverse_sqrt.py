@@ -14,7 +14,6 @@ for _k in range(1, 9):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
 _DEGREE, _CONDITION = 8, 24  # of the widest polynomial, and of the matrices for which it is good to a few percent
 _STEPS = range(-44, 69)  # radii 2^(k/4) for which the polynomials without a sync are prepared
-_POWERS = 4
 
 
 def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
@@ -39,16 +38,13 @@ def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> tuple[Te
     """
     E, c = _deviation(G)
     E2 = E @ E
-    bounds, rows = _prepared(G)
-    size = torch.linalg.vector_norm(E2 @ E2, dim=(-2, -1))  # at least r⁴
+    size, (bounds, rows) = torch.linalg.vector_norm(E2 @ E2, dim=(-2, -1)), _prepared(G)  # at least r⁴
     D = _polynomial(E, E2, rows[torch.bucketize(size, bounds)])
     for _ in range(1 if G.dtype == torch.float32 else 2):
         D, _ = _corrected(D, E)
-    r = c.rsqrt()
-    if skip is None:
-        return D.mul_(r).view(G.shape), r.view(*G.shape[:-2], 1, 1)
-    kept = r.addcmul(r, skip, value=-1)
-    return D.mul_(kept).view(G.shape), (kept + skip).view(*G.shape[:-2], 1, 1)
+    r = c.rsqrt().view(*G.shape[:-2], 1, 1)
+    kept = r if skip is None else r.addcmul(r, skip, value=-1)
+    return D.view(G.shape).mul_(kept), kept if skip is None else kept + skip
 
 
 def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
@@ -57,6 +53,7 @@ def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
     At most four products, fewer if the eigenvalues of G differ little.
     """
     (E, c), eps = _deviation(G), torch.finfo(G.dtype).eps
+    _prepared(G)  # a CUDA graph that is captured after this cannot
     if _norm(E) < (2 * eps) ** 0.5:
         return torch.add(eye_like(E), E, alpha=-0.5).mul_(c.rsqrt()).view(G.shape), True
     E2 = add_symmetric_product_(torch.empty_like(E), E, E, beta=0)
@@ -124,8 +121,7 @@ _PREPARED: dict[Any, tuple[Tensor, Tensor]] = {}
 def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of r⁴ and the rows of coefficients between them, like G; copied to a device once."""
     key: Any = (G.dtype, G.device, getattr(G, "fake_mode", None))
-    compiled = torch.compiler.is_compiling()
-    if not compiled and key in _PREPARED:
+    if not (compiled := torch.compiler.is_compiling()) and key in _PREPARED:
         return _PREPARED[key]
     on_host = (torch.tensor(values, dtype=G.dtype) for values in (_BOUNDS, _ROWS))
     bounds, rows = (values.to(G.device, non_blocking=True) for values in on_host)
@@ -138,11 +134,9 @@ def _radius(E2: Tensor) -> float:
     """The largest |eigenvalue| of E in a batch from E2 = E² (m, p, p): its upper bound √‖E²‖, or less by power iterations."""
     p, square, tiny = E2.shape[-1], torch.linalg.vector_norm(E2, dim=(-2, -1)), torch.finfo(E2.dtype).tiny
     if p > 32:
-        A = E2 / square.add(tiny)[:, None, None]
-        v = torch.arange(p, dtype=E2.dtype, device=E2.device).square_().sin_()[:, None]
-        for _ in range(_POWERS):
-            u, v = v, A @ v
-        growth = torch.linalg.vector_norm(v, dim=(-2, -1)) / torch.linalg.vector_norm(u, dim=(-2, -1)).add_(tiny)
+        A, v = E2 / square.add(tiny)[:, None, None], torch.arange(p, dtype=E2.dtype, device=E2.device).square_().sin_()
+        v = A @ (A @ (A @ v[:, None]))
+        growth = torch.linalg.vector_norm(A @ v, dim=(-2, -1)) / torch.linalg.vector_norm(v, dim=(-2, -1)).add_(tiny)
         square = square * (1.32 * growth).clamp_(max=1)
     return float(square.amax()) ** 0.5
 

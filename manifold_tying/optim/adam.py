@@ -44,7 +44,7 @@ class RiemannianAdam(RiemannianOptimizer):
     With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
     iterations still converges. This needs the polar retraction, second_moment="element" and at most 1024 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
-    After such a step ``torch.cuda.graph`` can capture the next, of any width; an lr that is to change must be on the GPU. Replays
+    After such a step ``torch.cuda.graph`` can capture the next; an lr that is to change must be a tensor on the GPU. Replays
     mask without a report. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr and does not check for NaN.
     Neither notices changed constraints, and both project every gradient.
 
@@ -169,8 +169,7 @@ class RiemannianAdam(RiemannianOptimizer):
         if not (params and params[0].device.type in SYNC_FREE_DEVICES and all(g["fused"] for g in self.param_groups)):
             return False
         points = [(group, p) for group in self.param_groups for p in group["params"] if p in self._manifolds]
-        widest = max((p.shape[-1] for _, p in points if type(self._manifolds[p]) is not Sphere), default=0)
-        narrow = widest <= SYNC_FREE_MAX_COLUMNS or is_captured()
+        narrow = all(p.shape[-1] <= SYNC_FREE_MAX_COLUMNS for _, p in points if type(self._manifolds[p]) is not Sphere)
         return narrow and len({p.device for p in params}) == 1 and all(self._fits_kernel(*pair) for pair in points)
 
 

@@ -59,13 +59,10 @@ class NonFiniteGuard:
         # One fast pass over the gradients gives the sum of their norms, the one number that the host reads.
         device, norms = gradients[0].device, torch._foreach_norm(gradients)
         size = norms[0] if len(norms) == 1 else torch.stack([norm.to(device) for norm in norms]).sum()
-        if reduce is distributed.no_reduce:
-            self.needs_rescaling = not float(size) < _LARGE
-        else:
-            self.needs_rescaling = bool(_on_any_rank(~(size < _LARGE), reduce))
+        self.needs_rescaling = not float(reduce(size)) < _LARGE
         if not self.needs_rescaling:
             return True
-        bad = _on_any_rank(~torch.stack([g.isfinite().all().to(device) for g in gradients]), reduce)
+        bad = reduce(torch.stack([(~g.isfinite()).any().float().to(device) for g in gradients]))
         bad_names = [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
         if bad_names and self.nonfinite != "skip":
             raise ValueError(_message("the", bad_names))
@@ -100,11 +97,6 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     limit: float = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
     return gradient * (limit / largest / distributed.mesh_reduce([p])(mine / largest)).clamp(max=1)
-
-
-def _on_any_rank(bad: Tensor, reduce: distributed.Reduce) -> Tensor:
-    """True if any rank has True."""
-    return bad if reduce is distributed.no_reduce else reduce(bad.float()) > 0
 
 
 def _message(when: str, names: list[str]) -> str:

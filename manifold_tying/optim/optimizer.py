@@ -148,7 +148,7 @@ class RiemannianOptimizer(Optimizer):
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         sync_free = self._sync_free(params)
-        if is_captured() and not (sync_free and all(self.state[p] for p in params)):
+        if is_captured() and (self._guard.found_inf is None or not all(self.state[p] for p in params)):
             raise ValueError("a CUDA graph needs steps without a sync (see fused=True), and one before the capture")
         if self._guard.nonfinite == "ignore":
             params = [p for p in params if p in self._manifolds]
@@ -167,7 +167,9 @@ class RiemannianOptimizer(Optimizer):
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
         """The points of a group that have a gradient, grouped into batches that one call can update."""
-        recorded = _is_recorded()
+        recorded = (
+            torch.compiler.is_compiling() or is_captured()
+        )  # then nothing depends on what the host counts or reads
         every = group["project_every"]
         project = every == 1 or recorded or group["steps_taken"] % every == 1
         alike: dict[Any, list[Tensor]] = defaultdict(list)
@@ -284,11 +286,6 @@ class RiemannianOptimizer(Optimizer):
             "_scales": self._scales,
             "_guard": NonFiniteGuard(self._guard.nonfinite),
         }
-
-
-def _is_recorded() -> bool:
-    """Whether this step is compiled or captured: then it depends on no Python counter, nor on what the host reads."""
-    return torch.compiler.is_compiling() or is_captured()
 
 
 def local_gradients(params: list[Tensor]) -> list[Tensor]:
