@@ -138,7 +138,7 @@ def _radius(E2: Tensor) -> float:
         v = A @ (A @ (A @ v[:, None]))
         growth = torch.linalg.vector_norm(A @ v, dim=(-2, -1)) / torch.linalg.vector_norm(v, dim=(-2, -1)).add_(tiny)
         square = square * (1.32 * growth).clamp_(max=1)
-    return float(square.amax()) ** 0.5
+    return float(square.amax().sqrt())
 
 
 def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, float]:

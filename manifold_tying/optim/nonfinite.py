@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from manifold_tying import distributed
+from manifold_tying.distributed import Reduce, mesh_reduce, no_reduce
 
 NonFinite = Literal["raise", "skip", "ignore"]
 _LARGE = 1e18  # sums of squares of smaller float32 numbers cannot overflow
@@ -26,13 +26,7 @@ class NonFiniteGuard:
         """Whether squares of this step's gradients may overflow."""
         self._pending: list[tuple[Tensor, list[str], torch.cuda.Event | None]] = []
 
-    def check(
-        self,
-        names: list[str],
-        gradients: list[Tensor],
-        deferred: bool,
-        reduce: distributed.Reduce = distributed.no_reduce,
-    ) -> bool:
+    def check(self, names: list[str], gradients: list[Tensor], deferred: bool, reduce: Reduce = no_reduce) -> bool:
         """Whether to run the update; with "raise", a ValueError names the bad parameters.
 
         ``reduce`` sums over the ranks that hold the gradients, so that all of them decide alike.
@@ -96,7 +90,7 @@ def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:
     largest = torch.finfo(gradient.dtype).max
     limit: float = 0.5 * (largest / p.numel()) ** 0.5  # squares of such entries sum to at most largest / 4
     mine = gradient.abs().amax() if gradient.numel() else gradient.new_zeros((), dtype=gradient.real.dtype)
-    return gradient * (limit / largest / distributed.mesh_reduce([p])(mine / largest)).clamp(max=1)
+    return gradient * (limit / largest / mesh_reduce([p])(mine / largest)).clamp(max=1)
 
 
 def _message(when: str, names: list[str]) -> str:
