@@ -18,11 +18,11 @@ _STEPS = range(-44, 69)  # radii 2^(k/4) for which the polynomials without a syn
 
 def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
     """G^(-1/2) and whether the condition of G may exceed 2; None if it is too large, or G is not finite. G (..., p, p)."""
-    P, precise = near_inverse_sqrt(G)
+    D, r, precise = near_inverse_sqrt(G)
     if precise:
-        return P, False
+        return D + r * eye_like(G), False
     E, c = _deviation(G)
-    D = P.view_as(E) * c.sqrt() - eye_like(G)
+    D = D.view_as(E) * c.sqrt()
     for _ in range(2):
         D, M = _corrected(D, E)
         if _norm(M) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
@@ -47,21 +47,22 @@ def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> tuple[Te
     return D.view(G.shape).mul_(kept), kept if skip is None else kept + skip
 
 
-def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
-    """A polynomial in G (..., p, p), and whether it is G^(-1/2) to rounding; else it is near to it up to a condition of 24.
+def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """D (..., p, p), r (..., 1, 1), and whether r I + D is G^(-1/2) to rounding; else it is near to it up to a condition of 24.
 
     At most four products, fewer if the eigenvalues of G differ little.
     """
     (E, c), eps = _deviation(G), torch.finfo(G.dtype).eps
     _prepared(G)  # a CUDA graph that is captured after this cannot
+    r = c.rsqrt().view(*G.shape[:-2], 1, 1)
     if _norm(E) < (2 * eps) ** 0.5:
-        return torch.add(eye_like(E), E, alpha=-0.5).mul_(c.rsqrt()).view(G.shape), True
+        return E.view(G.shape) * (-0.5 * r), r, True
     E2 = add_symmetric_product_(torch.empty_like(E), E, E, beta=0)
     radius = _radius(E2)
     degree = next((k for k in range(2, _DEGREE + 1, 2) if radius < 2 * (2 * eps) ** (1 / (k + 1))), None)
     step = int(np.ceil(4 * np.log2(radius))) if radius < 2 ** (_STEPS[-1] / 4) else _STEPS[-1]
     rows = torch.tensor(_coefficients(step, degree or _DEGREE), dtype=G.dtype, device=G.device)
-    return (_polynomial(E, E2, rows[None]) * c.rsqrt()).view(G.shape), degree is not None
+    return _polynomial(E, E2, rows[None]).view(G.shape) * r, r, degree is not None
 
 
 def _deviation(G: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +97,8 @@ def _polynomial(E: Tensor, E2: Tensor, rows: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _coefficients(step: int, degree: int, minus: float = 0.0) -> list[list[float]]:
-    """(1 + E)^(-1/2) - minus for eigenvalues of E up to r = 2^(step/4) in size, by a truncated Chebyshev series.
+def _coefficients(step: int, degree: int) -> list[list[float]]:
+    """(1 + E)^(-1/2) - 1 for eigenvalues of E up to r = 2^(step/4) in size, by a truncated Chebyshev series.
 
     In T, which is E shifted and scaled to [-1, 1], as b₀ + T² (b₁ + T² (b₂ + ...)): bᵢ is linear, the last one quadratic. Each
     row has the coefficients of 1, E and E² in one bᵢ; the last row those of T².
@@ -106,7 +107,7 @@ def _coefficients(step: int, degree: int, minus: float = 0.0) -> list[list[float
     lowest = max(2 - highest, highest / _CONDITION)
     middle, half = (highest + lowest) / 2, (highest - lowest) / 2
     chebyshev: Any = np.polynomial.chebyshev
-    a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5 - minus, 63)[: degree + 1])
+    a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5 - 1, 63)[: degree + 1])
     shift = 1 - middle
     T, T2 = np.array([shift, 1, 0]) / half, np.array([shift**2, 2 * shift, 1]) / half**2
     rows = [np.array([a[k], 0, 0]) + a[k + 1] * T for k in range(0, degree, 2)]
@@ -114,7 +115,7 @@ def _coefficients(step: int, degree: int, minus: float = 0.0) -> list[list[float
     return [row.tolist() for row in (*rows, T2)]
 
 
-_BOUNDS, _ROWS = [2.0**step for step in _STEPS[:-1]], [_coefficients(step, _DEGREE, 1.0) for step in _STEPS]
+_BOUNDS, _ROWS = [2.0**step for step in _STEPS[:-1]], [_coefficients(step, _DEGREE) for step in _STEPS]
 _PREPARED: dict[Any, tuple[Tensor, Tensor]] = {}
 
 
