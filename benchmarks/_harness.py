@@ -19,6 +19,20 @@ class Unavailable(Exception):
     """Raised by a contender's ``build`` if it cannot run here; the message gives the reason."""
 
 
+class Graphed:
+    """A step captured as a CUDA graph; calling it replays the kernels."""
+
+    def __init__(self, step: Step) -> None:
+        for _ in range(3):
+            step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            step()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 @dataclass(frozen=True)
 class Contender:
     """One implementation of a row's work; ``build`` sets it up and returns the step to time."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from benchmarks._command import Options, run
-from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, significant
+from benchmarks._harness import Contender, Extra, Graphed, Row, Step, Unavailable, significant
 from benchmarks._limits import LIMIT
 from benchmarks._peers import load
 from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
@@ -66,20 +66,6 @@ class Layer:
         with self.problem.options.autocast():
             y = self.layer(self.problem.x)
         y.backward(self.problem.cotangent.to(y.dtype))
-
-
-class Graphed:
-    """A step captured as a CUDA graph; calling it replays the kernels."""
-
-    def __init__(self, step: Step) -> None:
-        for _ in range(3):
-            step()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            step()
-
-    def __call__(self) -> None:
-        self.graph.replay()
 
 
 class OneFormulation(nn.Module):

@@ -56,6 +56,7 @@ STEP, POET_STEP = (f"{name} --dtype bfloat16 --rounds 5" for name in ("training_
 LAYERS = "nn.Linear 'ours block' 'PEFT OFT (P alone)'"
 GRAPHS = "'nn.Linear, CUDA graph' 'ours block, CUDA graph' 'PEFT OFT, CUDA graph' 'nn.Linear, compiled' 'ours block, compiled'"
 FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt 'geoopt, medium' POGO"
+REPLAYED = "'ours, CUDA graph' 'POGO, CUDA graph'"
 MUONS = "'our Muon' 'torch Muon' 'Emerging-Optimizers Muon' 'Emerging-Optimizers Spel'"
 LARGE = "V=8192 V=32000 V=151936 V=2048 '4 x (' 'V=96 d' 'V=16 d'"
 BILLION = "--preset poet-1.3b --tokens 4096 --sequence-length 512"
@@ -64,7 +65,7 @@ LAST = "riemannian-step-slow"  # after the ablations, since a row takes minutes
 BENCHMARKS = {
     "equivalence": f"equivalence --dtype bfloat16 --rounds 10 --only {LAYERS} {GRAPHS}",
     "interface": "interface --dtype bfloat16 --rounds 10",
-    "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {MUONS}",
+    "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {REPLAYED} {MUONS}",
     "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
     "maps": "maps --rounds 8",
     # The official layer compiles for up to two minutes at each size.

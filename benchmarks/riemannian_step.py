@@ -14,6 +14,9 @@ All steps have the same length: optimizers that divide by one number per matrix 
 rate. The defect is ‖XᵀX - I‖_F / √d after the timed steps, the largest one in a batch. Extra memory is the peak of the second
 step besides parameter, gradients and optimizer state, each measured in a separate process.
 
+"CUDA graph" is the time of the kernels alone, replayed without the host, with one gradient. POGO's check for a gradient of
+zeros, which reads the device and cannot be captured, is left out there.
+
 Muon keeps X on no manifold, so its defect grows: its row is the price of an orthogonalized direction. Spel orthogonalizes the
 direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16.
 """
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+from unittest.mock import patch
 
 import geoopt
 import torch
@@ -31,7 +35,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from benchmarks._command import Options, run
-from benchmarks._harness import Contender, Extra, Row, Step, Unavailable, significant
+from benchmarks._harness import Contender, Extra, Graphed, Row, Step, Unavailable, significant
 from benchmarks._limits import LIMIT, refuse_low_precision
 from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
 from manifold_tying.optim import RiemannianAdam, RiemannianMuon
@@ -136,6 +140,12 @@ class Problem:
         X = nn.Parameter(batch[0].clone())
         return Optimizing([pogo.POGO([X], base.VectorAdam(), self.matrix_rate, rows=False)], [X], [batch[1:]])
 
+    def graphed(self, build: Callable[[], Step]) -> Step:
+        if self.device.type != "cuda":
+            raise Unavailable("is for device cuda")
+        with patch.object(torch, "allclose", return_value=False):  # POGO's check
+            return Graphed(build())
+
     def torch_muon(self) -> Step:
         if not hasattr(torch.optim, "Muon"):
             raise Unavailable(f"torch {torch.__version__} has no Muon")
@@ -220,6 +230,7 @@ def _row(problem: Problem) -> Row:
             "ours, project_every=8", lambda: problem.ours(8), steps=8
         ),  # one of eight steps projects the gradient
         Contender("ours, medium", lambda: problem.ours(precision="medium")),
+        Contender("ours, CUDA graph", lambda: problem.graphed(problem.ours)),
     ]
     if batch:
         contenders += [
@@ -234,6 +245,7 @@ def _row(problem: Problem) -> Row:
         Contender("torch orthogonal", lambda: problem.through(torch_orthogonal), limit=LIMIT),
         Contender("geotorch", lambda: problem.through(geotorch_orthogonal), limit=LIMIT),
         Contender("POGO", problem.pogo, limit=LIMIT),
+        Contender("POGO, CUDA graph", lambda: problem.graphed(problem.pogo), limit=LIMIT),
         Contender("torch Muon", problem.torch_muon, limit=LIMIT),
         Contender("Emerging-Optimizers Muon", problem.emerging_muon, limit=LIMIT),
         Contender("Emerging-Optimizers Spel", problem.emerging_spel, limit=LIMIT),

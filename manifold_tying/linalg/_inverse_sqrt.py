@@ -14,77 +14,81 @@ for _k in range(1, 9):
     _SERIES.append(_SERIES[-1] * (1 - 2 * _k) / (2 * _k))
 _DEGREE, _CONDITION = 8, 24  # of the widest polynomial, and of the matrices for which it is good to a few percent
 _STEPS = range(-44, 69)  # radii 2^(k/4) for which the polynomials without a sync are prepared
-_POWERS = 4
 
 
 def inverse_sqrt_by_matmuls(G: Tensor) -> tuple[Tensor, bool] | None:
     """G^(-1/2) and whether the condition of G may exceed 2; None if it is too large, or G is not finite. G (..., p, p)."""
-    P, precise = near_inverse_sqrt(G)
+    D, r, precise = near_inverse_sqrt(G)
     if precise:
-        return P, False
-    eye, c = eye_like(G), mean_eigenvalue(G)
-    D, E = P * c.sqrt() - eye, G / c - eye
+        return D + r * eye_like(G), False
+    E, c = _deviation(G)
+    D = D.view_as(E) * c.sqrt()
     for _ in range(2):
-        D, N = _corrected(D, E)
-        if _norm(N) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
-            return (eye + D) * c.rsqrt(), True
+        D, M = _corrected(D, E)
+        if _norm(M) < (2 * torch.finfo(G.dtype).eps) ** 0.25:
+            return ((eye_like(G) + D) * c.rsqrt()).view(G.shape), True
     return None
 
 
 def inverse_sqrt_without_sync(G: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """D (..., p, p) and r (..., 1, 1) with G^(-1/2) = r (I + D): no branch on the data, for GPUs and compiled code.
+    """D (..., p, p) and r (..., 1, 1) with G^(-1/2) = r I + D: no branch on the data, for GPUs and compiled code.
 
     By 10 matmuls, 15 in float64. Sufficient for a condition of 10. Beyond about 20 the result is too small: G^(1/2) times it is
     symmetric with eigenvalues between 0 and 1. With ``skip``, 0 or 1 on G's device, it is I where that is 1.
     """
-    H, eye = G.reshape(-1, *G.shape[-2:]), eye_like(G)
-    c = mean_eigenvalue(H)
-    N = torch.addcdiv(eye, H, c, value=-1)
-    N2 = N @ N
-    bounds, rows = _prepared(G)
-    size = torch.linalg.vector_norm(N2 @ N2, dim=(-2, -1))  # at least r⁴
-    D = _polynomial(N, N2, rows[torch.bucketize(size, bounds)]) - eye
+    E, c = _deviation(G)
+    E2 = E @ E
+    size, (bounds, rows) = torch.linalg.vector_norm(E2 @ E2, dim=(-2, -1)), _prepared(G)  # at least r⁴
+    D = _polynomial(E, E2, rows[torch.bucketize(size, bounds)])
     for _ in range(1 if G.dtype == torch.float32 else 2):
-        D, _ = _corrected(D, -N)
+        D, _ = _corrected(D, E)
     r = c.rsqrt().view(*G.shape[:-2], 1, 1)
-    if skip is not None:
-        D, r = D * (1 - skip), torch.where(skip == 0, r, 1)
-    return D.view(G.shape), r
+    kept = r if skip is None else r.addcmul(r, skip, value=-1)
+    return D.view(G.shape).mul_(kept), kept if skip is None else kept + skip
 
 
-def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, bool]:
-    """A polynomial in G (..., p, p), and whether it is G^(-1/2) to rounding; else it is near to it up to a condition of 24.
+def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """D (..., p, p), r (..., 1, 1), and whether r I + D is G^(-1/2) to rounding; else it is near to it up to a condition of 24.
 
     At most four products, fewer if the eigenvalues of G differ little.
     """
-    H, eps = G.reshape(-1, *G.shape[-2:]), torch.finfo(G.dtype).eps
-    c = mean_eigenvalue(H)
-    N = torch.addcdiv(eye_like(H), H, c, value=-1)
-    if _norm(N) < (2 * eps) ** 0.5:
-        return torch.add(eye_like(H), N, alpha=0.5).mul_(c.rsqrt()).view(G.shape), True
-    N2 = add_symmetric_product_(torch.empty_like(N), N, N, beta=0)
-    radius = _radius(N2)
+    (E, c), eps = _deviation(G), torch.finfo(G.dtype).eps
+    _prepared(G)  # a CUDA graph that is captured after this cannot
+    r = c.rsqrt().view(*G.shape[:-2], 1, 1)
+    if _norm(E) < (2 * eps) ** 0.5:
+        return E.view(G.shape) * (-0.5 * r), r, True
+    E2 = add_symmetric_product_(torch.empty_like(E), E, E, beta=0)
+    radius = _radius(E2)
     degree = next((k for k in range(2, _DEGREE + 1, 2) if radius < 2 * (2 * eps) ** (1 / (k + 1))), None)
     step = int(np.ceil(4 * np.log2(radius))) if radius < 2 ** (_STEPS[-1] / 4) else _STEPS[-1]
     rows = torch.tensor(_coefficients(step, degree or _DEGREE), dtype=G.dtype, device=G.device)
-    return (_polynomial(N, N2, rows[None]) * c.rsqrt()).view(G.shape), degree is not None
+    return _polynomial(E, E2, rows[None]).view(G.shape) * r, r, degree is not None
+
+
+def _deviation(G: Tensor) -> tuple[Tensor, Tensor]:
+    """E (m, p, p) and c (m, 1, 1), the mean eigenvalue or the smallest normal number, so that G (..., p, p) is c (I + E)."""
+    H = G.reshape(-1, *G.shape[-2:])
+    c = H.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
+    E = H / c
+    E.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return E, c
 
 
 def _corrected(D: Tensor, E: Tensor) -> tuple[Tensor, Tensor]:
-    """For P = I + D and G = I + E (..., p, p): P (I - N)^(-1/2) - I by the series up to N³, never too large, and N = I - P G P.
+    """For P = I + D and G = I + E (m, p, p): P (I + M)^(-1/2) - I by the series up to M³, never too large, and M = P G P - I.
 
     From deviations: a GPU adds the entries of a product one by one, and would round each sum to the precision of 1.
     """
-    F = D + E + D @ E  # P G - I
-    N = -(F + D + F @ D)
-    S = N @ (0.375 * N + 0.3125 * (N @ N)) + 0.5 * N
-    return D + S + D @ S, N
+    F = (D + E).baddbmm_(D, E)  # P G - I
+    M = (F + D).baddbmm_(F, D)
+    S = torch.baddbmm(M, M, torch.baddbmm(M, M, M, beta=0.375, alpha=-0.3125), beta=-0.5)
+    return (D + S).baddbmm_(D, S), M
 
 
-def _polynomial(N: Tensor, N2: Tensor, rows: Tensor) -> Tensor:
-    """The polynomial of :func:`_coefficients` in N (m, p, p) and its square."""
-    parts = rows[..., 1, None, None] * N[:, None]
-    parts.addcmul_(rows[..., 2, None, None], N2[:, None])
+def _polynomial(E: Tensor, E2: Tensor, rows: Tensor) -> Tensor:
+    """The polynomial of :func:`_coefficients` in E (m, p, p) and its square."""
+    parts = rows[..., 1, None, None] * E[:, None]
+    parts.addcmul_(rows[..., 2, None, None], E2[:, None])
     parts.diagonal(dim1=-2, dim2=-1).add_(rows[..., :1])
     *lower, P, T2 = parts.unbind(1)
     for part in reversed(lower):
@@ -94,18 +98,18 @@ def _polynomial(N: Tensor, N2: Tensor, rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _coefficients(step: int, degree: int) -> list[list[float]]:
-    """(1 - N)^(-1/2) for eigenvalues of N up to r = 2^(step/4) in size, by a truncated Chebyshev series.
+    """(1 + E)^(-1/2) - 1 for eigenvalues of E up to r = 2^(step/4) in size, by a truncated Chebyshev series.
 
-    In T, which is N shifted and scaled to [-1, 1], as b₀ + T² (b₁ + T² (b₂ + ...)): bᵢ is linear, the last one quadratic. Each
-    row has the coefficients of 1, N and N² in one bᵢ; the last row those of T².
+    In T, which is E shifted and scaled to [-1, 1], as b₀ + T² (b₁ + T² (b₂ + ...)): bᵢ is linear, the last one quadratic. Each
+    row has the coefficients of 1, E and E² in one bᵢ; the last row those of T².
     """
     highest = 1 + 2 ** (step / 4)
     lowest = max(2 - highest, highest / _CONDITION)
     middle, half = (highest + lowest) / 2, (highest - lowest) / 2
     chebyshev: Any = np.polynomial.chebyshev
-    a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5, 63)[: degree + 1])
+    a = chebyshev.cheb2poly(chebyshev.chebinterpolate(lambda t: (middle + half * t) ** -0.5 - 1, 63)[: degree + 1])
     shift = 1 - middle
-    T, T2 = np.array([shift, -1, 0]) / half, np.array([shift**2, -2 * shift, 1]) / half**2
+    T, T2 = np.array([shift, 1, 0]) / half, np.array([shift**2, 2 * shift, 1]) / half**2
     rows = [np.array([a[k], 0, 0]) + a[k + 1] * T for k in range(0, degree, 2)]
     rows[-1] += a[degree] * T2
     return [row.tolist() for row in (*rows, T2)]
@@ -118,8 +122,7 @@ _PREPARED: dict[Any, tuple[Tensor, Tensor]] = {}
 def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds of r⁴ and the rows of coefficients between them, like G; copied to a device once."""
     key: Any = (G.dtype, G.device, getattr(G, "fake_mode", None))
-    compiled = torch.compiler.is_compiling()
-    if not compiled and key in _PREPARED:
+    if not (compiled := torch.compiler.is_compiling()) and key in _PREPARED:
         return _PREPARED[key]
     on_host = (torch.tensor(values, dtype=G.dtype) for values in (_BOUNDS, _ROWS))
     bounds, rows = (values.to(G.device, non_blocking=True) for values in on_host)
@@ -128,18 +131,15 @@ def _prepared(G: Tensor) -> tuple[Tensor, Tensor]:
     return bounds, rows
 
 
-def mean_eigenvalue(G: Tensor) -> Tensor:
-    """tr G / p, (..., 1, 1), at least the smallest normal number."""
-    return G.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(torch.finfo(G.dtype).tiny)
-
-
-def _radius(N2: Tensor) -> float:
-    """The largest |eigenvalue| of N in a batch from N2 = N² (m, p, p): its upper bound √‖N²‖, or less by power iterations."""
-    p, bound = N2.shape[-1], _norm(N2) ** 0.5
-    v = torch.arange(p, dtype=torch.float64).square_().sin_()[:, None].to(N2)
-    for _ in range(_POWERS if p > 32 else 0):
-        v = N2 @ torch.nn.functional.normalize(v, dim=-2, eps=torch.finfo(N2.dtype).tiny)
-    return float(min(bound, 1.15 * _norm(v) ** 0.5) if p > 32 else bound)
+def _radius(E2: Tensor) -> float:
+    """The largest |eigenvalue| of E in a batch from E2 = E² (m, p, p): its upper bound √‖E²‖, or less by power iterations."""
+    p, square, tiny = E2.shape[-1], torch.linalg.vector_norm(E2, dim=(-2, -1)), torch.finfo(E2.dtype).tiny
+    if p > 32:
+        A, v = E2 / square.add(tiny)[:, None, None], torch.arange(p, dtype=E2.dtype, device=E2.device).square_().sin_()
+        v = A @ (A @ (A @ v[:, None]))
+        growth = torch.linalg.vector_norm(A @ v, dim=(-2, -1)) / torch.linalg.vector_norm(v, dim=(-2, -1)).add_(tiny)
+        square = square * (1.32 * growth).clamp_(max=1)
+    return float(square.amax().sqrt())
 
 
 def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, float]:

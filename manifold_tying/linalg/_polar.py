@@ -223,8 +223,8 @@ def _orthogonal_factor(Y: Tensor, G: Tensor) -> Tensor | None:
     UᵀU by the product costs less here than what :func:`inverse_sqrt_by_matmuls` does.
     """
     for _ in range(3):
-        P, precise = near_inverse_sqrt(G)
-        Y = Y @ P
+        D, r, precise = near_inverse_sqrt(G)
+        Y = torch.addcmul(Y @ D, Y, r)
         if precise:
             return Y
         G = gram(Y)

@@ -57,24 +57,21 @@ def reorthonormalize_(
             return Y.copy_(add(Z, Z, S, beta=c**-0.5, alpha=c**-0.5))
     with full_precision(Y.device):
         if sync_free:
-            D, r = inverse_sqrt_without_sync(reduce(gram(Y)), skip)
-            for rows in row_chunks(Y):  # Y + Y D rounds less than Y (I + D) where sums are sequential
-                part = Y[..., rows, :]
-                part.add_(part @ D).mul_(r)
-            return Y
+            return _multiply_rows_(Y, Y, *inverse_sqrt_without_sync(reduce(gram(Y)), skip))
         Z = Y
         for _ in range(_ROUNDS):
-            P, precise = near_inverse_sqrt(reduce(gram(Z)))
+            D, r, precise = near_inverse_sqrt(reduce(gram(Z)))
             if precise:
-                return _multiply_rows_(Y, Z, P)
-            Z = Z @ P
+                return _multiply_rows_(Y, Z, D, r)
+            Z = torch.addcmul(Z @ D, Z, r)
         return Y.copy_(polar(Y)[0]) if reduce is no_reduce else orthonormalize_rows_(Y, reduce)
 
 
-def _multiply_rows_(Y: Tensor, Z: Tensor, P: Tensor) -> Tensor:
-    """Y <- Z P in place for Y, Z (..., n, p) and P (..., p, p), one block of rows at a time."""
-    for rows in row_chunks(Y):
-        Y[..., rows, :].copy_(Z[..., rows, :] @ P)
+def _multiply_rows_(Y: Tensor, Z: Tensor, D: Tensor, r: Tensor) -> Tensor:
+    """Y <- Z (r I + D) in place for Y, Z (..., n, p), D (..., p, p) and r (..., 1, 1), one block of rows at a time."""
+    for rows in row_chunks(Y):  # the sum rounds less than the product with r I + D where sums are sequential
+        part = Z[..., rows, :]
+        torch.addcmul(part @ D, part, r, out=Y[..., rows, :])
     return Y
 
 

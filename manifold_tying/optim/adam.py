@@ -13,7 +13,7 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
 from manifold_tying.optim.checks import Group, check_kernels, check_range
-from manifold_tying.optim.nonfinite import NonFinite
+from manifold_tying.optim.nonfinite import NonFinite, is_captured
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
 SecondMoment = Literal["element", "row", "matrix"]
@@ -21,7 +21,7 @@ SYNC_FREE_DEVICES = ("cuda",)
 # In sync-free mode, sync every so many steps to check that the fixed number of iterations still converges.
 SYNC_EVERY = 100
 # The fixed number of iterations costs 6 to 9 extra p x p products; above this width a sync is cheaper.
-SYNC_FREE_MAX_COLUMNS = 2048
+SYNC_FREE_MAX_COLUMNS = 1024
 
 
 class RiemannianAdam(RiemannianOptimizer):
@@ -42,10 +42,11 @@ class RiemannianAdam(RiemannianOptimizer):
     RiemannianAdam: moments of the Riemannian gradient, the first one transported (Bécigneul and Ganea 2019).
 
     With ``fused=True`` on one GPU steps run without a sync, except every hundredth, which checks that the fixed number of
-    iterations still converges. This needs the polar retraction, second_moment="element" and at most 2048 columns (wider points
+    iterations still converges. This needs the polar retraction, second_moment="element" and at most 1024 columns (wider points
     are faster with the sync). A NaN or Inf gradient masks the update on the device and is reported at one of the next steps.
-    ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr, which can change without recompilation; compiled
-    steps do not check for NaN or changed constraints, and project every gradient.
+    After such a step ``torch.cuda.graph`` can capture the next; an lr that is to change must be a tensor on the GPU. Replays
+    mask without a report. ``torch.compile(optimizer.step, fullgraph=True)`` works with a tensor lr and does not check for NaN.
+    Neither notices changed constraints, and both project every gradient.
 
     Args:
         params: tensors, (name, tensor) pairs or groups; see ``param_groups``.
@@ -81,7 +82,7 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(lr, foreach, fused)
+        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
@@ -120,6 +121,7 @@ class RiemannianAdam(RiemannianOptimizer):
                     exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
                 )
         states = [self.state[p] for p in params]
+        fused = None if torch.compiler.is_compiling() else group["fused"]  # torch traces no fused optimizer
         adamw(
             parts,
             local_gradients(params),
@@ -127,7 +129,7 @@ class RiemannianAdam(RiemannianOptimizer):
             [distributed.to_local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            foreach=None if group["fused"] else group["foreach"], fused=group["fused"], found_inf=self._guard.found_inf,
+            foreach=None if group["fused"] else group["foreach"], fused=fused, found_inf=self._guard.found_inf,
             has_complex=any(p.is_complex() for p in parts), weight_decay=group["weight_decay"], amsgrad=False,
             **_kernel_options(group, fused=False),
         )  # fmt: skip
@@ -154,7 +156,7 @@ class RiemannianAdam(RiemannianOptimizer):
         return rules.adam_direction(R, square, *moments, group["betas"], group["eps"])
 
     def _runs_sync_free(self, group: Group) -> bool:
-        return self._guard.found_inf is not None and group["steps_taken"] % SYNC_EVERY != 0
+        return self._guard.found_inf is not None and (group["steps_taken"] % SYNC_EVERY != 0 or is_captured())
 
     def _fits_kernel(self, group: Group, p: Tensor) -> bool:
         """Whether one of the rules by torch's fused kernel can update p (required for masking on the device)."""

@@ -13,10 +13,10 @@ from manifold_tying.optim.rules import is_polar
 Group = dict[str, Any]
 
 
-def check_kernels(lr: float | Tensor, foreach: bool | None, fused: bool | None) -> None:
-    """ValueError for combinations that torch.optim's kernels would reject at the first step."""
-    if fused and (foreach or isinstance(lr, Tensor)):
-        raise ValueError("fused=True supports neither foreach=True nor a tensor lr; drop one of them")
+def check_kernels(foreach: bool | None, fused: bool | None) -> None:
+    """ValueError for what torch.optim's kernels would reject at the first step."""
+    if fused and foreach:
+        raise ValueError("fused=True does not support foreach=True; drop one of them")
 
 
 def check_range(group: Group, **minimum: float) -> None:

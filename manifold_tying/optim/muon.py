@@ -73,7 +73,7 @@ class RiemannianMuon(RiemannianAdam):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(lr, foreach, fused)
+        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_muon": use_muon,
             "nesterov": nesterov, "dual_steps": dual_steps, "adjust_lr_fn": adjust_lr_fn, "second_moment": "element",

@@ -13,7 +13,7 @@ from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim.checks import Group, check_point, checked_scale
-from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, rescale_to_range
+from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, is_captured, rescale_to_range
 from manifold_tying.optim.rules import Batch, is_large_sphere, manifold_key
 from manifold_tying.parametrizations import home_of, homes, is_removed, manifold_of
 
@@ -148,6 +148,8 @@ class RiemannianOptimizer(Optimizer):
     def _gradients_usable(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         sync_free = self._sync_free(params)
+        if is_captured() and (self._guard.found_inf is None or not all(self.state[p] for p in params)):
+            raise ValueError("a CUDA graph needs steps without a sync (see fused=True), and one before the capture")
         if self._guard.nonfinite == "ignore":
             params = [p for p in params if p in self._manifolds]
         names = [self._names[p] for p in params]
@@ -165,12 +167,14 @@ class RiemannianOptimizer(Optimizer):
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
         """The points of a group that have a gradient, grouped into batches that one call can update."""
-        compiled = torch.compiler.is_compiling()
+        recorded = (
+            torch.compiler.is_compiling() or is_captured()
+        )  # then nothing depends on what the host counts or reads
         every = group["project_every"]
-        project = every == 1 or compiled or group["steps_taken"] % every == 1
+        project = every == 1 or recorded or group["steps_taken"] % every == 1
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in points:
-            if not compiled:
+            if not recorded:
                 self._project_if_moved(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))

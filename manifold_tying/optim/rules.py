@@ -218,9 +218,8 @@ def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> N
     X, G = _stack(points), _stack(batch.gradients)
     R = torch.addcmul(G, X, spheres.dot(X, G) / spheres.radius.square(), value=-1)
     xs = points if alone else list(X)
-    fused_adam_(
-        xs, list(R), batch.local("exp_avg"), batch.local("exp_avg_sq"), batch.local("step"), found_inf, **options
-    )
+    moments = batch.local("exp_avg"), batch.local("exp_avg_sq")
+    fused_adam_(xs, list(R), *moments, batch.local("step"), found_inf, **options)
     spheres.normalize_(X, found_inf)
     if not alone:
         torch._foreach_copy_(points, xs)

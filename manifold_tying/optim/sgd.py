@@ -51,7 +51,7 @@ class RiemannianSGD(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(lr, foreach, fused)
+        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,

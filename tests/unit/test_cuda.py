@@ -331,3 +331,35 @@ def test_a_whole_training_step_never_waits_for_the_gpu(
         losses[-1].item()
     errors_on_sync("default")
     assert losses[-1] < losses[0]
+
+
+def test_a_real_device_replays_steps() -> None:
+    """As CUDA graphs: the numbers of eager steps, a new learning rate, and a NaN that is left out."""
+    layer, runs = mt.stiefel(nn.Linear(40, 300, device="cuda")), []
+    for captured in (False, True):
+        own: Any = copy.deepcopy(layer)
+        params, lr = list(own.parameters()), torch.tensor(1e-2, device="cuda")
+        optimizer = RiemannianAdam(param_groups(own), lr=lr, fused=True)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        step: Any = optimizer.step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for t in range(5):
+            for i, p in enumerate(params):
+                assert p.grad is not None
+                p.grad.copy_(torch.linspace(-t, i + 1, p.numel()).sin().view(p.shape))
+            lr.fill_(1e-2 / (t + 1))
+            step()
+        runs.append([p.detach().clone() for p in params])
+        if captured:
+            assert params[0].grad is not None
+            params[0].grad.view(-1)[0] = torch.nan
+            step()
+            assert same([p.detach() for p in params], runs[1])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-6)

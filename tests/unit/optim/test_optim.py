@@ -361,7 +361,6 @@ BAD_OPTIONS: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"params": [point(8, 3)], "eps": 0.0}, "eps > 0"),
         *(({"betas": betas}, "betas") for betas in ((0.9, 1.0), (0.9,))),
         ({"second_moment": "column"}, "element, row, matrix"),
-        ({"fused": True, "lr": torch.tensor(0.1)}, "fused"),
         ({"foreach": True, "lr": torch.tensor(0.1)}, "foreach"),
     ],
     RiemannianSGD: [

@@ -1,5 +1,6 @@
 """What a step is made of: Gram matrices, G^(-1/2), points moved in place, no wait for the device."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -329,10 +330,71 @@ def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.Mon
     assert torch.equal(params[0], before)
 
 
+# Captured steps
+
+
+def capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a CUDA graph records what the device that the CPU plays is told to do."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_a_captured_step_is_masked_and_reads_nothing(lr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[Tensor]] = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        optimizer, params = named(RiemannianAdam, fused=True)
+        optimizer.param_groups[0]["lr"] = lr
+        drive(optimizer, params, 1, seeded)
+        if captured:
+            capture(monkeypatch)
+            before = snapshot(optimizer, params)
+            drive(optimizer, params, 2, with_bad(1, float("nan")), start=1)
+            assert same(snapshot(optimizer, params), before)
+        drive(optimizer, params, 2, seeded, start=1)
+        optimizer.state_dict()
+        runs.append([p.detach() for p in params])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("deferred")
+def test_a_captured_step_depends_on_no_count_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "SYNC_EVERY", 2)
+    X = point(40, 40)
+    optimizer = RiemannianAdam([X], lr=1.0, project_every=2, fused=True)
+    drive(optimizer, [X], 1, seeded)
+    before, state = X.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    capture(monkeypatch)
+    moved = []
+    for _ in range(2):  # in the first of which the host would sync, and not project
+        with torch.no_grad():
+            X.copy_(before)
+        optimizer.state[X].update({key: value.clone() for key, value in state["state"][0].items()})
+        drive(optimizer, [X], 1, seeded, start=1)
+        moved.append(X.detach().clone())
+    assert torch.equal(*moved) and linalg.defect(moved[0]) > 1e-6
+
+
+@pytest.mark.usefixtures("deferred")
+@pytest.mark.parametrize(("steps", "options"), [(0, {"fused": True}), (1, {"fused": False})])
+def test_what_cannot_be_captured_is_refused(
+    steps: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, params = named(RiemannianAdam, **options)
+    drive(optimizer, params, steps, seeded)
+    capture(monkeypatch)
+    with pytest.raises(ValueError, match=r"without a sync .* and one before the capture"):
+        drive(optimizer, params, 1, seeded)
+
+
 # Compiled steps
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "element": lambda params, **options: RiemannianAdam(params, **options),
+    "fused": lambda params, **options: RiemannianAdam(params, fused=True, **options),
     "momentum": lambda params, **options: RiemannianSGD(params, momentum=0.9, **options),
     "muon": lambda params, **options: RiemannianMuon(params, dual_steps=1, **options),
 }
@@ -390,8 +452,7 @@ def test_a_nan_of_the_last_step_is_reported_when_the_state_is_saved() -> None:
 def test_a_check_waits_for_the_device_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not for the current one, where several are in use."""
     bad, event = MagicMock(is_cuda=True, device="cuda:1"), MagicMock()
-    monkeypatch.setattr(nonfinite, "_on_any_rank", lambda *_: bad)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
-    nonfinite.NonFiniteGuard("raise").check(["p"], [torch.ones(3)], deferred=True)
+    nonfinite.NonFiniteGuard("raise").check(["p"], [torch.ones(3)], deferred=True, reduce=lambda _: bad)
     event.record.assert_called_once_with("cuda:1")
