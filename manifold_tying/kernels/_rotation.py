@@ -1,10 +1,14 @@
 """Permuted transposes and two-term Cayley-Neumann blocks, each in one or two kernel launches."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.library import wrap_triton
+
+# Triton launches on the current device, not on that of its arguments. Builds without CUDA cannot ask for it.
+_device_of = torch.cuda.device_of if torch.backends.cuda.is_built() else lambda tensor: nullcontext()
 
 _ALIGNED = 8  # rows of a multiple of 16 bytes
 _TILE = (64, 64)  # tokens and columns of a transpose
@@ -62,8 +66,10 @@ def _launch(name: str, grid: tuple[int, ...], first: Tensor, *args: Any) -> None
 
     kernel = getattr(_triton_rotation, name)
     if type(first) not in (Tensor, nn.Parameter):  # torch.compile: the launch becomes part of its graph
-        kernel = wrap_triton(kernel)
-    kernel[grid](first, *args)
+        wrap_triton(kernel)[grid](first, *args)
+        return
+    with _device_of(first):
+        kernel[grid](first, *args)
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:

@@ -5,7 +5,6 @@ transposed and permuted, on a GPU in one pass. All products take xᵀ as it is: 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,13 +32,12 @@ _CHUNK_TOKENS = 1040  # few enough for a CPU's cache; rows that are a power of t
 def uses_triton(x: Tensor, skew_params: Tensor, spec: RotationSpec) -> bool:
     """Whether :func:`by_activations` has kernels for these; then it is the faster formulation.
 
-    Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation. The host does not slow it
-    down, so it takes the formulation with fewer operations.
+    Compiled code, which on a GPU needs Triton anyway, cannot use autograd inside of an operation.
     """
     if skew_params.dtype != torch.float32:
         return False
     if torch.compiler.is_compiling() and not autograd.is_exporting():
-        return x.is_cuda and spec.terms == 2 and spec.rotates_activations and not autograd.in_transform()
+        return x.is_cuda and spec.terms == 2 and not autograd.in_transform()
     return kernels.runs_triton(x)
 
 
@@ -141,14 +139,10 @@ def _from_columns(v: Tensor, place: Tensor, T: int, triton: bool) -> Tensor:
     return (v.index_select(0, place) if len(place) else v).mT
 
 
-# Triton launches on the current device, not on that of its arguments. Builds without CUDA cannot ask for it.
-_device_of = torch.cuda.device_of if torch.backends.cuda.is_built() else lambda tensor: nullcontext()
-
-
 class _ByColumns(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        with _device_of(args[0]), precision.disable_autocast(args[0].device):
+        with precision.disable_autocast(args[0].device):
             y, products, of_blocks = forward(*args)
         autograd.save(ctx, args, *products, *of_blocks)
         ctx.products = len(products)
@@ -157,7 +151,7 @@ class _ByColumns(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         args, kept = autograd.saved(ctx)
-        with _device_of(grad), precision.disable_autocast(grad.device):
+        with precision.disable_autocast(grad.device):
             grad_x, grad_skew = backward(grad, args, kept[: ctx.products], kept[ctx.products :])
         return grad_x, None, grad_skew, None, None, None, None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import autograd, distributed, linalg, precision
+from manifold_tying import autograd, distributed, kernels, linalg, precision
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 Blocks = list[Tensor]
@@ -28,10 +28,34 @@ def orthogonal_blocks(
 
     Differentiable to any order. ``low`` is the ``matmul_dtype`` of :func:`linalg.cayley_neumann`.
     """
+    if terms == 2 and low is not None and skew_params.dtype == torch.float32 and kernels.runs_triton(skew_params):
+        return [_two_terms(v.flatten(0, -2), b, low).unflatten(0, v.shape[:-1]) for v, b in side.split(skew_params)]
     skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
     if terms is None:
         return [linalg.cayley(A) for A in skews]
     return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]
+
+
+class _TwoTerms(Function):
+    """By kernels, which add up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, b: int, low: torch.dtype) -> Tensor:
+        blocks, A = kernels.cubic_blocks(vectors.contiguous(), b, low, low)
+        autograd.save(ctx, (vectors, b, low), A)
+        return blocks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _, (A,) = autograd.saved(ctx)
+        return kernels.cubic_gradient(A, grad.contiguous()), None, None
+
+
+def _plain_two_terms(vectors: Tensor, b: int, low: torch.dtype) -> Tensor:
+    return linalg.cayley_neumann(linalg.skew(vectors, b), 2, matmul_dtype=low).to(low)
+
+
+_two_terms = autograd.custom_gradient(_TwoTerms, _plain_two_terms)
 
 
 def both_blocks(spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None) -> tuple[Blocks, Blocks]:

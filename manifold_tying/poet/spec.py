@@ -102,11 +102,6 @@ class RotationSpec:
         """Number of skew parameters; 0 if nothing rotates."""
         return self.R.num_params + self.P.num_params
 
-    @property
-    def rotates_activations(self) -> bool:
-        """Whether that takes fewer operations, for many tokens, than the product that is W's gradient: 6(m + n) b < 2mn."""
-        return 3 * sum(side.num_rotated * side.block for side in (self.R, self.P)) < self.R.n * self.P.n
-
     def split(self, skew_params: Tensor) -> tuple[Tensor, Tensor]:
         """Split (..., num_params) into R's and P's. Slices: torch 2.13 cannot compile a checkpointed ``split``."""
         return skew_params[..., : self.R.num_params], skew_params[..., self.R.num_params :]

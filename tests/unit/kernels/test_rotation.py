@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying import kernels, linalg
-from manifold_tying.poet import linear
+from manifold_tying.poet import cached_weights, linear
 
 pytest.importorskip("triton")
 from manifold_tying.poet.compiled import compiled_linear
@@ -102,3 +102,22 @@ def test_low_precision_rounds_activations_only() -> None:
     assert found[0].dtype == torch.float16
     for own, full in zip(found, expected, strict=True):
         assert torch.dist(own.float(), full) < 2e-3 * full.norm()
+
+
+@pytest.mark.parametrize("name", ["equal", "ragged", "inputs", "two sizes"])
+def test_weights_computed_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = nn.Sequential(*(mt.equivalence(nn.Linear(40, 40), seed=seed, **LAYERS[name]) for seed in (1, 2)))
+    stored = [p for key, p in layers.named_parameters() if "original" in key]
+    with torch.no_grad():
+        for vector in stored:
+            vector.normal_(0, 0.03)
+    x, cotangent, found = torch.randn(13, 40), torch.randn(13, 40), []
+    # The interpreter knows no products of bfloat16.
+    monkeypatch.setattr("manifold_tying.poet.cached.matmul_dtype", lambda _: torch.float16)
+    for by_kernels in (False, True):
+        monkeypatch.setattr(kernels, "runs_triton", lambda _, given=by_kernels: given)
+        with torch.autocast("cpu", torch.float16), cached_weights(layers):
+            y = layers(x)
+        found.append([y.detach(), *torch.autograd.grad(y, stored, cotangent.to(y.dtype))])
+    for expected, own in zip(*found, strict=True):
+        assert torch.dist(own.float(), expected.float()) <= 3e-3 * expected.float().norm()
