@@ -6,7 +6,11 @@ from torch import Tensor
 from manifold_tying import precision
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
 
-BLOCK, ROWS = 1024, 1024  # columns of a program; rows of a sum that is exact in float32, of products up to 2^14
+BLOCK, ROWS = 1024, 8192  # columns of a program; rows of a sum in float32
+SMALL, LARGE_GRAM = (
+    2**30,
+    2**34,
+)  # multiplications up to which float32 products are faster, and from which split_gram is
 
 
 def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tensor:
@@ -35,6 +39,9 @@ def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
     A part has 8 bits, so the error is about 2^(-8 parts) ‖A‖ ‖B‖. The inner dimension grows to parts (parts + 1) / 2 times k,
     or ``parts`` times if one of the factors is bfloat16, but such products are some 15 times faster than those in float32.
     """
+    if len(A) * A.shape[1] * B.shape[1] <= SMALL:  # one launch in place of three
+        with precision.full_precision(A.device):
+            return A.float() @ B.float()
     a, b = (1 if factor.dtype == torch.bfloat16 else parts for factor in (A, B))
     pairs = [(i, j) for i in range(a) for j in range(b) if i + j < parts]
     # The largest product comes last: tensor cores round sums towards 0 (Fasi et al., PeerJ Computer Science 7:e330, 2021).
@@ -48,25 +55,26 @@ def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
 def split_gram(W: Tensor) -> Tensor:
     """WᵀW in float64, to about 2^-26 ‖W‖², by bfloat16 parts h + m + l = W (V, d): hᵀh + mᵀm + X + Xᵀ with X = hᵀm + (h + m)ᵀl.
 
-    In a column, h has integers up to 2^7 times a step, so that sums of 1,024 rows of hᵀh are exact (Ozaki et al., Numerical
-    Algorithms 59, 2012): x + grid, with grid = 1.5 2^23 steps, is rounded to a step.
+    In a column, h has integers up to 2^7 times a step, so that float32 sums of hᵀh hardly round (Ozaki et al., Numerical
+    Algorithms 59, 2012): x + grid, with grid = 1.5 2^23 steps, is rounded to a step. A small W is multiplied in float64.
     """
+    if W.numel() * W.shape[1] < LARGE_GRAM:
+        return precision.gram_in_double(W)
     grid = 1.5 * 2**16 * torch.linalg.vector_norm(W, torch.inf, dim=0, dtype=torch.float32).frexp().exponent.exp2()
     G, X = (W.new_zeros(W.shape[1], W.shape[1], dtype=dtype) for dtype in (torch.float64, torch.float32))
-    whole, block = len(W) - len(W) % ROWS, max(1, 2**14 // W.shape[1]) * ROWS
     order = (1, 0, 0) if W.dtype == torch.bfloat16 else (2, 2, 1, 0, 0)  # l is 0 then
-    for rows in filter(len, (*W[:whole].split(block), W[whole:])):
-        parts = split_parts(rows.contiguous(), order, min(ROWS, len(rows)), grid)
-        for own in (parts[:, -2], parts[:, -3]):
-            G += multiply(own.mT, own).sum(0, dtype=G.dtype)
-        X += multiply(parts[:, 2 - len(order) :].flatten(1, 2).mT, parts[:, :-2].flatten(1, 2)).sum(0)
+    for rows in W.split(ROWS):
+        (parts,) = split_parts(rows.contiguous(), order, len(rows), grid)
+        for own in (parts[-2], parts[-3]):
+            G += multiply(own.mT, own)
+        X += multiply(parts[2 - len(order) :].flatten(0, 1).mT, parts[:-2].flatten(0, 1))
     return G + (X + X.mT)
 
 
 def multiply(A: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
-    """A B in float32 of bfloat16 matrices, or of batches of them."""
+    """A B in float32 of bfloat16 matrices."""
     if A.is_cuda:
-        return (torch.mm if A.ndim == 2 else torch.bmm)(A, B, out_dtype=torch.float32, out=out)
+        return torch.mm(A, B, out_dtype=torch.float32, out=out)
     return torch.matmul(A.float(), B.float(), out=out)
 
 

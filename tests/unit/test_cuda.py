@@ -189,6 +189,14 @@ def test_the_loss_in_several_chunks(dtype: torch.dtype, V: int, fused: bool, mon
         assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.01)
 
 
+@pytest.fixture
+def split_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matrices, too."""
+    for name in ("SMALL", "LARGE_GRAM"):
+        monkeypatch.setattr(f"manifold_tying.kernels._products.{name}", 0)
+
+
+@pytest.mark.usefixtures("split_all")
 @pytest.mark.parametrize("memory", ["free", "frozen", "trainable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_real_device_maps_in_16_bit_parts(memory: Any, dtype: torch.dtype) -> None:
@@ -214,6 +222,7 @@ def test_a_real_device_maps_in_16_bit_parts(memory: Any, dtype: torch.dtype) -> 
     assert (readout.double().cpu() - y).norm() <= {torch.float32: 2e-5, torch.float16: 5e-4}.get(dtype, 3e-3) * y.norm()
 
 
+@pytest.mark.usefixtures("split_all")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_real_device_sums_squares_in_parts(dtype: torch.dtype) -> None:
     """With a mean, so that a sum that is rounded towards 0 would show."""

@@ -23,7 +23,9 @@ def multiply(A: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts them."""
+    """Counts them, of any size."""
+    for name in ("SMALL", "LARGE_GRAM"):
+        monkeypatch.setattr(f"manifold_tying.kernels._products.{name}", 0)
     counted = Mock(side_effect=multiply)
     monkeypatch.setattr("manifold_tying.kernels._products.multiply", counted)
     monkeypatch.setattr("manifold_tying.kernels._products.runs_eagerly_on_gpu", lambda x: True)
