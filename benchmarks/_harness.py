@@ -23,6 +23,7 @@ class Graphed:
     """A step captured as a CUDA graph; calling it replays the kernels."""
 
     def __init__(self, step: Step) -> None:
+        self.step = step  # whose tensors the graph reads and writes
         for _ in range(3):
             step()
         self.graph = torch.cuda.CUDAGraph()

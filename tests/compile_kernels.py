@@ -8,14 +8,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from manifold_tying.kernels import _triton_cross_entropy, _triton_products, _triton_rotation
+from manifold_tying.kernels import _triton_cross_entropy, _triton_rotation
 
-INTEGERS = {"stride", "V", "T", "n", "width", "b", "columns", "group"}
-POINTERS = {"targets": "*i64", "place": "*i64", "parts": "*bf16"}
-POINTERS |= dict.fromkeys(("losses", "weights", "vectors", "grid"), "*fp32")
+INTEGERS = {"stride", "V", "T", "n", "width", "b"}
+POINTERS = {"targets": "*i64", "place": "*i64", "losses": "*fp32", "weights": "*fp32", "vectors": "*fp32"}
 NUMBERS = dict.fromkeys(("z", "smoothing", "cap"), "fp32")
-CONSTANTS: dict[str, object] = {"WRITE": True, "SMOOTH": True, "CAP": True, "BLOCK": 8192, "BT": 64, "BC": 64}
-CONSTANTS |= {"GRID": True, "ORDER": (2, 2, 1, 0, 0)}
+CONSTANTS = {"WRITE": True, "SMOOTH": True, "CAP": True, "BLOCK": 8192, "BT": 64, "BC": 64}
 TILES = {"bf16": 64, "fp32": 32}
 SHARED = 99 * 1024  # bytes that a program may have on an RTX 30 or 40; an H200 has 227 KB
 
@@ -37,7 +35,7 @@ def compile_for(kernel: JITFunction, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    for module in (_triton_cross_entropy, _triton_products, _triton_rotation):
+    for module in (_triton_cross_entropy, _triton_rotation):
         for kernel in kernels(module):
             for dtype in TILES:
                 compile_for(kernel, dtype)

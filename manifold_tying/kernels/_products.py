@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from manifold_tying import precision
-from manifold_tying.kernels._choice import runs_eagerly_on_gpu, runs_triton
+from manifold_tying.kernels._choice import runs_eagerly_on_gpu
 
-BLOCK, ROWS = 1024, 8192  # columns of a program; rows of a sum in float32
+ROWS = 8192  # of a sum in float32
 SMALL, LARGE_GRAM = (
     2**30,
     2**34,
@@ -34,26 +34,25 @@ def splits(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
-    """A B in float32, without a gradient, by a product of bfloat16 matrices: parts that sum to A (n, k), and to B (k, p).
+    """A B in float32, without a gradient, by products of bfloat16 matrices that sum to A (n, k) and to B (k, p).
 
-    A part has 8 bits, so the error is about 2^(-8 parts) ‖A‖ ‖B‖. The inner dimension grows to parts (parts + 1) / 2 times k,
-    or ``parts`` times if one of the factors is bfloat16, but such products are some 15 times faster than those in float32.
+    A part has 8 bits, so the error is about 2^(-8 parts) ‖A‖ ‖B‖. It takes parts (parts + 1) / 2 products, or ``parts`` if one
+    of the factors is bfloat16; each is some 15 times faster than one in float32.
     """
-    if len(A) * A.shape[1] * B.shape[1] <= SMALL:  # one launch in place of three
+    if len(A) * A.shape[1] * B.shape[1] <= SMALL:  # one launch in place of ten
         with precision.full_precision(A.device):
             return A.float() @ B.float()
-    a, b = (1 if factor.dtype == torch.bfloat16 else parts for factor in (A, B))
-    pairs = [(i, j) for i in range(a) for j in range(b) if i + j < parts]
-    # The largest product comes last: tensor cores round sums towards 0 (Fasi et al., PeerJ Computer Science 7:e330, 2021).
-    left, right = zip(*reversed(pairs), strict=True)
-    factor, product = _beside(B.mT, right).mT, A.new_empty(len(A), B.shape[1], dtype=torch.float32)
-    for rows in precision.row_chunks(product):
-        multiply(_beside(A[rows], left), factor, product[rows])
-    return product
+    right, total = _parts(B, parts), A.new_empty(len(A), B.shape[1], dtype=torch.float32)
+    for rows in precision.row_chunks(total):
+        left = _parts(A[rows], parts)
+        pairs = [(a, b) for i, a in enumerate(left) for j, b in enumerate(right) if i + j < parts]
+        for beta, (a, b) in enumerate(pairs):
+            add_product_(total[rows], a, b, beta=min(beta, 1))
+    return total
 
 
 def split_gram(W: Tensor) -> Tensor:
-    """WᵀW in float64, to about 2^-26 ‖W‖², by bfloat16 parts h + m + l = W (V, d): hᵀh + mᵀm + X + Xᵀ with X = hᵀm + (h + m)ᵀl.
+    """WᵀW in float64, to about 2^-26 ‖W‖², by bfloat16 parts h + m + l = W (V, d): hᵀh + X + Xᵀ, X = hᵀm + hᵀl + mᵀ(m/2 + l).
 
     In a column, h has integers up to 2^7 times a step, so that float32 sums of hᵀh hardly round (Ozaki et al., Numerical
     Algorithms 59, 2012): x + grid, with grid = 1.5 2^23 steps, is rounded to a step. A small W is multiplied in float64.
@@ -61,45 +60,21 @@ def split_gram(W: Tensor) -> Tensor:
     if W.numel() * W.shape[1] < LARGE_GRAM:
         return precision.gram_in_double(W)
     grid = 1.5 * 2**16 * torch.linalg.vector_norm(W, torch.inf, dim=0, dtype=torch.float32).frexp().exponent.exp2()
-    G, X = (W.new_zeros(W.shape[1], W.shape[1], dtype=dtype) for dtype in (torch.float64, torch.float32))
-    order = (1, 0, 0) if W.dtype == torch.bfloat16 else (2, 2, 1, 0, 0)  # l is 0 then
+    G = W.new_zeros(W.shape[1], W.shape[1], dtype=torch.float64)
+    X, product = torch.zeros_like(G, dtype=torch.float32), torch.empty_like(G, dtype=torch.float32)
     for rows in W.split(ROWS):
-        (parts,) = split_parts(rows.contiguous(), order, len(rows), grid)
-        for own in (parts[-2], parts[-3]):
-            G += multiply(own.mT, own)
-        X += multiply(parts[2 - len(order) :].flatten(0, 1).mT, parts[:-2].flatten(0, 1))
+        x = rows.float()
+        h = (x + grid - grid).bfloat16()
+        m, l = _parts(x - h, 2)
+        G += add_product_(product, h.mT, h, beta=0)
+        for a, b in ((h, m), (h, l), (m, m / 2), (m, l)):
+            add_product_(X, a.mT, b)
     return G + (X + X.mT)
 
 
-def multiply(A: Tensor, B: Tensor, out: Tensor | None = None) -> Tensor:
-    """A B in float32 of bfloat16 matrices."""
-    if A.is_cuda:
-        return torch.mm(A, B, out_dtype=torch.float32, out=out)
-    return torch.matmul(A.float(), B.float(), out=out)
-
-
-def _beside(A: Tensor, order: tuple[int, ...]) -> Tensor:
-    """The parts of A (n, k) in this order, beside one another: (n, len(order) k), column-major if A is."""
-    if A.mT.is_contiguous():
-        return split_parts(A.mT, order, A.shape[1]).flatten(0, 2).mT
-    return split_parts(A.contiguous(), order).flatten(1)
-
-
-def split_parts(x: Tensor, order: tuple[int, ...], group: int = 1, grid: Tensor | None = None) -> Tensor:
-    """The bfloat16 parts of x (rows, columns) in this order, for each group of rows: (groups, len(order), group, columns).
-
-    A part is the rounding of what its predecessors leave; the first is rounded as in x + grid, if there is one.
-    """
-    out = x.new_empty(len(x) // max(1, group), len(order), group, x.shape[1], dtype=torch.bfloat16)
-    if runs_triton(x):
-        from manifold_tying.kernels._triton_products import split  # Triton is optional
-
-        tiles = len(x), -(-x.shape[1] // BLOCK)
-        with torch.cuda.device_of(x):
-            split[tiles](x, x if grid is None else grid, out, group, x.shape[1], grid is not None, order, BLOCK)
-        return out
-    parts = [(x if grid is None else x + grid - grid).to(out.dtype)]
-    for _ in range(max(order)):
-        x = x - parts[-1]
-        parts.append(x.to(out.dtype))
-    return torch.stack([parts[i].view_as(out[:, 0]) for i in order], 1)
+def _parts(A: Tensor, count: int) -> list[Tensor]:
+    parts = [A.to(torch.bfloat16)]
+    for _ in range(0 if A.dtype == torch.bfloat16 else count - 1):
+        A = A - parts[-1]
+        parts.append(A.to(torch.bfloat16))
+    return parts
