@@ -135,7 +135,7 @@ def _radius(E2: Tensor) -> float:
     """The largest |eigenvalue| of E in a batch from E2 = E² (m, p, p): its upper bound √‖E²‖, or less by power iterations."""
     p, square, tiny = E2.shape[-1], torch.linalg.vector_norm(E2, dim=(-2, -1)), torch.finfo(E2.dtype).tiny
     if p > 32:
-        A, v = E2 / square.add(tiny)[:, None, None], torch.arange(p, dtype=E2.dtype, device=E2.device).square_().sin_()
+        A, v = E2 / square.add(tiny)[:, None, None], torch.arange(p, dtype=E2.dtype, device=E2.device).square_().cos_()
         v = A @ (A @ (A @ v[:, None]))
         growth = torch.linalg.vector_norm(A @ v, dim=(-2, -1)) / torch.linalg.vector_norm(v, dim=(-2, -1)).add_(tiny)
         square = square * (1.32 * growth).clamp_(max=1)

@@ -25,7 +25,8 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     and their gradients need as much memory as plain layers'. Enter it for each forward, within autocast. The backward may
     follow the exit, unless activations are checkpointed. The model may be compiled; this function is not.
 
-    Sharded layers are left out. A single wide layer with small blocks rotates its activations in fewer operations.
+    Sharded layers are left out, and calls with other vectors, as by functional_call. Merge, step and copy the model outside.
+    A single wide layer with small blocks rotates its activations in fewer operations.
 
     >>> from manifold_tying import equivalence
     >>> model = nn.Sequential(*(equivalence(nn.Linear(8, 8), block_size=4) for _ in range(3)))
@@ -42,11 +43,13 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
         for (spec, *_), found in groups.items():
             parts, vectors = zip(*found, strict=True)
             dtype = precision.autocast_dtype(parts[0].ordered_base)
-            perms = Permutations.of(*(torch.stack(side) for side in zip(*(part.places for part in parts), strict=True)))
-            bases = torch.stack([part.ordered_base for part in parts])
-            weights = plain_weight(bases, torch.stack(vectors), spec, perms, matmul_dtype(dtype)).to(dtype)
-            for part, weight in zip(parts, weights.unbind(), strict=True):
-                part.cached = weight
+            with precision.disable_autocast(parts[0].ordered_base.device):  # it stacks no other 16-bit dtype
+                places = zip(*(part.places for part in parts), strict=True)
+                perms = Permutations.of(*map(torch.stack, places))
+                bases = torch.stack([part.ordered_base for part in parts])
+                weights = plain_weight(bases, torch.stack(vectors), spec, perms, matmul_dtype(dtype)).to(dtype)
+            for (part, stored), weight in zip(found, weights.unbind(), strict=True):
+                part.cached = stored, weight
         yield
     finally:
         for part in (part for found in groups.values() for part, _ in found):

@@ -28,7 +28,7 @@ class Equivalence(Constraint):
     in_order: Tensor
     seed: Tensor
     merges: Tensor
-    cached: Tensor | None = None  # W, within :func:`cached_weights`
+    cached: tuple[Tensor, Tensor] | None = None  # the stored vector and W, within :func:`cached_weights`
 
     def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
         super().__init__(dtype)
@@ -117,8 +117,10 @@ class Equivalence(Constraint):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
-        if self.cached is not None and self.cached.dtype == dtype:
-            return F.linear(x.to(dtype), self.cached, None if bias is None else bias.to(dtype))
+        of, W = self.cached or (None, None)  # read once: another thread may leave the context
+        needs_grad = torch.is_grad_enabled() and stored.requires_grad
+        if W is not None and of is stored and W.dtype == dtype and W.requires_grad >= needs_grad:
+            return F.linear(x.to(dtype), W, None if bias is None else bias.to(dtype))
         triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
         input_centric = triton or (
@@ -126,7 +128,7 @@ class Equivalence(Constraint):
             and prefers_input_centric(
                 x.numel() // x.shape[-1],
                 self.spec,
-                training=torch.is_grad_enabled() and stored.requires_grad,
+                training=needs_grad,
                 low_precision=dtype.itemsize < stored.dtype.itemsize,
             )
         )

@@ -292,6 +292,13 @@ def test_reorthonormalize_after_a_tangent_step(shape: tuple[int, ...]) -> None:
         np.testing.assert_allclose(result.numpy(), scipy_polar(Y.to(dtype))[0], rtol=0, atol=tolerance)
 
 
+def test_reorthonormalize_where_one_column_has_moved() -> None:
+    for column, size in itertools.product((0, 1, 40, 63), (1.05, 2.0, 30.0)):
+        X = torch.eye(300, 64)
+        Y = X * torch.ones(64).index_fill(0, torch.tensor(column), size)
+        torch.testing.assert_close(linalg.reorthonormalize(Y), X, rtol=0, atol=1e-6)
+
+
 # ---- Cayley
 
 

@@ -58,6 +58,43 @@ def test_the_weights_last_until_the_exit() -> None:
     assert all(part.cached is None for _, part, _ in equivalences(layers))
 
 
+def test_gradients_need_weights_that_have_them() -> None:
+    """Weights that were computed without gradients serve only where none are needed."""
+    layers, x = model(2), torch.ones(3, 24)
+    expected = result(layers, layers, False)
+    with contextlib.ExitStack() as stack:
+        with torch.no_grad():
+            stack.enter_context(cached_weights(layers))
+        found = result(layers, layers, False)
+        with torch.no_grad():
+            assert torch.allclose(layers(x), expected[0][:3], atol=1e-5)
+    assert len(found) == len(expected)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_other_vectors_have_other_weights() -> None:
+    layers, x = model(2), torch.ones(3, 24)
+    others = {name: p.detach() + 0.01 for name, p in layers.named_parameters()}
+
+    def loss(tensors: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(layers, tensors, (x,)).square().sum()
+
+    expected, gradients = loss(others), torch.func.grad(loss)(others)
+    with cached_weights(layers):
+        assert torch.equal(loss(others), expected)
+        found = torch.func.grad(loss)(others)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
+def test_a_bfloat16_model_under_float16_autocast() -> None:
+    layers, x = model(2, torch.bfloat16), torch.ones(3, 24)
+    with torch.autocast("cpu", torch.float16):
+        expected = layers(x)
+        with cached_weights(layers):
+            torch.testing.assert_close(layers(x), expected, rtol=0.02, atol=0.02)
+
+
 def test_other_layers_are_left_out() -> None:
     kernel = mt.equivalence(nn.Conv1d(16, 16, 3))
     layers = nn.ModuleList([mt.equivalence(nn.Linear(16, 16)), kernel, mt.stiefel(nn.Linear(16, 16))])
