@@ -6,7 +6,7 @@ from torch import Tensor
 from manifold_tying import precision
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu
 
-ROWS = 8192  # of a sum in float32
+ROWS = 4096  # of a sum in float32, in which 2^24 is exact
 SMALL, LARGE_GRAM = (
     2**30,
     2**34,
@@ -54,12 +54,12 @@ def split_product(A: Tensor, B: Tensor, parts: int = 2) -> Tensor:
 def split_gram(W: Tensor) -> Tensor:
     """WᵀW in float64, to about 2^-26 ‖W‖², by bfloat16 parts h + m + l = W (V, d): hᵀh + X + Xᵀ, X = hᵀm + hᵀl + mᵀ(m/2 + l).
 
-    In a column, h has integers up to 2^7 times a step, so that float32 sums of hᵀh hardly round (Ozaki et al., Numerical
+    In a column, h has integers up to 2^6 times a step, so that float32 sums of hᵀh are exact (Ozaki et al., Numerical
     Algorithms 59, 2012): x + grid, with grid = 1.5 2^23 steps, is rounded to a step. A small W is multiplied in float64.
     """
     if W.numel() * W.shape[1] < LARGE_GRAM:
         return precision.gram_in_double(W)
-    grid = 1.5 * 2**16 * torch.linalg.vector_norm(W, torch.inf, dim=0, dtype=torch.float32).frexp().exponent.exp2()
+    grid = 1.5 * 2**17 * torch.linalg.vector_norm(W, torch.inf, dim=0, dtype=torch.float32).frexp().exponent.exp2()
     G = W.new_zeros(W.shape[1], W.shape[1], dtype=torch.float64)
     X, product = torch.zeros_like(G, dtype=torch.float32), torch.empty_like(G, dtype=torch.float32)
     for rows in W.split(ROWS):

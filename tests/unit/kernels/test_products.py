@@ -58,6 +58,27 @@ def test_a_gram_matrix_of_columns_of_any_size(V: int, dtype: torch.dtype, monkey
         assert ((product - exact).abs() > 5e-8 * scale).any()  # negative control
 
 
+def towards_zero(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tensor:
+    """As tensor cores do: each sum of 16 products is added, and rounded to 24 bits towards 0."""
+    found = total.double() * beta if beta else torch.zeros(total.shape, dtype=torch.float64)
+    for a, b in zip(A.double().split(16, 1), B.double().split(16), strict=True):
+        mantissa, exponent = (found + a @ b).frexp()
+        found = torch.ldexp((mantissa * 2**24).trunc(), exponent - 24)
+    return total.copy_(found)
+
+
+@pytest.mark.parametrize(("mean", "width"), [(0.0, 1.0), (0.5, 0.5), (7.0, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gram_matrix_by_sums_that_are_rounded_down(
+    mean: float, width: float, dtype: torch.dtype, products: Mock
+) -> None:
+    """Of many entries that are near the largest of their column."""
+    products.side_effect = towards_zero
+    W = (mean + width * (2 * torch.rand(9000, 4) - 1)).to(dtype)
+    exact = W.double().mT @ W.double()
+    assert torch.dist(kernels.split_gram(W), exact) <= 1.5e-8 * exact.trace()
+
+
 def table(cond: float) -> Tensor:
     """(400, 32), of this condition number."""
     U, Q = (torch.linalg.qr(torch.randn(n, 32, dtype=torch.float64))[0] for n in (400, 32))
