@@ -14,18 +14,10 @@ if _typing.TYPE_CHECKING:
     from manifold_tying import diagnostics, huggingface, linalg, manifolds, models, optim, parametrizations, poet, tying
     from manifold_tying.huggingface import conversion_losses, convert, export, load, save
     from manifold_tying.manifolds import SPD, Sphere, Stiefel
-    from manifold_tying.parametrizations import (
-        constrain,
-        doubly_stochastic,
-        isospectral,
-        low_rank,
-        materialize,
-        orthogonal,
-        project,
-        spd,
-        sphere,
-        stiefel,
-    )
+    from manifold_tying.parametrizations import constrain, doubly_stochastic, isospectral, low_rank, materialize
+
+    # isort: split
+    from manifold_tying.parametrizations import orthogonal, project, spd, sphere, stiefel
     from manifold_tying.poet import equivalence, equivalence_, merge
     from manifold_tying.recipe import pit_groups, pit_schedule
     from manifold_tying.tying import PIT, TokenInterface, TransposeTying, Untied
@@ -35,18 +27,10 @@ __version__ = "0.1.0"
 # Import public names on first use: geoopt takes half as long to import as torch. Type checkers read literal names only.
 __all__ = ["diagnostics", "huggingface", "linalg", "manifolds", "models", "optim", "parametrizations", "poet", "tying"]
 _PACKAGES = tuple(__all__)
-_HOMES = {
-    **dict.fromkeys(("SPD", "Sphere", "Stiefel"), "manifolds"),
-    **dict.fromkeys(("constrain", "isospectral", "low_rank", "materialize", "orthogonal"), "parametrizations"),
-    **dict.fromkeys(("doubly_stochastic", "project", "spd", "sphere", "stiefel"), "parametrizations"),
-    **dict.fromkeys(("equivalence", "equivalence_", "merge"), "poet"),
-    **dict.fromkeys(("pit_groups", "pit_schedule"), "recipe"),
-    **dict.fromkeys(("PIT", "TokenInterface", "TransposeTying", "Untied"), "tying"),
-    **dict.fromkeys(("conversion_losses", "convert", "export", "load", "save"), "huggingface"),
-}
+_HOMES = ("manifolds", "parametrizations", "tying", "poet", "recipe", "huggingface")  # of the names below, light first
 __all__ += ["SPD", "Sphere", "Stiefel"]
-__all__ += ["constrain", "isospectral", "low_rank", "materialize", "orthogonal"]
-__all__ += ["doubly_stochastic", "project", "spd", "sphere", "stiefel"]
+__all__ += ["constrain", "doubly_stochastic", "isospectral", "low_rank", "materialize", "orthogonal"]
+__all__ += ["project", "spd", "sphere", "stiefel"]
 __all__ += ["equivalence", "equivalence_", "merge", "pit_groups", "pit_schedule"]
 __all__ += ["PIT", "TokenInterface", "TransposeTying", "Untied"]
 __all__ += ["conversion_losses", "convert", "export", "load", "save"]
@@ -66,10 +50,10 @@ if not _typing.TYPE_CHECKING:  # which would take any misspelt name for Any
     def __getattr__(name: str) -> _typing.Any:
         if name in _PACKAGES:
             return _importlib.import_module(f"manifold_tying.{name}")
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module 'manifold_tying' has no attribute {name!r}")
-        found = getattr(_importlib.import_module(f"manifold_tying.{_HOMES[name]}"), name)
-        globals()[name] = found
+        homes = (_importlib.import_module(f"manifold_tying.{home}") for home in _HOMES)
+        globals()[name] = found = next(getattr(home, name) for home in homes if hasattr(home, name))
         return found
 
 

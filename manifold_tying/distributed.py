@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 Reduce = Callable[[Tensor], Tensor]
@@ -64,12 +65,17 @@ def row_reduce(X: Tensor) -> Reduce:
     if not is_dtensor(X):
         return no_reduce
     check_row_sharding(X)
-    groups = [
-        X.device_mesh.get_group(i)
-        for i, placement in enumerate(X.placements)
-        if getattr(placement, "dim", None) == X.ndim - 2
-    ]
+    placed = enumerate(X.placements)
+    return _reduce_over([X.device_mesh.get_group(i) for i, at in placed if getattr(at, "dim", None) == X.ndim - 2])
 
+
+def mesh_reduce(tensors: Iterable[Tensor]) -> Reduce:
+    """A function that sums a tensor over all ranks of the meshes of these DTensors; :func:`no_reduce` if there are none."""
+    meshes = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
+    return _reduce_over([group for mesh in meshes for group in mesh.get_all_groups()])
+
+
+def _reduce_over(groups: "list[ProcessGroup]") -> Reduce:
     def reduce(A: Tensor) -> Tensor:
         A = A.contiguous()
         for group in groups:
@@ -77,19 +83,6 @@ def row_reduce(X: Tensor) -> Reduce:
         return A
 
     return reduce if groups else no_reduce
-
-
-def mesh_reduce(tensors: Iterable[Tensor]) -> Reduce:
-    """A function that sums a tensor over all ranks of the meshes of these DTensors; :func:`no_reduce` if there are none."""
-    meshes = dict.fromkeys(X.device_mesh for X in tensors if is_dtensor(X))
-
-    def reduce(A: Tensor) -> Tensor:
-        for mesh in meshes:
-            for group in mesh.get_all_groups():
-                torch.distributed.all_reduce(A, group=group)
-        return A
-
-    return reduce if meshes else no_reduce
 
 
 def check_row_sharding(X: Tensor, what: str = "matrix") -> None:

@@ -45,22 +45,6 @@ def polar_scale(table: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return precision.sym((Vh.mT * h) @ Vh), precision.sym((Vh.mT / h) @ Vh)
 
 
-def basis_product(A: Tensor, inverse_A: Tensor, B: Tensor, inverse_B: Tensor) -> Tensor:
-    """M = UᵀQ (d, d) of the orthonormal bases U = A inverse_A and Q = B inverse_B of two tables (V, d)."""
-    M = torch.zeros_like(inverse_A)
-    for a, b in zip(table_blocks(A), table_blocks(B), strict=True):
-        M += (a @ inverse_A).mT @ (b @ inverse_B)
-    return M
-
-
-def angles_of(cosines: Tensor, residual_gram: Tensor) -> Tensor:
-    """Principal angles from their cosines, descending, and SᵀS, S = Q - U UᵀQ, whose singular values are the sines.
-
-    Cosines lose angles below √eps, sines those within √eps of π/2. (Björck and Golub 1973.)
-    """
-    return torch.atan2(torch.linalg.eigvalsh(residual_gram).clamp_min(0).sqrt(), cosines)
-
-
 def vector_angles(a: Tensor, b: Tensor) -> Tensor:
     """Angles between the vectors a and b (..., d), as 2 atan2(‖â - b̂‖, ‖â + b̂‖): (...), float64, exact at 0 and at π.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import precision
-from manifold_tying.diagnostics.bases import angles_of, basis_product, check_table, polar_scale, table_blocks
+from manifold_tying.diagnostics.bases import check_table, polar_scale, table_blocks
 from manifold_tying.tying import TokenInterface
 
 
@@ -106,7 +106,9 @@ def interface_consistency(E: Tensor, W_out: Tensor) -> InterfaceConsistency:
     check_table(A, "E")
     check_table(B, "W_outᵀ")
     (H_A, inverse_A), (_, inverse_B) = polar_scale(A, "E"), polar_scale(B, "W_out")
-    M = basis_product(A, inverse_A, B, inverse_B)
+    M = torch.zeros_like(inverse_A)  # UᵀQ of the orthonormal bases
+    for a, b in zip(table_blocks(A), table_blocks(B), strict=True):
+        M += (a @ inverse_A).mT @ (b @ inverse_B)
     # The best rotation comes from the SVD of (W_out⁺)ᵀE = H_B⁻¹ QᵀU H_A.
     left, _, right = torch.linalg.svd(inverse_B @ M.mT @ H_A)
     rotation = left @ right
@@ -119,7 +121,8 @@ def interface_consistency(E: Tensor, W_out: Tensor) -> InterfaceConsistency:
         anchors = q @ inverse_B
         anchor_distance += _cosine_distance(a, anchors).sum()
         squares += (a - anchors @ rotation).square().sum()
-    angles = angles_of(torch.linalg.svdvals(M), gram)
+    # Their cosines lose angles below √eps, their sines those within √eps of π/2. (Björck and Golub 1973.)
+    angles = torch.atan2(torch.linalg.eigvalsh(gram).clamp_min(0).sqrt(), torch.linalg.svdvals(M))
     V, d = E.shape
     return InterfaceConsistency(
         delta_ti=delta_ti(E, W_out),

@@ -12,6 +12,7 @@ from manifold_tying._extra import needs_extra
 from manifold_tying.diagnostics.bases import vector_angles
 from manifold_tying.diagnostics.interface import embedding_and_head, interface_tables
 from manifold_tying.diagnostics.tokens import Anchors, nearest_anchors
+from manifold_tying.huggingface.tables import undisturbed
 from manifold_tying.tying import TokenInterface
 
 if TYPE_CHECKING:
@@ -36,14 +37,9 @@ def residual_stream(model: nn.Module, ids: Tensor, position: int = -1) -> Stream
     """
     if ids.ndim != 1 or not -len(ids) <= position < len(ids):
         raise ValueError(f"expected token ids (N,) and a position among them, got {tuple(ids.shape)} and {position}")
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with undisturbed(model):
         ours = isinstance(getattr(model, "interface", None), TokenInterface)
         stream, logits = (_reference if ours else _hugging_face)(model, ids[None], position)
-    finally:
-        for module in training:
-            module.training = True
     expected = logits[0, position].float()
     found = stream.score(stream.read(stream.states[-1:]))[0].float()
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manifold_tying._safetensors import read_shapes, weight_map, whole_shapes
+from manifold_tying._safetensors import check_readable, weight_map, whole_shapes
 from manifold_tying.huggingface.folder import build_empty, model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
@@ -132,7 +132,7 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
     build_empty(folder)  # fails early and names config.json; transformers would fail while reading the weights
-    read_shapes(folder / file for file in dict.fromkeys(weight_map(folder).values()))
+    check_readable(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     model: PreTrainedModel

@@ -124,8 +124,7 @@ def nearest_spd(X: Tensor) -> Tensor:
     dtype = precision.compute_dtype(X.dtype)
     if not autograd.has_data(X):
         return torch.empty_like(X)
-    if not torch.isfinite(X).all():
-        raise ValueError("expected a finite matrix, but it contains NaN or Inf")
+    precision.check_finite(X)
     eigenvalues, V = torch.linalg.eigh(precision.sym(X.double()))
     largest = eigenvalues[..., -1:]
     if not (largest > 0).all():

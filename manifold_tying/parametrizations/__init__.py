@@ -1,37 +1,21 @@
 """Constraints on the weights of any layer, registered through torch.nn.utils.parametrize."""
 
-from manifold_tying.parametrizations._cholesky import CholeskyFactor as CholeskyFactor
-from manifold_tying.parametrizations._cholesky import CholeskySPD as CholeskySPD
-from manifold_tying.parametrizations._cholesky import Diagonal as Diagonal
-from manifold_tying.parametrizations._constraint import Constraint as Constraint
-from manifold_tying.parametrizations._constraint import dtype_after as dtype_after
-from manifold_tying.parametrizations._doubly_stochastic import doubly_stochastic as doubly_stochastic
-from manifold_tying.parametrizations._layer_class import is_ours as is_ours
-from manifold_tying.parametrizations._layer_class import own_class as own_class
-from manifold_tying.parametrizations._layer_class import parametrized as parametrized
-from manifold_tying.parametrizations._layout import CONVOLUTIONS as CONVOLUTIONS
-from manifold_tying.parametrizations._layout import Layout as Layout
-from manifold_tying.parametrizations._layout import shared_parameters as shared_parameters
-from manifold_tying.parametrizations._low_rank import LowRank as LowRank
-from manifold_tying.parametrizations._low_rank import isospectral as isospectral
-from manifold_tying.parametrizations._low_rank import low_rank as low_rank
-from manifold_tying.parametrizations._on_manifold import OnManifold as OnManifold
-from manifold_tying.parametrizations._on_manifold import constrain as constrain
-from manifold_tying.parametrizations._on_manifold import sphere as sphere
-from manifold_tying.parametrizations._on_manifold import stiefel as stiefel
-from manifold_tying.parametrizations._orthonormal import CayleyFactor as CayleyFactor
-from manifold_tying.parametrizations._orthonormal import OrthogonalMap as OrthogonalMap
-from manifold_tying.parametrizations._orthonormal import OrthonormalFactor as OrthonormalFactor
-from manifold_tying.parametrizations._points import home_of as home_of
-from manifold_tying.parametrizations._points import homes as homes
-from manifold_tying.parametrizations._points import is_removed as is_removed
-from manifold_tying.parametrizations._points import manifold_of as manifold_of
-from manifold_tying.parametrizations._points import manifolds_in as manifolds_in
-from manifold_tying.parametrizations._project import points as points
-from manifold_tying.parametrizations._project import project as project
-from manifold_tying.parametrizations._project import warn_if_off as warn_if_off
-from manifold_tying.parametrizations._register import constraints as constraints
-from manifold_tying.parametrizations._register import materialize as materialize
-from manifold_tying.parametrizations._register import orthogonal as orthogonal
-from manifold_tying.parametrizations._register import register as register
-from manifold_tying.parametrizations._register import spd as spd
+from manifold_tying.parametrizations._cholesky import CholeskyFactor, CholeskySPD, Diagonal
+from manifold_tying.parametrizations._constraint import Constraint, dtype_after
+from manifold_tying.parametrizations._doubly_stochastic import doubly_stochastic
+from manifold_tying.parametrizations._layer_class import is_ours, own_class, parametrized
+from manifold_tying.parametrizations._layout import CONVOLUTIONS, Layout, shared_parameters
+from manifold_tying.parametrizations._low_rank import LowRank, isospectral, low_rank
+from manifold_tying.parametrizations._on_manifold import OnManifold, constrain, sphere, stiefel
+from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
+from manifold_tying.parametrizations._points import home_of, homes, is_removed, manifold_of, manifolds_in
+from manifold_tying.parametrizations._project import points, project, warn_if_off
+from manifold_tying.parametrizations._register import constraints, materialize, orthogonal, register, spd
+
+__all__ = [
+    "CONVOLUTIONS", "CayleyFactor", "CholeskyFactor", "CholeskySPD", "Constraint", "Diagonal", "Layout", "LowRank",
+    "OnManifold", "OrthogonalMap", "OrthonormalFactor", "constrain", "constraints", "doubly_stochastic",
+    "dtype_after", "home_of", "homes", "is_ours", "is_removed", "isospectral", "low_rank", "manifold_of",
+    "manifolds_in", "materialize", "orthogonal", "own_class", "parametrized", "points", "project", "register",
+    "shared_parameters", "spd", "sphere", "stiefel", "warn_if_off"
+]  # fmt: skip

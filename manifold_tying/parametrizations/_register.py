@@ -74,12 +74,10 @@ def spd(module: M, name: str, *, diagonal: Diagonal = "softplus") -> M:
     Raises:
         ValueError: the weight is not square or has no positive eigenvalue; ``name`` as for :func:`stiefel`.
     """
-    constraint = CholeskySPD(diagonal)
     shape = Layout.of(module, name).shape
     if shape[-1] != shape[-2]:
         raise ValueError(f"expected {type(module).__name__}.{name} to be square for T = L Lᵀ, got {tuple(shape)}")
-    constraint.dtype = getattr(module, name).dtype
-    return register(module, name, constraint)
+    return register(module, name, CholeskySPD(diagonal, getattr(module, name).dtype))
 
 
 def materialize(module: M) -> M:
@@ -91,7 +89,7 @@ def materialize(module: M) -> M:
     """
     distributed.reshard_fsdp(module)
     warn_if_off(module)
-    found = list(constraints(module))
+    found, watched = list(constraints(module)), list[tuple[str, Constraint, Tensor]]()
     for path, owner, name in found:
         parts = cast(Float32ParametrizationList, parametrized(owner)[name])
         if not all(isinstance(part, Constraint) for part in parts):
@@ -100,13 +98,9 @@ def materialize(module: M) -> M:
             raise ValueError(
                 f"{path} is a DTensor; gather the state dict into an unsharded model first, then materialize that"
             )
-    watched = [
-        (path, part, cast(Float32ParametrizationList, parametrized(owner)[name]).stored[0])
-        for path, owner, name in found
-        for part in parametrized(owner)[name]
-    ]
+        watched += [(path, cast(Constraint, part), parts.stored[0]) for part in parts]
     for kind in {type(part) for _, part, _ in watched}:
-        cast(type[Constraint], kind).warn_on_drift([one for one in watched if type(one[1]) is kind])
+        kind.warn_on_drift([one for one in watched if type(one[1]) is kind])
     with torch.inference_mode(False), torch.no_grad():
         for _, owner, name in found:
             value = getattr(owner, name)

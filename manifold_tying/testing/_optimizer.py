@@ -42,11 +42,8 @@ class Subject:
     def gradients(self, draw: Draw, count: int = 1) -> list[Tensor]:
         """2 to 6 gradients per parameter, some zero, tiny or large, each stacked as (steps, *shape)."""
         steps = draw(st.integers(2, 6), "steps")
-        sizes = torch.tensor(
-            draw(st.lists(st.sampled_from(SIZES), min_size=steps, max_size=steps), "sizes of the gradients"),
-            dtype=torch.float64,
-        )
-        sizes = sizes.view(-1, *[1] * len(self.shape))
+        drawn = draw(st.lists(st.sampled_from(SIZES), min_size=steps, max_size=steps), "sizes of the gradients")
+        sizes = torch.tensor(drawn, dtype=torch.float64).view(-1, *[1] * len(self.shape))
         return [draw(ambient((steps, *self.shape)), "gradients before scaling") * sizes for _ in range(count)]
 
 

@@ -210,23 +210,22 @@ def prepare_data(config: AblateConfig, progress: Callable[[str], None] | None = 
 def _describe(config: AblateConfig) -> dict[str, Any]:
     """The experiment's command, machine and settings, for the report."""
     runs = {arm: run for arm, run in config.runs() if run.seed == 0}
-    unused = {arm: unused_settings(run.interface, run.settings) for arm, run in runs.items()}
-    per_arm: dict[str, dict[str, Any]] = {
-        arm: {name: None if name in names else getattr(runs[arm].settings, name) for name in RATES}
-        for arm, names in unused.items()
-    }
-    resolved = [run.as_json() for run in runs.values()]
-    shared = {k: v for k, v in resolved[0].items() if all(other[k] == v for other in resolved)}
+    resolved = {arm: run.as_json() for arm, run in runs.items()}
+    first, *others = resolved.values()
+    shared = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}
     if not shared.get("body", "poet").startswith("poet"):
         shared = {k: v for k, v in shared.items() if k not in POET_SETTINGS}
-    for arm, run in runs.items():
-        own = run.as_json()
+    arms: dict[str, dict[str, Any]] = {}
+    for arm, own in resolved.items():
+        settings = runs[arm].settings
+        unused = unused_settings(runs[arm].interface, settings)
         hidden = (*shared, "interface", "seed", *(() if own["body"].startswith("poet") else POET_SETTINGS))
-        per_arm[arm] |= {k: own[k] for k in own if k not in hidden}
+        arms[arm] = {name: None if name in unused else getattr(settings, name) for name in RATES}
+        arms[arm] |= {k: own[k] for k in own if k not in hidden}
     return {
         "command": called_as("ablate", "reproduce") or f"ablate({config})",
         "machine": machine(torch.device(config.settings.device)),
         "settings": {**shared, "seeds": config.seeds},
-        "arms": per_arm,
+        "arms": arms,
     }

@@ -130,9 +130,6 @@ def clipped_parameters(model: Model) -> list[Tensor]:
     return [p for name, p in model.named_parameters() if p.requires_grad and not name.endswith(MEMORY)]
 
 
-PATHS = ("init_from", "tokenizer")
-
-
 def load_model(path: str | Path, *, device: str = "cpu") -> nn.Module:
     """Load the model of a run of ``train`` or ``ablate``, or of one of its checkpoints.
 
@@ -164,7 +161,7 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
         folder = saved[-1]
     config = read_state(folder)["config"]
     values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
-    values |= {name: Path(values[name]) for name in PATHS if values.get(name)}
+    values |= {name: Path(values[name]) for name in ("init_from", "tokenizer") if values.get(name)}
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
     load_checkpoint(folder, model, None, config)

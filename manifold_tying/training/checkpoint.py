@@ -125,42 +125,30 @@ def _checked_state(path: Path, config: Mapping[str, Any], processes: Processes) 
 
 def _read(path: Path, model: nn.Module, optimizer: RiemannianAdam | None, probes: Probes | None) -> dict[str, Tensor]:
     """This rank's part of every tensor to load."""
-    shapes = whole_shapes(path)
+    stored = whole_shapes(path)
     tensors = {k: torch.empty_like(v) for k, v in model.state_dict().items()}
-    expected = {k: v.shape for k, v in tensors.items()}
-    found = {k: shape for k, (shape, _) in shapes.items() if not k.startswith(("optimizer.", "probes."))}
-    if expected != found:
-        names = sorted(k for k in {*expected, *found} if expected.get(k) != found.get(k))
-        raise ValueError(
-            f"checkpoint {path} does not fit the model: {', '.join(names[:5])} differ in shape or are in only one of them"
-        )
     if probes is not None:
         tensors |= {f"probes.{k}": torch.empty_like(v) for k, v in probes.state_dict().items()}
-        if missing := [k for k in tensors if k not in shapes]:
-            raise ValueError(f"checkpoint {path} does not fit the probes: it lacks {', '.join(missing[:5])}")
     if optimizer is not None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        _check_state(path, shapes, optimizer)
-        for name in [name for name in shapes if name.startswith("optimizer.")]:
-            tensors[name] = _empty(*shapes[name], params[int(name.split(".")[1])])
+        trained = {name.rpartition(".")[0] for name in stored}  # a parameter without gradients has no state
+        parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+        tensors |= {
+            f"optimizer.{i}.{key}": _empty(shape, torch.float32 if key == "step" else p.dtype, p)
+            for i, (group, p) in enumerate(parameters)
+            if f"optimizer.{i}" in trained
+            for key, shape in optimizer.state_shapes(group, p).items()
+        }
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    unread = tuple(part for part, reader in (("optimizer.", optimizer), ("probes.", probes)) if reader is None)
+    found = {name: kind for name, kind in stored.items() if not name.startswith(unread)}
+    # Of the optimizer's state, too: torch's kernels would write past its end.
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        part = wrong[0].partition(".")[0]
+        what = part if part in ("optimizer", "probes") else "model"
+        listed = ", ".join(f"{name} is {_kind(found.get(name))}, not {_kind(expected.get(name))}" for name in wrong[:5])
+        raise ValueError(f"checkpoint {path} does not fit the {what}: {listed}. Resume from another checkpoint")
     read_into(path, tensors)
     return tensors
-
-
-def _check_state(path: Path, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], optimizer: RiemannianAdam) -> None:
-    """Raises ValueError unless each state has the expected shape and dtype; torch's kernels would write past its end."""
-    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    expected = {
-        f"optimizer.{i}.{key}": (shape, torch.float32 if key == "step" else p.dtype)
-        for i, (group, p) in enumerate(parameters)
-        for key, shape in optimizer.state_shapes(group, p).items()
-    }
-    found = {name: of for name, of in shapes.items() if name.startswith("optimizer.")}
-    trained = {name.rpartition(".")[0] for name in found}  # a parameter without gradients has no state
-    expected = {name: of for name, of in expected.items() if name.rpartition(".")[0] in trained}
-    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
-        listed = ", ".join(f"{name} is {_kind(found.get(name))}, not {_kind(expected.get(name))}" for name in wrong[:3])
-        raise ValueError(f"checkpoint {path} does not fit the optimizer: {listed}. Resume from another checkpoint")
 
 
 def _kind(of: tuple[torch.Size, torch.dtype] | None) -> str:

@@ -55,9 +55,6 @@ def parsed(kind: type, command: str, arguments: Sequence[str]) -> Any:
     return kind(**values)
 
 
-DIVERGED = "its final validation loss is not finite; lower the learning rate, and choose another --out"
-
-
 @dataclass(frozen=True)
 class ReportConfig:
     """Write report.html with the curves of an ablation or a run, or one page that compares several."""
@@ -137,7 +134,8 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
         return
     if len(budgets) > 1 and all("failed" not in row for row in rows):
         run_report(ReportConfig(tuple(budget.out for budget in budgets), config.out), console)
-    failed = [row | {"failed": row.get("failed", DIVERGED)} for row in rows if row.get("val_loss") is None]
+    diverged = "its final validation loss is not finite; lower the learning rate, and choose another --out"
+    failed = [row | {"failed": row.get("failed", diverged)} for row in rows if row.get("val_loss") is None]
     if failed:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 

@@ -77,9 +77,6 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-LOCK = ".lock"
-
-
 @contextmanager
 def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
     """Hold a lock file while inside; raises filelock.Timeout after ``timeout`` seconds (-1 waits forever).
@@ -102,7 +99,7 @@ def exclusive(path: Path, timeout: float = -1) -> Iterator[None]:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create the folder and lock it while inside; raises a ValueError with the process that holds it."""
-    path = folder / LOCK
+    path = folder / ".lock"
     with writing_to(folder):
         path.touch()
     try:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from manifold_tying._extra import needs_extra
 from manifold_tying.huggingface import convert, load, rotation_scales, save
 from manifold_tying.huggingface.checkpoint import load_stock, write
 from manifold_tying.huggingface.folder import recorded_mark
@@ -234,13 +235,8 @@ def build_hugging_face_model(interface: "Interface", settings: "Settings", seed:
 
 
 def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:
-    try:
+    with needs_extra("peft", "lora_rank needs"):
         import peft
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}: lora_rank needs it; install it and the extra: pip install peft 'manifold-tying[huggingface]' "
-            "(from a checkout: pip install peft '.[huggingface]')"
-        ) from error
     trained = [p for p in model.get_input_embeddings().parameters() if p.requires_grad and hasattr(model.config, MARK)]
     config = peft.LoraConfig(r=rank, lora_alpha=LORA_ALPHA * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():

@@ -36,10 +36,10 @@ class Probes:
         self._find_equivalences()
         self._blocks = list(model.blocks) if self._equivalences else [model.blocks[middle]]
         self._errors = torch.zeros(len(self._equivalences), 2, dtype=torch.float64)  # of R and of P
-        self._rotations = {
-            name: _Rotations(self._equivalences[name][0].ordered_base)
-            for name in self._layers
-            if name in self._equivalences
+        self._rotations = {  # R (m, m) and P (n, n) over all merges
+            name: [torch.eye(size, device=part.ordered_base.device) for size in part.ordered_base.shape]
+            for name, (part, _) in self._equivalences.items()
+            if name in self._layers
         }
 
     def _find_equivalences(self) -> None:
@@ -54,8 +54,9 @@ class Probes:
             with gathered(*self._blocks):
                 self._find_equivalences()
                 self._update_errors()
-                for name, rotations in self._rotations.items():
-                    rotations.merge(*self._sides(name))
+                for name, totals in self._rotations.items():
+                    for total, new in zip(totals, self._turned(name), strict=True):
+                        total.copy_(new)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -69,18 +70,17 @@ class Probes:
             weights = {name: _spectrum(layer.weight) for name, layer in self._layers.items()}
             for place, name in enumerate(self._equivalences):
                 if name in self._rotations:
-                    current = self._rotations[name].measure(*self._sides(name))
-                    for side, error in zip("RP", self._errors[place].tolist(), strict=True):
-                        current[side]["orthogonality_error"] = error
-                    weights[name] |= current
+                    errors = self._errors[place].tolist()
+                    for side, turned, error in zip("RP", self._turned(name), errors, strict=True):
+                        weights[name][side] = {**_turning(turned), "orthogonality_error": error}
         largest = self._errors.max().item() if len(self._errors) else None
         self._errors.zero_()
         return {"orthogonality_error": largest, "weights": weights}
 
     def state_dict(self) -> dict[str, Tensor]:
         """The accumulated tensors themselves, contiguous."""
-        state = {f"{name}.{key}": value for name, of in self._rotations.items() for key, value in vars(of).items()}
-        return {**state, "errors": self._errors}
+        named = {f"{name}.{side}": of[place] for name, of in self._rotations.items() for place, side in enumerate("RP")}
+        return {**named, "errors": self._errors}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for key, value in self.state_dict().items():
@@ -90,6 +90,12 @@ class Probes:
         part, stored = self._equivalences[name]
         return part.sides(stored)
 
+    def _turned(self, name: str) -> tuple[Tensor, Tensor]:
+        """R and P over all merges and the current factors."""
+        (total_R, total_P), (R, P) = self._rotations[name], self._sides(name)
+        with precision.full_precision(total_R.device):
+            return rotated_rows(total_R, *R), rotated_columns(total_P, *P)
+
     def _update_errors(self) -> None:
         for place, (name, (part, _)) in enumerate(self._equivalences.items()):
             for side, (blocks, _), n in zip(range(2), self._sides(name), part.ordered_base.shape, strict=True):
@@ -98,34 +104,9 @@ class Probes:
                 self._errors[place, side] = max(self._errors[place, side].item(), error.item())
 
 
-class _Rotations:
-    """R (m, m) and P (n, n) over all merges."""
-
-    def __init__(self, weight: Tensor) -> None:
-        m, n = weight.shape
-        self.R = torch.eye(m, device=weight.device)
-        self.P = torch.eye(n, device=weight.device)
-
-    def merge(self, R: Side, P: Side) -> None:
-        """Multiply by the factors."""
-        for total, new in zip((self.R, self.P), self._with(R, P), strict=True):
-            total.copy_(new)
-
-    def measure(self, R: Side, P: Side) -> dict[str, dict[str, float]]:
-        """Probes of R and P, including the current factors."""
-        numbers = {}
-        for side, factor in zip("RP", self._with(R, P), strict=True):
-            trace = diagnostics.trace_probe(factor)
-            numbers[side] = {
-                "vector": diagnostics.vector_probe(factor).item(),
-                "trace": trace.mean.item(),
-                "trace_std": trace.std.item(),
-            }
-        return numbers
-
-    def _with(self, R: Side, P: Side) -> tuple[Tensor, Tensor]:
-        with precision.full_precision(self.R.device):
-            return rotated_rows(self.R, *R), rotated_columns(self.P, *P)
+def _turning(R: Tensor) -> dict[str, float]:
+    vector, trace = diagnostics.vector_probe(R), diagnostics.trace_probe(R)
+    return {"vector": vector.item(), "trace": trace.mean.item(), "trace_std": trace.std.item()}
 
 
 def _spectrum(weight: Tensor) -> dict[str, Any]:

@@ -111,8 +111,7 @@ def export_model(path: Path, out: Path) -> None:
     content = {"format": reading.FORMAT, "step": state["step"], "config": state["config"]}
     _make_empty(draft := out.with_name(f".{out.name}.draft"))
     try:
-        write_file(tensors, draft / _MODEL)
-        _write_state(draft, {**content, "files": {_MODEL: digest(draft / _MODEL)}})
+        _write_state(draft, {**content, "files": write_tensors(draft, {_MODEL: tensors})})
         for name in (_MODEL, reading.STATE):
             os.replace(draft / name, out / name)
     finally:

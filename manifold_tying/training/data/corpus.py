@@ -68,8 +68,8 @@ def _docstrings(spec: str, rest: str) -> Corpus:
 
 
 def _text(spec: str, rest: str) -> Corpus:
-    files, named = _expand(spec, rest, "")
-    skipped: list[Path] = []
+    files, skipped = _expand(spec, rest, ""), list[Path]()
+    named = {Path(part.strip()).expanduser() for part in rest.split(",")}
 
     def documents() -> Iterator[Iterable[str]]:
         skipped.clear()
@@ -85,7 +85,7 @@ def _text(spec: str, rest: str) -> Corpus:
 
 
 def _jsonl(spec: str, rest: str) -> Corpus:
-    files, _ = _expand(spec, rest, ".jsonl")
+    files = _expand(spec, rest, ".jsonl")
 
     def documents() -> Iterator[Iterable[str]]:
         for file in files:
@@ -98,7 +98,7 @@ def _jsonl(spec: str, rest: str) -> Corpus:
 
 
 def _parquet(spec: str, rest: str) -> Corpus:
-    files, _ = _expand(spec, rest, ".parquet")
+    files = _expand(spec, rest, ".parquet")
 
     def documents() -> Iterator[Iterable[str]]:
         import pyarrow.parquet  # slow to import, rarely needed
@@ -154,20 +154,15 @@ _OPENERS = {
 }  # fmt: skip
 
 
-def _expand(spec: str, paths: str, suffix: str) -> tuple[list[Path], set[Path]]:
-    """All files of a comma-separated list of files and folders, in order, and the set of those listed as files."""
+def _expand(spec: str, paths: str, suffix: str) -> list[Path]:
+    """All files of a comma-separated list of files and folders, in order."""
     files: list[Path] = []
-    named: set[Path] = set()
-    for part in paths.split(","):
-        path = Path(part.strip()).expanduser()
-        if part.strip() and path.is_dir():
-            files += _files_below(path, suffix, set())
-        elif part.strip() and path.is_file():
-            files.append(path)
-            named.add(path)
-        else:
-            raise ValueError(f"no file or folder {part.strip()!r}, named in {spec!r}; separate several paths by commas")
-    return files, named
+    for name in map(str.strip, paths.split(",")):
+        path = Path(name).expanduser()
+        if not name or not (path.is_dir() or path.is_file()):
+            raise ValueError(f"no file or folder {name!r}, named in {spec!r}; separate several paths by commas")
+        files += _files_below(path, suffix, set()) if path.is_dir() else [path]
+    return files
 
 
 def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:

@@ -173,7 +173,8 @@ def plot(figure: Figure, frame: pd.DataFrame, arms: Sequence[str]) -> dict[str, 
             "line": {"width": 1 if quantity else 2, "dash": DASHES[place // len(COLOURS) % len(DASHES)]},
         }  # fmt: skip
         data.append(own | line)
-    return {"name": figure.name, "data": data, "x": _x_label(figure), "y": figure.label, "log": figure.log}
+    axis = "training time (s)" if figure.x == "seconds" else f"training {figure.x}"
+    return {"name": figure.name, "data": data, "x": axis, "y": figure.label, "log": figure.log}
 
 
 def caption(figure: Figure, frame: pd.DataFrame, arms: Sequence[str], window: int) -> str:
@@ -210,7 +211,3 @@ def values(figure: Figure, frame: pd.DataFrame) -> Table:
         names = [Cell(of[key] or figure.y) for key in named]
         rows.append((of["arm"], names + [Cell(significant(of[key], 5), value=of[key]) for key in NUMBERS]))
     return Table("arm", [(column, "") for column in (*named, figure.x, "mean", "lowest", "highest")], rows)
-
-
-def _x_label(figure: Figure) -> str:
-    return "training time (s)" if figure.x == "seconds" else f"training {figure.x}"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from manifold_tying.training.evaluate import health_warnings
@@ -55,15 +56,15 @@ def _best(losses: Losses) -> str:
     shared = set.intersection(*(set(loss) for loss in losses.values()))
     over = {arm: [loss[seed] for seed in sorted(shared or loss)] for arm, loss in losses.items()}
     best, *others = sorted(over, key=lambda arm: mean(over[arm]))
-    lowest = f"{_interval(over[best])} nats per token"
-    if (loss := summarize(over[best])) is not None:
-        lowest += f" (perplexity {perplexity(loss)}) over {_seeds(loss.n)}"
+    loss = summarize(over[best])
+    assert loss is not None  # every arm has at least one seed
+    lowest = f"{_interval(loss)} nats per token (perplexity {perplexity(loss)}) over {_seeds(loss.n)}"
     if not others:
         return f"{best}: validation loss {lowest}. There is no other arm to compare it with."
     ahead = [losses[others[0]][seed] - losses[best][seed] for seed in sorted(shared)]
     if (difference := summarize(ahead)) is None:
         return f"{best} has the lowest mean validation loss, {lowest}, but not all arms share a seed for a fair comparison."
-    gap = f"{_interval(ahead)} nats"
+    gap = f"{_interval(difference)} nats"
     if difference.beyond_spread:
         return (
             f"{best} ends with the lowest validation loss, {lowest}. That is {gap} below {others[0]}, the next best; it is "
@@ -85,7 +86,7 @@ def _memory(losses: Losses, frozen: Sequence[str], trainable: Sequence[str]) -> 
     if difference is None:
         return "Frozen against trainable memory: the two share no seed, so there is no fair comparison."
     sign = -1 if difference.mean < 0 else 1
-    size = _interval([sign * one for one in differences])
+    size = _interval(replace(difference, mean=sign * difference.mean))
     ends = f"{_named(trainable)} ends {size} nats {'below' if sign < 0 else 'above'} {_named(frozen)}"
     if not difference.beyond_spread:
         return f"Frozen against trainable memory: {ends}. {_doubt(difference)}"
@@ -103,9 +104,7 @@ def _doubt(difference: Summary) -> str:
     return "That is within the spread between seeds: this experiment does not tell the two apart."
 
 
-def _interval(values: Sequence[float]) -> str:
-    summary = summarize(values)
-    assert summary is not None  # every arm has at least one seed
+def _interval(summary: Summary) -> str:
     middle, spread = interval(summary)
     return middle if summary.sd is None else f"{middle} ± {spread}"
 

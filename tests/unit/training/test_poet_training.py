@@ -84,8 +84,7 @@ def test_probes_follow_the_rotations_over_merges(body: str, tmp_path: Path, corp
     assert looked["orthogonality_error"] == pytest.approx(largest, rel=1e-6) and largest > 1e-5
     assert list(looked["weights"]) == names
     for name in names:
-        found, turned = looked["weights"][name], probes._rotations[name]
-        R, P = turned._with(*parts[name][0].sides(parts[name][1].detach()))
+        found, (R, P) = looked["weights"][name], probes._turned(name)
         W = layers[name].weight.detach()
         assert torch.allclose(R @ first[name] @ P, W, atol=1e-5)
         assert not torch.allclose(R @ first[name], W, atol=1e-2)  # the negative control: P is needed, and so is R
