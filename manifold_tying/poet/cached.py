@@ -36,9 +36,10 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     """
     groups = defaultdict[Any, list[tuple[Equivalence, Tensor]]](list)
     for _, owner, name in constraints(model):
-        part, stored = parametrized(owner)[name][0], parametrized(owner)[name].original
-        if isinstance(owner, nn.Linear) and isinstance(part, Equivalence) and not distributed.is_dtensor(stored):
-            groups[part.spec, part.dtype, stored.dtype, stored.device].append((part, stored))
+        known = parametrized(owner)[name]
+        if isinstance(owner, nn.Linear) and isinstance(part := known[0], Equivalence):
+            if not distributed.is_dtensor(stored := known.original):
+                groups[part.spec, part.dtype, stored.dtype, stored.device].append((part, stored))
     try:
         for (spec, *_), found in groups.items():
             parts, vectors = zip(*found, strict=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import diagnostics
+from manifold_tying.poet import cached_weights
 from manifold_tying.training.config import TrainConfig
 from manifold_tying.training.hf_model import Model
 from manifold_tying.training.processes import LossOf, Processes, gathered
@@ -29,7 +30,8 @@ def evaluate(
     model: Model, batches: list[Batch], device: torch.device, processes: Processes, interrupted: Callable[[], bool]
 ) -> dict[str, Any] | None:
     """Validation loss and interface metrics; None if ``interrupted()`` is true on any rank."""
-    loss = validation_loss(model.loss, batches, device, processes, interrupted)
+    with torch.no_grad(), autocast(device), cached_weights(model):
+        loss = validation_loss(model.loss, batches, device, processes, interrupted)
     return None if loss is None else {"val_loss": loss, **interface_metrics(model)}
 
 

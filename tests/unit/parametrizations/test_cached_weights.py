@@ -97,7 +97,8 @@ def test_a_bfloat16_model_under_float16_autocast() -> None:
 
 def test_other_layers_are_left_out() -> None:
     kernel = mt.equivalence(nn.Conv1d(16, 16, 3))
-    layers = nn.ModuleList([mt.equivalence(nn.Linear(16, 16)), kernel, mt.stiefel(nn.Linear(16, 16))])
+    others = mt.stiefel(nn.Linear(16, 16)), mt.low_rank(nn.Linear(16, 16), rank=2)
+    layers = nn.ModuleList([mt.equivalence(nn.Linear(16, 16)), kernel, *others])
     with cached_weights(layers):
         assert [part.cached is not None for _, part, _ in equivalences(layers)] == [True, False]
 
