@@ -95,6 +95,17 @@ class RiemannianMuon(RiemannianAdam):
         ordinary = manifold is None and p.ndim == 2 and self._homes.get(p) is None and not p.is_complex()
         return group["use_muon"] and (ordinary or isinstance(manifold, Stiefel | Sphere))
 
+    def _gradients_usable(self) -> bool:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p)
+                if state and self._by_muon(group, p) != ("momentum_buffer" in state):
+                    raise ValueError(
+                        f"use_muon was changed after the first step of parameter {self._names[p]}, whose state has "
+                        f"{', '.join(state)}. Make a new optimizer, or change it back"
+                    )
+        return super()._gradients_usable()
+
     def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
         state = super()._new_state(p, manifold, group)
         return {"step": state["step"], "momentum_buffer": state["exp_avg"]} if self._by_muon(group, p) else state

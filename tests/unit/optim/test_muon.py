@@ -7,7 +7,7 @@ import geoopt
 import numpy as np
 import pytest
 import torch
-from optim_cases import drive, point, polar_np, seeded, snapshot, tangent, with_bad
+from optim_cases import drive, point, polar_np, same, seeded, snapshot, tangent, with_bad
 from torch import Tensor, nn
 
 import manifold_tying as mt
@@ -220,6 +220,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dual_steps": -1}, "expected dual_steps"),
     ({"adjust_lr_fn": "rms"}, "unknown adjust_lr_fn 'rms'; choose one of match_rms_adamw, original"),
 ]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_rule_of_a_group_stays_after_its_first_step(first: bool) -> None:
+    X, W = point(12, 4), nn.Parameter(torch.randn(5, 3))
+    optimizer = RiemannianMuon([X, W], lr=LR, use_muon=first)
+    drive(optimizer, [X, W], 1, seeded)
+    before = snapshot(optimizer, [X, W])
+    optimizer.param_groups[0]["use_muon"] = not first
+    with pytest.raises(ValueError, match="use_muon was changed after the first step of parameter 0 of group 0"):
+        drive(optimizer, [X, W], 1, seeded)
+    optimizer.param_groups[0]["use_muon"] = first
+    assert same(snapshot(optimizer, [X, W]), before)
+    drive(optimizer, [X, W], 1, seeded)
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
