@@ -7,10 +7,8 @@ from manifold_tying import precision
 from manifold_tying.kernels._choice import runs_eagerly_on_gpu
 
 ROWS = 4096  # of a sum in float32, in which 2^24 is exact
-SMALL, LARGE_GRAM = (
-    2**30,
-    2**34,
-)  # multiplications up to which float32 products are faster, and from which split_gram is
+SMALL = 2**30  # multiplications up to which one float32 product is faster
+LARGE_GRAM = 2**34  # and from which a split Gram matrix is
 
 
 def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tensor:
@@ -24,7 +22,8 @@ def add_product_(total: Tensor, A: Tensor, B: Tensor, beta: float = 1.0) -> Tens
     if total.dtype == torch.float32 and A.dtype.itemsize == 2 and runs_eagerly_on_gpu(A):
         return torch.addmm(total, A, B, out_dtype=torch.float32, beta=beta, out=total)
     for rows in precision.row_chunks(total):  # a block of rows at a time, which on a CPU stays in its cache
-        total[rows] = A[rows] @ B if beta == 0 else total[rows] + A[rows] @ B
+        product = A[rows] @ B
+        total[rows] = product if beta == 0 else total[rows] + product
     return total
 
 

@@ -53,7 +53,7 @@ def near_inverse_sqrt(G: Tensor) -> tuple[Tensor, Tensor, bool]:
     At most four products, fewer if the eigenvalues of G differ little.
     """
     (E, c), eps = _deviation(G), torch.finfo(G.dtype).eps
-    _prepared(G)  # a CUDA graph that is captured after this cannot
+    _prepared(G)  # a CUDA graph that is captured next cannot copy it to the device
     r = c.rsqrt().view(*G.shape[:-2], 1, 1)
     if _norm(E) < (2 * eps) ** 0.5:
         return E.view(G.shape) * (-0.5 * r), r, True

@@ -78,8 +78,8 @@ class NonFiniteGuard:
 
 
 def is_captured() -> bool:
-    """Whether what runs now is recorded as a CUDA graph."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    """Whether what runs now is recorded as a CUDA graph. Without a GPU, torch built for CUDA cannot be asked."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rescale_to_range(gradient: Tensor, p: Tensor) -> Tensor:

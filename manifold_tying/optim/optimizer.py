@@ -167,9 +167,8 @@ class RiemannianOptimizer(Optimizer):
 
     def _batches(self, group: Group, points: list[Tensor]) -> list[Batch]:
         """The points of a group that have a gradient, grouped into batches that one call can update."""
-        recorded = (
-            torch.compiler.is_compiling() or is_captured()
-        )  # then nothing depends on what the host counts or reads
+        # What is recorded cannot depend on what the host counts or reads.
+        recorded = torch.compiler.is_compiling() or is_captured()
         every = group["project_every"]
         project = every == 1 or recorded or group["steps_taken"] % every == 1
         alike: dict[Any, list[Tensor]] = defaultdict(list)

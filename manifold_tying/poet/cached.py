@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from manifold_tying import distributed, precision
 from manifold_tying.parametrizations import constraints, parametrized
 from manifold_tying.poet.linear import plain_weight
-from manifold_tying.poet.parametrization import Equivalence
+from manifold_tying.poet.parametrization import Equivalence, version_of
 from manifold_tying.poet.rotation import matmul_dtype
 from manifold_tying.poet.spec import Permutations
 
@@ -25,7 +25,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
     and their gradients need as much memory as plain layers'. Enter it for each forward, within autocast. The backward may
     follow the exit, unless activations are checkpointed. The model may be compiled; this function is not.
 
-    Sharded layers are left out, and calls with other vectors, as by functional_call. Merge, step and copy the model outside.
+    Sharded layers are left out, and calls with other vectors: those of functional_call, and of a step or merge since the entry.
     A single wide layer with small blocks rotates its activations in fewer operations.
 
     >>> from manifold_tying import equivalence
@@ -50,7 +50,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
                 bases = torch.stack([part.ordered_base for part in parts])
                 weights = plain_weight(bases, torch.stack(vectors), spec, perms, matmul_dtype(dtype)).to(dtype)
             for (part, stored), weight in zip(found, weights.unbind(), strict=True):
-                part.cached = stored, weight
+                part.cached = stored, version_of(stored), weight
         yield
     finally:
         for part in (part for found in groups.values() for part, _ in found):

@@ -28,7 +28,7 @@ class Equivalence(Constraint):
     in_order: Tensor
     seed: Tensor
     merges: Tensor
-    cached: tuple[Tensor, Tensor] | None = None  # the stored vector and W, within :func:`cached_weights`
+    cached: tuple[Tensor, int, Tensor] | None = None  # the stored vector, its version and W, see :func:`cached_weights`
 
     def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
         super().__init__(dtype)
@@ -117,9 +117,10 @@ class Equivalence(Constraint):
             raise ValueError(
                 f"expected inputs (..., {self.spec.P.n}) in {self.dtype}, got {tuple(x.shape)} in {x.dtype}"
             )
-        of, W = self.cached or (None, None)  # read once: another thread may leave the context
+        of, version, W = self.cached or (None, 0, None)  # read once: another thread may leave the context
         needs_grad = torch.is_grad_enabled() and stored.requires_grad
-        if W is not None and of is stored and W.dtype == dtype and W.requires_grad >= needs_grad:
+        known = of is stored and (torch.compiler.is_compiling() or version == version_of(stored))
+        if W is not None and known and W.dtype == dtype and W.requires_grad >= needs_grad:
             return F.linear(x.to(dtype), W, None if bias is None else bias.to(dtype))
         triton = uses_triton(x, stored, self.spec)
         any_number = autograd.is_exporting()  # of tokens: nothing may depend on it
@@ -169,6 +170,11 @@ class Equivalence(Constraint):
         R, P = self.spec.R, self.spec.P
         rows, columns = f"{R.num_rotated}/{R.n} by {R.block}", f"{P.num_rotated}/{P.n} by {P.block}"
         return f"rows={rows}, columns={columns}, terms={self.spec.terms}"
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was written in place; 0 for an inference tensor, which does not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:

@@ -335,8 +335,16 @@ def test_what_cannot_run_ahead_raises_at_once(case: str, monkeypatch: pytest.Mon
 
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on a CUDA graph records what the device that the CPU plays is told to do."""
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_build_for_cuda_without_a_gpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is an error of the driver."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", MagicMock(side_effect=RuntimeError("no driver")))
+    optimizer, params = named(RiemannianAdam)
+    drive(optimizer, params, 1, seeded)
 
 
 @pytest.mark.usefixtures("deferred")

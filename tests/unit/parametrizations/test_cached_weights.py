@@ -1,7 +1,9 @@
 """Weights of POET's layers that are computed together are those that each layer computes."""
 
 import contextlib
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,14 +50,42 @@ def test_output_and_gradients(terms: int | None, dtype: torch.dtype, bound: floa
 def test_the_weights_last_until_the_exit() -> None:
     layers, x = model(2), torch.ones(3, 24)
     before = layers(x)
-    with torch.no_grad(), cached_weights(layers):
+    with cached_weights(layers):
         for _, _, stored in equivalences(layers):
-            stored.zero_()
+            stored.data.zero_()  # which no version counter sees
         assert torch.allclose(layers(x), before, atol=1e-5)  # of the vectors at the entry
     assert not torch.allclose(layers(x), before, atol=1e-2)
     with pytest.raises(RuntimeError, match="stop"), cached_weights(layers):
         raise RuntimeError("stop")
     assert all(part.cached is None for _, part, _ in equivalences(layers))
+
+
+@pytest.mark.parametrize("change", ["step", "merge", "assign"])
+def test_what_has_changed_since_the_entry_is_computed_again(change: str) -> None:
+    layers: Any = model(2)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    result(layers, layers, False)
+    with cached_weights(layers):
+        if change == "step":
+            optimizer.step()
+        elif change == "merge":
+            mt.merge(layers)
+        else:
+            layers[0].weight = torch.eye(24)
+        inside = result(layers, layers, False)
+    for a, b in zip(inside, result(layers, layers, False), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_copy_that_changes_is_computed_again() -> None:
+    layers, x = model(2), torch.ones(3, 24)
+    with cached_weights(layers):
+        copied = copy.deepcopy(layers)
+    for changed in (copied, layers):
+        for _, _, stored in equivalences(changed):
+            stored.zero_()
+    assert torch.allclose(copied(x), layers(x), atol=1e-5)
 
 
 def test_gradients_need_weights_that_have_them() -> None:
@@ -76,6 +106,10 @@ def test_gradients_need_weights_that_have_them() -> None:
 def test_other_vectors_have_other_weights() -> None:
     layers, x = model(2), torch.ones(3, 24)
     others = {name: p.detach() + 0.01 for name, p in layers.named_parameters()}
+    for (name, p), other in zip(layers.named_parameters(), others.values(), strict=True):
+        while other._version < p._version:  # no difference in how often they were written
+            other.mul_(1)
+        assert other._version == p._version, name
 
     def loss(tensors: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(layers, tensors, (x,)).square().sum()
