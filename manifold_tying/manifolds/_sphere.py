@@ -1,5 +1,6 @@
 """Spheres: matrices whose rows or columns have given norms, or which have one as a whole."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -36,13 +37,14 @@ class Spheres:
         return cls(parts[0].of, torch.stack([part.radius for part in parts]), parts[0].reduce)
 
     def dot(self, u: Tensor, v: Tensor) -> Tensor:
-        if self.of != "columns" or u.shape[-2] <= 512 or not u.is_cpu:
-            return self.reduce((u * v).sum(_DIMS[self.of], keepdim=True))
-        (total, *us), vs = u.split(256, -2), v.split(256, -2)  # a CPU sums down fewer rows faster
-        total = total * vs[0]
-        for a, b in zip(us, vs[1:], strict=True):
-            total[..., : a.shape[-2], :].addcmul_(a, b)
-        return self.reduce(total.sum(-2, keepdim=True))
+        """<u, v> of each vector, in the shape of :func:`norms`."""
+        return self.reduce((u * v).sum(_DIMS[self.of], keepdim=True))
+
+    def dot_of_blocks(self, us: Sequence[Tensor], vs: Sequence[Tensor], scratch: Tensor) -> Tensor:
+        """:meth:`dot` of matrices given as blocks of rows; overwrites ``scratch``."""
+        products = (torch.mul(u, v, out=scratch[..., : u.shape[-2], :]) for u, v in zip(us, vs, strict=True))
+        dots = [product.sum(_DIMS[self.of], keepdim=True) for product in products]
+        return self.reduce(functools.reduce(torch.add, dots))
 
     def projx(self, x: Tensor) -> Tensor:
         return x * (self.radius / norms(x, self.of, self.reduce)).to(x.dtype)
@@ -58,9 +60,9 @@ class Spheres:
         lengths = norms(u, self.of, self.reduce)
         return u * torch.where(lengths > 0, self.radius / lengths, 0).to(u.dtype)
 
-    def normalize_(self, x: Tensor, skip: Tensor | None) -> None:
-        """projx in place, for points close to the sphere; leaves zeros alone, and x if ``skip`` is 1."""
-        factor = self.radius / self.dot(x, x).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    def normalize_(self, x: Tensor, squares: Tensor, skip: Tensor | None) -> None:
+        """projx in place, given ``squares`` = <x, x>; leaves zeros alone, and x if ``skip`` is 1."""
+        factor = self.radius / squares.sqrt().clamp_min(torch.finfo(x.dtype).tiny)
         x.mul_(factor if skip is None else torch.where(skip > 0, 1, factor))
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:

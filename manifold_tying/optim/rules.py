@@ -5,6 +5,7 @@ rank's rows and ``reduce`` sums p x p matrices over those ranks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel, scaled_tangent_part, tangent_part
 
-_LARGE = 2**15  # entries of a point on a sphere
+_LARGE, _BLOCK = 2**15, 2**18  # entries of a point on a sphere, and of a block of its rows
 _PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
 
 
@@ -212,17 +213,32 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
 
 
 def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> None:
-    """R = G - X <X, G> / radius²;  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y normalized, all in place."""
+    """R = G - X <X, G> / radius²;  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y normalized, all in place.
+
+    One block of rows of a large matrix at a time, which stays in the CPU cache.
+    """
     points, spheres = [distributed.to_local(p) for p in batch.params], cast(Spheres, batch.manifold)
-    alone = len(points) == 1
-    X, G = _stack(points), _stack(batch.gradients)
-    R = torch.addcmul(G, X, spheres.dot(X, G) / spheres.radius.square(), value=-1)
-    xs = points if alone else list(X)
-    moments = batch.local("exp_avg"), batch.local("exp_avg_sq")
-    fused_adam_(xs, list(R), *moments, batch.local("step"), found_inf, **options)
-    spheres.normalize_(X, found_inf)
+    X, G, steps = _stack(points), _stack(batch.gradients), batch.local("step")
+    tensors = X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq")
+    alone, n = len(points) == 1, X.shape[-2]
+    height = max(1, _BLOCK * n // X.numel()) if X.is_cpu and points[0].ndim == 2 and alone and X.numel() > _BLOCK else n
+    blocks = [tensors] if height == n else list(zip(*(t.split(height, -2) for t in tensors), strict=True))
+    scratch = torch.empty_like(X[..., :height, :])
+    tasks = [(spheres, X, blocks)]
+    if spheres.of == "rows" and len(blocks) > 1:  # each block has whole vectors
+        radii = spheres.radius.split(height, -2)
+        tasks = [(replace(spheres, radius=r), block[0], [block]) for r, block in zip(radii, blocks, strict=True)]
+    for sphere, Y, parts in tasks:
+        xs, gs = [part[0] for part in parts], [part[1] for part in parts]
+        normal = sphere.dot_of_blocks(xs, gs, scratch) / sphere.radius.square()
+        for part in parts:
+            x, g, *moments = part
+            R = torch.addcmul(g, x, normal, value=-1, out=scratch[..., : x.shape[-2], :])
+            counts = steps if part is blocks[-1] else [step.clone() for step in steps]  # the kernel increments them
+            fused_adam_(list(x), list(R), moments[: len(points)], moments[len(points) :], counts, found_inf, **options)
+        sphere.normalize_(Y, sphere.dot_of_blocks(xs, xs, scratch), found_inf)
     if not alone:
-        torch._foreach_copy_(points, xs)
+        torch._foreach_copy_(points, list(X))
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
