@@ -1,7 +1,8 @@
-"""Orthonormal weights with other libraries."""
+"""Other libraries: orthonormal weights, and POET's official code."""
 
 import importlib
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,16 @@ def load(module: str, package: str) -> Any:
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise Unavailable(f"not installed: pip install {package}") from error
+
+
+def official_poet(block_size: int, *dimensions: int, device: str) -> Any:
+    """The package of POET's authors; raises Unavailable if it lacks what it needs for layers of these dimensions."""
+    poet = load("poet_torch", "git+https://github.com/Sphere-AI-Lab/poet")
+    if device == "cpu" and find_spec("triton"):  # without Triton it uses PyTorch's operations
+        raise Unavailable("its Triton kernels need CUDA")
+    if any(dimension % block_size for dimension in dimensions):
+        raise Unavailable("takes only dimensions that the block size divides")
+    return poet
 
 
 def torch_orthogonal(weight: Tensor, map: str | None = None) -> nn.Module:

@@ -41,6 +41,7 @@ HOT_PATHS = (
     ("poet_step", "POET training step", "poet-block 256", "block, b = 256", "adamw", "AdamW"),
     ("poet_step", "", "poet-block 256, two terms", "the same, two terms", "adamw", "AdamW"),
     ("poet_step", "", "poet-block 256, two terms, compiled", "the same, compiled", "adamw, compiled", "AdamW, compiled"),
+    ("poet_step", "", "poet-block 256, two terms", "block, two terms", "official POET", "POET's official code"),
     ("poet_step", "", "poet-block 64", "block, b = 64", "adamw", "AdamW"),
     ("poet_step", "", "poet-full 1/2", "full 1/2", "adamw", "AdamW"),
     (
@@ -82,7 +83,8 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
             if result["benchmark"] == benchmark:
                 rows[place(result)] += result["rows"]
         cells = [_span(_ratios(rows[found], ours, peer)) for found in places]
-        body.append([what, name, peer_name, *cells])
+        if what or any(cells):
+            body.append([what, name, peer_name, *cells])
     on_gpu = any(result["machine"]["device"] != "cpu" for result in results)
     note = [] if on_gpu else ["\nNo GPU has been measured."]
     head = ["", "ours", "instead of", *(", ".join(found) for found in places)]

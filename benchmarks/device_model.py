@@ -1,4 +1,4 @@
-"""What a benchmark takes at least on a GPU that is not there: kernels, bytes, operations, memory and time.
+"""What a benchmark takes at least on an NVIDIA H200 that is not there: kernels, bytes, operations, memory and time.
 
     python -m benchmarks.device_model training_step --preset poet-60m --tokens 16384 --sequence-length 512 --dtype bfloat16
     python -m benchmarks.device_model --check benchmarks/results/equivalence-h200-bfloat16.json
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import tyro
@@ -45,21 +45,10 @@ PHASES = ("forward", "backward", "step")
 HEAD = "row, contender, kernels, GB, TFLOP, extra GB, waits, forward ms, backward ms, step ms, least ms".split(", ")
 
 
-class Rates(NamedTuple):
-    """Rates of a data sheet, dense: bytes per second, and operations per second by dtype."""
-
-    bandwidth: float
-    bfloat16: float
-    tf32: float
-    float32: float
-    float64: float
-
-
-RATES = {
-    "h100": Rates(3.35e12, 989e12, 494e12, 67e12, 67e12),
-    "h200": Rates(4.8e12, 989e12, 494e12, 67e12, 67e12),
-    "a100": Rates(2.0e12, 312e12, 156e12, 19.5e12, 19.5e12),
-}
+# Rates of the H200's data sheet, dense: bytes per second, and operations per second by dtype
+BANDWIDTH = 4.8e12
+RATES = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
+TF32 = 494e12
 # Views, and operations that only reserve memory: no kernel.
 _FREE = frozenset(
     "detach alias lift lift_fresh empty empty_like new_empty empty_strided new_empty_strided _unsafe_view view set_".split()
@@ -95,11 +84,9 @@ def _size(t: Tensor) -> int:
     return entries
 
 
-def _rate(rates: Rates, inputs: list[Tensor]) -> float:
+def _rate(inputs: list[Tensor]) -> float:
     dtype = next((t.dtype for t in inputs if t.is_floating_point() and t.ndim >= 2), torch.float32)
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return rates.tf32
-    return {2: rates.bfloat16, 8: rates.float64}.get(dtype.itemsize, rates.float32)
+    return TF32 if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else RATES[dtype]
 
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], fresh: list[Tensor]) -> int:
@@ -130,10 +117,10 @@ def _operations(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tenso
 class Recorder(TorchDispatchMode):
     """Lists the kernels launched on CUDA tensors, what the host waits for, and the peak of memory."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rates, self.live, self.stepping = rates, 0, False
-        self.held: dict[int, Any] = {}
+        self.live, self.stepping = 0, False
+        self.held: weakref.WeakSet[Any] = weakref.WeakSet()
         self.reset()
 
     def reset(self) -> None:
@@ -152,15 +139,13 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
 
     def _hold(self, t: Tensor) -> None:
-        key, size = _storage(t), t.untyped_storage().nbytes()
-        if key in self.held and self.held[key]() is not None:
-            return
+        storage, size = t.untyped_storage(), t.untyped_storage().nbytes()
+        if storage not in self.held:
+            self.held.add(storage)
+            weakref.finalize(storage, self._add, -size)
+            self._add(size)
 
-        def release(_: Any) -> None:
-            self.live -= size
-            self.held.pop(key, None)
-
-        self.held[key] = weakref.ref(t.untyped_storage(), release)
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -186,7 +171,7 @@ class Recorder(TorchDispatchMode):
         operations = _operations(func, name, args, kwargs, inputs, result)
         in_backward = torch._C._current_graph_task_id() != -1
         phase = "step" if self.stepping else "backward" if in_backward else "forward"
-        seconds = max(size / self.rates.bandwidth, operations / _rate(self.rates, inputs))
+        seconds = max(size / BANDWIDTH, operations / _rate(inputs))
         self.launches.append(Launch(phase, name, size, operations, seconds))
         return result
 
@@ -211,9 +196,7 @@ class Recorder(TorchDispatchMode):
         ]
 
 
-def model(
-    benchmark: str, arguments: Sequence[str], rates: Rates, results: dict[str, Any] | None
-) -> Iterator[list[str]]:
+def model(benchmark: str, arguments: Sequence[str], results: dict[str, Any] | None) -> Iterator[list[str]]:
     """Rows of the table; with ``results``, contenders by row, for those that have a time."""
     module = importlib.import_module(f"benchmarks.{benchmark}")
     Options: Callable[..., Any] = getattr(module, "StepOptions", module.Options)
@@ -228,7 +211,7 @@ def model(
                 if results is not None and measured is None:
                     continue
                 try:
-                    with Recorder(rates) as recorder:
+                    with Recorder() as recorder:
                         step = contender.build()
                         step()  # makes the optimizer's state
                         recorder.reset()
@@ -245,21 +228,20 @@ class ModelOptions:
 
     benchmark: tyro.conf.Positional[str] = ""
     """riemannian_step, maps, equivalence, interface, training_step or poet_step."""
-    gpu: Literal["h100", "h200", "a100"] = "h200"
     check: tuple[Path, ...] = ()
-    """Instead: results of benchmarks on this GPU, whose times to compare with the model's."""
+    """Instead: results of benchmarks on an H200, whose times to compare with the model's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, others = tyro.cli(ModelOptions, description=__doc__, args=arguments, return_unknown_args=True)
-    rates, head = RATES[options.gpu], [*HEAD, *(["measured ms", "ratio"] if options.check else []), "longest"]
+    head = [*HEAD, *(["measured ms", "ratio"] if options.check else []), "longest"]
     # module.to() swaps tensors, but none that FakeTensorMode has a weak reference to
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())  # type: ignore[assignment]
-    body = [] if options.check else list(model(options.benchmark, others, rates, None))
+    body = [] if options.check else list(model(options.benchmark, others, None))
     for result in (json.loads(path.read_text()) for path in options.check):
         for command in dict.fromkeys(row["command"] for row in result["rows"]):
             known = {row["row"]: row["contenders"] for row in result["rows"] if row["command"] == command}
-            body += model(result["benchmark"], shlex.split(command)[3:], rates, known)
+            body += model(result["benchmark"], shlex.split(command)[3:], known)
     print(markdown_table(head, [[*cells, *[""] * (len(head) - len(cells))] for cells in body], left=2))
 
 

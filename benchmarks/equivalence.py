@@ -30,7 +30,7 @@ import manifold_tying as mt
 from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Graphed, Row, Step, Unavailable, significant
 from benchmarks._limits import LIMIT
-from benchmarks._peers import load
+from benchmarks._peers import load, official_poet
 from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
 
 TITLE = "A linear layer with W = R W0 P, forward and backward"
@@ -135,9 +135,7 @@ class Problem:
 
     def official(self) -> Step:
         """The layer of POET's authors, which compiles itself."""
-        poet = load("poet_torch", "git+https://github.com/Sphere-AI-Lab/poet")
-        if self.m % self.b or self.n % self.b:
-            raise Unavailable("takes only dimensions that the block size divides")
+        poet = official_poet(self.b, self.m, self.n, device=self.device.type)
         torch.compiler.reset()  # as for ours
         layer = poet.POETLinear(self.n, self.m, block_size=self.b, device=self.device)
         with torch.no_grad():

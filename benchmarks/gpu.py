@@ -5,7 +5,8 @@
 
 The pieces, most important first: the CUDA tests, the benchmarks with their peers, training steps, and the comparison of
 docs/from-scratch.md at 42 M parameters with three seeds. Each is a process of its own, so that none stops the others. A
-benchmark keeps the rows that it has measured, and a training run its checkpoints.
+benchmark keeps the rows that it has measured, and a training run its checkpoints. What failed, or made no progress in its whole
+time, runs again in the next call, after the other pieces.
 
 DIR/results has a JSON file for each piece, DIR/state.json their status, DIR/page.md both as a page, DIR/logs their output, and
 DIR/work the corpus and the checkpoints.
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -38,7 +39,6 @@ from manifold_tying.training.files import write_atomic
 from manifold_tying.training.machine import check_device
 
 GRACE = 20.0  # seconds that a stopped piece has to save a checkpoint
-TAIL = 15  # lines of a log on the page
 # The corpus of docs/from-scratch.md
 SOURCES = "matplotlib networkx numpy pandas scipy sklearn sympy".split()
 ARMS = (
@@ -59,6 +59,9 @@ FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' g
 REPLAYED = "'ours, CUDA graph' 'POGO, CUDA graph'"
 MUONS = "'our Muon' 'torch Muon' 'Emerging-Optimizers Muon' 'Emerging-Optimizers Spel'"
 LARGE = "V=8192 V=32000 V=151936 V=2048 '4 x (' 'V=96 d' 'V=16 d'"
+SIZE_60M = "--rows poet-60m --tokens 16384 --sequence-length 512"
+BODIES = "adamw 'poet-block 256' 'poet-block 256, two terms' 'poet-block 64' 'poet-full 1/2'"
+COMPILED = "'adamw, compiled' 'poet-block 256, two terms, compiled'"
 BILLION = "--preset poet-1.3b --tokens 4096 --sequence-length 512"
 LAST = "riemannian-step-slow"  # after the ablations, since a row takes minutes
 # Commands below benchmarks/, most important first.
@@ -71,12 +74,13 @@ BENCHMARKS = {
     # The official layer compiles for up to two minutes at each size.
     "equivalence-official": f"equivalence --dtype bfloat16 --rows x40 --only {LAYERS} 'official POET'",
     "training-step-poet-60m": f"{STEP} --preset poet-60m --tokens 16384 --sequence-length 512 --compile",
-    "poet-step-60m": f"{POET_STEP} --rows poet-60m --tokens 16384 --sequence-length 512 --compile",
+    "poet-step-60m": f"{POET_STEP} {SIZE_60M} --compile --only {BODIES} {COMPILED}",
+    "poet-step-official": f"{POET_STEP} {SIZE_60M} --only 'poet-block 256, two terms' 'official POET'",
     "training-step-pit-0.3b": f"{STEP} --preset pit-0.3b --tokens 8192 --sequence-length 1024 --compile",
     # Two models of 1.3 B parameters with their optimizers fit into 80 GB, all six do not.
     "training-step-poet-1.3b-pit-free": f"{STEP} {BILLION} --only pit-free",
     "training-step-poet-1.3b-transformers": f"{STEP} {BILLION} --only transformers",
-    "poet-step-1.3b": f"{POET_STEP} --rows poet-1.3b --tokens 4096",
+    "poet-step-1.3b": f"{POET_STEP} --rows poet-1.3b --tokens 4096 --only {BODIES}",
     LAST: "riemannian_step --rounds 10 --rows V=8192 V=2048 '4 x (' --only 'torch orthogonal' geotorch",
 }
 
@@ -94,8 +98,6 @@ class Options:
     """Minutes for the whole call; the same command again continues."""
     tiny: bool = False
     """Use tiny sizes, to test that everything runs."""
-    again: tuple[str, ...] = ()
-    """Names of pieces to run again, though they failed or stalled. Rows without a failure are kept."""
     peers: tuple[Path, ...] = ()
     """Checkouts to import peers from that are not installed: POET's official code, NVIDIA's Emerging-Optimizers."""
 
@@ -116,7 +118,7 @@ def pieces(options: Options) -> dict[str, list[str]]:
     for name, command in BENCHMARKS.items():
         words = shlex.split(f"-m benchmarks.{command} --device {options.device} --resume")
         if options.tiny:
-            words = [word for word in words if word != "--compile"] + "--quick --rounds 1 --warmup 0".split()
+            words = [word for word in words if "compile" not in word] + "--quick --rounds 1 --warmup 0".split()
         found[name] = [*words, "--out", str(options.out / f"results/{name}.json")]
     shape, data = ABLATION, f"text:{options.out / 'work/source'}"
     if options.tiny:
@@ -154,48 +156,44 @@ def copy_sources(folder: Path) -> None:
 
 
 def run(todo: dict[str, list[str]], options: Options) -> dict[str, Any]:
-    """Run what has not ended yet, until the time is up; returns the state by name of piece."""
+    """Run what is not done, until the time is up or all has ended; returns the state by name of piece."""
     out, end = options.out, time.monotonic() + 60 * options.total
     for name in ("results", "logs", "work"):
         (out / name).mkdir(parents=True, exist_ok=True)
     path = out / "state.json"
     state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     commands = {name: shlex.join(["python", *arguments]) for name, arguments in todo.items()}
-    if changed := [name for name in state if state[name]["command"] != commands.get(name)]:
-        raise ValueError(f"{out} holds other commands for {', '.join(changed)}; choose another --out")
-    if unknown := [name for name in options.again if name not in commands]:
-        raise ValueError(f"no piece is called {', '.join(unknown)}; choose from {', '.join(commands)}")
-    for name in options.again:
-        state.pop(name, None)
-
-    def left() -> list[str]:
-        return [name for name in todo if state.get(name, {}).get("status", "unfinished") == "unfinished"]
-
-    while left():
-        for name in left():
-            seconds = min(60 * options.minutes, end - time.monotonic())
-            if seconds < 6 * options.minutes:  # a tenth: hardly more than imports
-                return state
-            print(f"{name} ...", flush=True)
-            before, began = _traces(name, out), time.monotonic()
-            stopped, code = _attempt(name, todo[name], options, seconds)
-            if (out / "work/ablation/summary.json").exists():
-                write_atomic(out / "results/ablation.json", json.dumps(collect(out), indent=1).encode())
-            status = "done" if code == 0 else "failed"
-            if stopped:
-                # Without a new row or checkpoint in the whole time, it would never end.
-                whole = seconds == 60 * options.minutes
-                status = "stalled" if whole and _traces(name, out) == before else "unfinished"
-            took = state.get(name, {}).get("seconds", 0) + time.monotonic() - began
-            state[name] = {"status": status, "exit": code, "seconds": round(took, 1), "command": commands[name]}
-            write_atomic(path, json.dumps(state, indent=1).encode())
-            write_atomic(out / "page.md", page(todo, state, out).encode())
-            print(f"{name}: {status} after {took:.0f} s", flush=True)
+    new = {"status": "not started", "seconds": 0}
+    # A piece whose command has changed since starts anew; a benchmark's rows name their own command.
+    state = {name: state[name] if state.get(name, new).get("command") == commands[name] else new for name in todo}
+    left = [name for name in todo if state[name]["status"] != "done"]
+    left.sort(key=lambda name: state[name]["status"] in ("failed", "stalled"))
+    while left:
+        name, seconds = left.pop(0), min(60 * options.minutes, end - time.monotonic())
+        if seconds < 6 * options.minutes:  # a tenth: hardly more than imports
+            break
+        print(f"{name} ...", flush=True)
+        before, began = _traces(name, out), time.monotonic()
+        code = _attempt(name, todo[name], options, seconds)
+        status = "done" if code == 0 else "failed"
+        if code is None:
+            # Without a new row or checkpoint in the whole time, it would never end.
+            whole = seconds == 60 * options.minutes
+            status = "stalled" if whole and _traces(name, out) == before else "unfinished"
+        if status == "unfinished":
+            left.append(name)
+        took = state[name]["seconds"] + time.monotonic() - began
+        state[name] = {"status": status, "seconds": round(took, 1), "command": commands[name]}
+        if (out / "work/ablation/summary.json").exists():
+            write_atomic(out / "results/ablation.json", json.dumps(collect(out), indent=1).encode())
+        write_atomic(path, json.dumps(state, indent=1).encode())
+        write_atomic(out / "page.md", page(state, out).encode())
+        print(f"{name}: {status} after {took:.0f} s", flush=True)
     return state
 
 
-def _attempt(name: str, arguments: list[str], options: Options, seconds: float) -> tuple[bool, int]:
-    """Run a piece for at most so long. Returns whether it was stopped, and its exit status."""
+def _attempt(name: str, arguments: list[str], options: Options, seconds: float) -> int | None:
+    """The exit status of a piece; None if it was stopped after so long."""
     search = (ROOT, *options.peers, os.environ.get("PYTHONPATH"))
     own = {"PYTHONPATH": os.pathsep.join(str(path) for path in search if path)}
     environment = {"MANIFOLD_TYING_CACHE": str(options.out / "work/cache"), **os.environ, **own}
@@ -203,41 +201,35 @@ def _attempt(name: str, arguments: list[str], options: Options, seconds: float) 
         command = [sys.executable, *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            return False, process.wait(seconds)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return True, _stop(process)
+            return None
         finally:  # Ctrl-C and SIGTERM stop the piece, too
             if process.poll() is None:
-                _stop(process)
+                os.killpg(process.pid, signal.SIGTERM)  # it can save
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and its children
+                process.wait()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> int:
-    """Stop a process and its children: first so that it can save."""
-    os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+def _traces(name: str, out: Path) -> list[tuple[Path, int]]:
+    """What a piece leaves when it makes progress: rows of its result, or checkpoints."""
+    return [
+        (path, path.stat().st_mtime_ns) for path in (*out.glob(f"results/{name}.json"), *out.glob("work/**/step-*"))
+    ]
 
 
-def _traces(name: str, out: Path) -> tuple[str, list[str]]:
-    """What a piece leaves when it makes progress: rows of its result, or the names of checkpoints."""
-    result = out / f"results/{name}.json"
-    return result.read_text(encoding="utf-8") if result.exists() else "", sorted(map(str, out.glob("work/**/step-*")))
-
-
-def page(todo: Iterable[str], state: dict[str, Any], out: Path) -> str:
-    """All pieces with their status, the ends of the logs that tell why one has not ended, and the results."""
+def page(state: dict[str, Any], out: Path) -> str:
+    """All pieces with their status, the ends of the logs of the tests and of what is not done, and the results."""
     body, ends = [], []
-    for name in todo:
-        own, log = state.get(name, {"status": "not started", "seconds": "", "command": ""}), out / f"logs/{name}.log"
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if name in state else []
-        body.append([name, own["status"], str(own["seconds"]), f"`{own['command']}`"])
-        if name == "tests" and lines:
-            ends.append(f"Tests: {lines[-1].strip('= ')}.")
-        if own["status"] not in ("done", "not started"):
-            ends.append(f"{name}, exit status {own['exit']}:\n\n```\n" + "\n".join(lines[-TAIL:]) + "\n```")
+    for name, own in state.items():
+        body.append([name, own["status"], str(own["seconds"]), f"`{own.get('command', '')}`"])
+        log = out / f"logs/{name}.log"
+        if log.exists() and (name == "tests" or own["status"] != "done"):
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            ends.append(f"{name}, {own['status']}:\n\n```\n" + "\n".join(lines[-15:]) + "\n```")
     parts = ["# On a GPU", markdown_table(["piece", "status", "seconds", "command"], body, left=2), *ends]
     if (out / "results/ablation.json").exists():
         runs = json.loads((out / "results/ablation.json").read_text(encoding="utf-8"))["runs"]
@@ -255,11 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not options.tiny and not (options.out / "work/source").exists():
         copy_sources(options.out / "work/source")
-    todo = pieces(options)
-    state = run(todo, options)
-    found = {name: state.get(name, {}).get("status", "not started") for name in todo}
-    if left := [f"{name} ({status})" for name, status in found.items() if status != "done"]:
-        sys.exit(f"left: {', '.join(left)}. Run the same command again; failed and stalled pieces need --again NAME")
+    state = run(pieces(options), options)
+    if left := [f"{name} ({own['status']})" for name, own in state.items() if own["status"] != "done"]:
+        sys.exit(f"left: {', '.join(left)}. Run the same command again")
     print(f"all done: {options.out / 'page.md'}")
 
 

@@ -7,6 +7,9 @@ builds it with untied tables. It excludes merges, one in several hundred steps. 
 above its memory after imports: weights, gradients, the optimizer's state and activations. "Table 1" is the paper's count of
 float32 bytes for the body: AdamW's weights and two moments, or POET's W0 plus three times its trainable parameters. It
 excludes gradients, tables and activations.
+
+"official POET" is the same model with the layers and the optimizer of POET's authors: blocks of 256, four terms. Its layers
+compile themselves, and its extra memory includes what the compiler allocates.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from torch import Tensor
 from benchmarks._command import Options, run
 from benchmarks._harness import Contender, Extra, Row, Step, significant
 from benchmarks._limits import LIMIT, refuse_large
+from benchmarks._peers import official_poet
 from benchmarks.training_step import ShapedSettings, Training
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import equivalences
@@ -58,25 +62,42 @@ class StepOptions(Options):
 
 
 def _build(name: str, compiled: bool, shape: LlamaConfig, options: StepOptions) -> Step:
-    device = torch.device(options.device)
     # AdamW needs the most memory: 16 bytes per weight for weight, gradient and moments; 18.6 were measured at poet-350m.
     if name == "adamw":
-        refuse_large(18.6 * _weights(shape), device, "weights, gradients, moments and a step")
-    settings = ShapedSettings(device=options.device, shape=shape, **BODIES[name])
-    config = resolve(TrainConfig(out=Path("unused"), interface="untied", settings=settings))
+        refuse_large(18.6 * _weights(shape), torch.device(options.device), "weights, gradients, moments and a step")
+    config = _config(name, shape, options)
     model = build_model(config)
-    generator = torch.Generator().manual_seed(0)
-    size = (options.tokens // options.sequence_length, options.sequence_length)
-    ids = torch.randint(shape.vocab_size, size, generator=generator).to(device)
-
     if compiled:
         torch.compiler.reset()
+    return _step(model, build_optimizer(model, config.settings), compiled, shape, options)
+
+
+def _official(shape: LlamaConfig, options: StepOptions) -> Step:
+    block_size = min(256, shape.hidden_size)
+    poet = official_poet(block_size, shape.hidden_size, shape.intermediate_size, device=options.device)
+    model = build_model(_config("adamw", shape, options))
+    poet.replace_linear_with_poet(model.blocks, block_size)
+    torch.compiler.reset()
+    step = _step(model, poet.get_poet_optimizer(model, poet.POETConfig(block_size)), False, shape, options)
+    step()  # compiles, which takes longer than the limit of a step
+    return step
+
+
+def _config(name: str, shape: LlamaConfig, options: StepOptions) -> TrainConfig:
+    settings = ShapedSettings(device=options.device, shape=shape, **BODIES[name])
+    return resolve(TrainConfig(out=Path("unused"), interface="untied", settings=settings))
+
+
+def _step(model: Any, optimizer: Any, compiled: bool, shape: LlamaConfig, options: StepOptions) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    size = (options.tokens // options.sequence_length, options.sequence_length)
+    ids = torch.randint(shape.vocab_size, size, generator=generator).to(options.device)
     loss_of = ALONE.wrap(model, compiled)
 
     def loss(ids: Tensor) -> Tensor:
         return loss_of(ids, ids.roll(-1, 1))
 
-    return Training(model, build_optimizer(model, config.settings), loss, [ids], options.autocast())
+    return Training(model, optimizer, loss, [ids], options.autocast())
 
 
 def _weights(shape: LlamaConfig) -> int:
@@ -90,7 +111,9 @@ def _counts(steps: Mapping[str, Step], milliseconds: Mapping[str, float]) -> Ext
     models: dict[str, Any] = {name: step.model for name, step in steps.items() if isinstance(step, Training)}
     body = {name: sum(p.numel() for p in _matrices(model)) for name, model in models.items()}
     fixed = {
-        name: sum(part.ordered_base.numel() for _, part, _ in equivalences(model)) for name, model in models.items()
+        name: sum(part.ordered_base.numel() for _, part, _ in equivalences(model))
+        + sum(p.numel() for p in model.parameters() if not p.requires_grad)  # the official code's W0
+        for name, model in models.items()
     }
     return {
         "trainable in the body": {name: float(count) for name, count in body.items()},
@@ -117,6 +140,8 @@ def rows(options: StepOptions) -> Iterator[Row]:
         for body in ("adamw", "poet-block 256, two terms") if options.compile else ():
             build = partial(_build, body, True, shape, options)
             contenders.append(Contender(f"{body}, compiled", build, limit=10 * LIMIT))
+        # The last, since it compiles when it is built, and the others reset the compiler.
+        contenders.append(Contender("official POET", partial(_official, shape, options), limit=10 * LIMIT))
         reference = "poet-block 256" if name == PRESETS[-1] else "adamw"
         yield Row(f"{name}, {options.tokens} tokens", reference, contenders, _counts, whole_memory=True)
 

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 _MIXES = frozenset("_to_copy copy_ index index_put_ _index_put_impl_ set_".split())  # may take CPU tensors, too
@@ -134,16 +135,9 @@ class Pretended(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
-def _each(change: Any, found: Any) -> Any:
-    """Change what is in arguments or results: a tree of one level, since operations have no more."""
-    return type(found)(map(change, found)) if isinstance(found, (list, tuple)) else change(found)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
-    leaves = [
-        x for found in (*args, *kwargs.values()) for x in (found if isinstance(found, (list, tuple)) else [found])
-    ]
+    leaves = pytree.tree_leaves((args, kwargs))
     mine = [x for x in leaves if isinstance(x, CudaTensor)]
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, CudaTensor)]
     target = kwargs.get("device")
@@ -162,8 +156,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x
         return given[id(x)] if id(x) in given else CudaTensor(x)
 
-    plain = [_each(unwrap, x) for x in args]
-    options = {key: _each(unwrap, x) for key, x in kwargs.items() if key != "pin_memory"}
+    plain, options = pytree.tree_map(unwrap, (list(args), kwargs))
+    options.pop("pin_memory", None)
     if name in _PRODUCTS and torch.backends.cuda.matmul.fp32_precision == "tf32":
         plain[-2:] = map(_tf32, plain[-2:])
     if to_device:
@@ -171,7 +165,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*plain, **options)
     if not on_device:
         return Host.receive(result) if name == "_to_copy" and kwargs.get("non_blocking") else result
-    wrapped = _each(wrap, result)
+    wrapped = pytree.tree_map(wrap, result)
     aliases = any(part.alias_info for part in (*func._schema.arguments, *func._schema.returns))
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if aliases and name != "_to_copy" else wrapped
 

@@ -232,6 +232,15 @@ def test_peers_that_are_not_installed_have_a_reason(tmp_path: Path, monkeypatch:
     assert reasons == {"transformers": "not installed: pip install transformers"}
 
 
+def test_poet_steps_name_what_the_official_code_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "poet_torch", None)
+    (row,) = run("poet_step", tmp_path / "result.json", "--rows", "poet-60m", "--only", "official POET")
+    reason = "not installed: pip install git+https://github.com/Sphere-AI-Lab/poet"
+    assert row["contenders"]["official POET"] == {"unavailable": reason}
+    # a layer of width 16 has four square matrices, and three of 32 x 16
+    assert row["extra"]["trainable in the body"] == {"adamw": 4 * 16**2 + 3 * 32 * 16}
+
+
 def test_rows_measured_later_join_the_same_file(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     first = run("maps", out, "--rows", "24 x")[0]
