@@ -44,7 +44,7 @@ import manifold_tying as mt
 from manifold_tying import distributed, linalg
 from manifold_tying.manifolds import Of
 from manifold_tying.models import Llama
-from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianMuon, param_groups
+from manifold_tying.optim import MergeSchedule, RiemannianAdam, RiemannianMuon, RiemannianSGD, param_groups
 from manifold_tying.tying import shard_model, shard_vocabulary
 
 PATIENCE = timedelta(seconds=880)  # processes wait while smaller groups work
@@ -164,6 +164,30 @@ def counted() -> Iterator[list[int]]:
     finally:
         for name in names:
             setattr(dist, name, originals[name])
+
+
+def scaled_parameters(group: Group) -> dict[str, list[float]]:
+    """How far sharded ordinary parameters with a scale end from where whole ones do, and how far those moved."""
+    shape, results = (9, 5), {}
+    scale = 10 ** torch.linspace(-2, 1, 45).view(shape)
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": RiemannianAdam, "sgd": partial(RiemannianSGD, momentum=0.9), "muon": RiemannianMuon
+    }  # fmt: skip
+    for (name, kind), dim in itertools.product(kinds.items(), (0, 1)):
+        whole = nn.Parameter(torch.ones(shape))
+        sharded = nn.Parameter(distribute_tensor(torch.ones(shape), group.mesh, [Shard(dim)], src_data_rank=None))
+        for p in (whole, sharded):
+            optimizer = kind([{"params": [p], "scale": scale}], lr=1e-2)
+            for step in range(3):
+                G = gradient(shape, step)
+                p.grad = G if p is whole else distribute_tensor(G, group.mesh, [Shard(dim)], src_data_rank=None)
+                optimizer.step()
+        moved = whole.detach() - 1
+        results[f"{name}, dimension {dim}"] = [
+            largest(distributed.full_tensor(sharded.detach()) - 1 - moved),
+            largest(moved),
+        ]
+    return results
 
 
 def refusals(group: Group) -> dict[str, str]:
@@ -478,6 +502,7 @@ def main(rank: int, folder: Path) -> None:
     run("merged after a forward", two, merged_after_a_forward)
     run("plain parameters", two, points_of_plain_parameters)
     run("matrices by Muon", two, matrices_by_muon)
+    run("scaled", two, scaled_parameters)
     run("stacks", two, states_of_stacks, folder / "stacks")
     run("low precision", two, low_precision)
     run("constrained", two, constrained_layers_of)

@@ -206,6 +206,12 @@ def test_muon_orthogonalizes_whole_matrices(found: list[dict[str, Any]]) -> None
         assert found[rank]["matrices by Muon 2"] < 1e-6
 
 
+def test_sharded_parameters_with_a_scale_move_as_whole_ones(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        for error, way in found[rank]["scaled 2"].values():
+            assert error < 1e-6 < 1e-2 < way
+
+
 def test_moments_of_stacks_are_saved_with_their_matrices(found: list[dict[str, Any]]) -> None:
     for rank in range(2):
         assert found[rank]["stacks 2"] == 0

@@ -175,6 +175,28 @@ def test_a_rank_deficient_table_is_named() -> None:
     assert pit.embed(torch.arange(3)).isnan().all()  # a diverged run reports its loss
 
 
+@pytest.mark.parametrize("memory", ["free", "trainable"])
+def test_the_loss_where_two_singular_values_vanish(memory: Any) -> None:
+    """The head inverts nothing: its loss and gradients are those of all logits, where E is not determined or overflows."""
+    t = torch.linspace(1, 2, D, dtype=torch.float64)
+    pit: Any = mt.PIT(V, D, memory=memory).double()
+    with torch.no_grad():
+        if memory == "free":
+            t[2:4] = 0
+            pit.table.copy_(torch.linalg.qr(torch.randn(V, D).double())[0] * t)
+        else:
+            t[2:4] = 1e-40
+            pit.cholesky_factor = t.sqrt().diag()
+        assert (torch.linalg.svdvals(pit.head_weight)[-2:] < 1e-14).all()
+    hidden, targets = torch.randn(30, D, dtype=torch.float64, requires_grad=True), torch.arange(30)
+    trained = [hidden, *pit.parameters()]
+    losses = [pit.loss(hidden, targets), nn.functional.cross_entropy(hidden @ pit.head_weight.mT, targets)]
+    found, expected = (torch.autograd.grad(loss, trained) for loss in losses)
+    for a, b in zip([losses[0], *found], [losses[1], *expected], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+        assert b.abs().max() > 0
+
+
 def test_low_precision_leaves_the_table_alone() -> None:
     pit = free().bfloat16()
     assert pit.table.dtype == torch.float32 and pit.embed(torch.arange(3)).dtype == torch.bfloat16
