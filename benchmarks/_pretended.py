@@ -1,6 +1,6 @@
 """A CUDA device that a CPU build of torch takes for real: code paths for GPUs run without a GPU.
 
-:func:`install` compiles 30 lines of C++ that register a device guard and CUDA hooks which do nothing, so that the dispatcher,
+:func:`install` compiles 20 lines of C++ that register a device guard and CUDA hooks which do nothing, so that the dispatcher,
 autograd's engine and autocast accept "cuda". Tensors on it are another matter: ``tests/pretended_device.py`` makes them of CPU
 tensors, :mod:`benchmarks.device_model` of shapes alone.
 """
@@ -27,15 +27,10 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return only(); }
   Device exchangeDevice(Device) const override { return only(); }
   Stream getStream(Device) const noexcept override { return stream(); }
-  Stream getDefaultStream(Device) const override { return stream(); }
-  Stream exchangeStream(Stream) const noexcept override { return stream(); }
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
 };
 struct Hooks final : at::CUDAHooksInterface {
   Hooks(at::CUDAHooksArgs) {}
-  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
@@ -43,10 +38,6 @@ struct Hooks final : at::CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
   at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 namespace at { using CUDAHooks = Hooks; C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks) }

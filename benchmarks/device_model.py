@@ -1,4 +1,4 @@
-"""What a benchmark takes at least on an NVIDIA H200 that is not there: kernels, bytes, operations, memory and time.
+"""What a benchmark takes at least on an NVIDIA H100 or H200 that is not there: kernels, bytes, operations, memory and time.
 
     python -m benchmarks.device_model training_step --preset poet-60m --tokens 16384 --sequence-length 512 --dtype bfloat16
     python -m benchmarks.device_model --check benchmarks/results/equivalence-h200-bfloat16.json
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -45,8 +45,8 @@ PHASES = ("forward", "backward", "step")
 HEAD = "row, contender, kernels, GB, TFLOP, extra GB, waits, forward ms, backward ms, step ms, least ms".split(", ")
 
 
-# Rates of the H200's data sheet, dense: bytes per second, and operations per second by dtype
-BANDWIDTH = 4.8e12
+# Rates of the data sheets, dense: bytes per second, and operations per second by dtype, the same for both.
+BANDWIDTH = {"h100": 3.35e12, "h200": 4.8e12}
 RATES = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
 TF32 = 494e12
 # Views, and operations that only reserve memory: no kernel.
@@ -117,8 +117,9 @@ def _operations(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tenso
 class Recorder(TorchDispatchMode):
     """Lists the kernels launched on CUDA tensors, what the host waits for, and the peak of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, bandwidth: float) -> None:
         super().__init__()
+        self.bandwidth = bandwidth
         self.live, self.stepping = 0, False
         self.held: weakref.WeakSet[Any] = weakref.WeakSet()
         self.reset()
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):
         operations = _operations(func, name, args, kwargs, inputs, result)
         in_backward = torch._C._current_graph_task_id() != -1
         phase = "step" if self.stepping else "backward" if in_backward else "forward"
-        seconds = max(size / BANDWIDTH, operations / _rate(inputs))
+        seconds = max(size / self.bandwidth, operations / _rate(inputs))
         self.launches.append(Launch(phase, name, size, operations, seconds))
         return result
 
@@ -196,7 +197,7 @@ class Recorder(TorchDispatchMode):
         ]
 
 
-def model(benchmark: str, arguments: Sequence[str], results: dict[str, Any] | None) -> Iterator[list[str]]:
+def model(benchmark: str, arguments: Sequence[str], gpu: str, results: dict[str, Any] | None) -> Iterator[list[str]]:
     """Rows of the table; with ``results``, contenders by row, for those that have a time."""
     module = importlib.import_module(f"benchmarks.{benchmark}")
     Options: Callable[..., Any] = getattr(module, "StepOptions", module.Options)
@@ -211,7 +212,7 @@ def model(benchmark: str, arguments: Sequence[str], results: dict[str, Any] | No
                 if results is not None and measured is None:
                     continue
                 try:
-                    with Recorder() as recorder:
+                    with Recorder(BANDWIDTH[gpu]) as recorder:
                         step = contender.build()
                         step()  # makes the optimizer's state
                         recorder.reset()
@@ -228,8 +229,9 @@ class ModelOptions:
 
     benchmark: tyro.conf.Positional[str] = ""
     """riemannian_step, maps, equivalence, interface, training_step or poet_step."""
+    gpu: Literal["h100", "h200"] = "h200"
     check: tuple[Path, ...] = ()
-    """Instead: results of benchmarks on an H200, whose times to compare with the model's."""
+    """Instead: results of benchmarks on this GPU, whose times to compare with the model's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -237,11 +239,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     head = [*HEAD, *(["measured ms", "ratio"] if options.check else []), "longest"]
     # module.to() swaps tensors, but none that FakeTensorMode has a weak reference to
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda _: ())  # type: ignore[assignment]
-    body = [] if options.check else list(model(options.benchmark, others, None))
+    body = [] if options.check else list(model(options.benchmark, others, options.gpu, None))
     for result in (json.loads(path.read_text()) for path in options.check):
         for command in dict.fromkeys(row["command"] for row in result["rows"]):
             known = {row["row"]: row["contenders"] for row in result["rows"] if row["command"] == command}
-            body += model(result["benchmark"], shlex.split(command)[3:], known)
+            body += model(result["benchmark"], shlex.split(command)[3:], options.gpu, known)
     print(markdown_table(head, [[*cells, *[""] * (len(head) - len(cells))] for cells in body], left=2))
 
 

@@ -183,7 +183,7 @@ def run(todo: dict[str, list[str]], options: Options) -> dict[str, Any]:
         if status == "unfinished":
             left.append(name)
         took = state[name]["seconds"] + time.monotonic() - began
-        state[name] = {"status": status, "seconds": round(took, 1), "command": commands[name]}
+        state[name] = {"status": status, "exit": code, "seconds": round(took, 1), "command": commands[name]}
         if (out / "work/ablation/summary.json").exists():
             write_atomic(out / "results/ablation.json", json.dumps(collect(out), indent=1).encode())
         write_atomic(path, json.dumps(state, indent=1).encode())
@@ -214,11 +214,10 @@ def _attempt(name: str, arguments: list[str], options: Options, seconds: float) 
                 process.wait()
 
 
-def _traces(name: str, out: Path) -> list[tuple[Path, int]]:
+def _traces(name: str, out: Path) -> list[str]:
     """What a piece leaves when it makes progress: rows of its result, or checkpoints."""
-    return [
-        (path, path.stat().st_mtime_ns) for path in (*out.glob(f"results/{name}.json"), *out.glob("work/**/step-*"))
-    ]
+    results = [path.read_text(encoding="utf-8") for path in out.glob(f"results/{name}.json")]
+    return [*results, *sorted(map(str, out.glob("work/**/step-*")))]
 
 
 def page(state: dict[str, Any], out: Path) -> str:
@@ -229,7 +228,9 @@ def page(state: dict[str, Any], out: Path) -> str:
         log = out / f"logs/{name}.log"
         if log.exists() and (name == "tests" or own["status"] != "done"):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            ends.append(f"{name}, {own['status']}:\n\n```\n" + "\n".join(lines[-15:]) + "\n```")
+            ends.append(
+                f"{name}, {own['status']}, exit status {own.get('exit')}:\n\n```\n" + "\n".join(lines[-15:]) + "\n```"
+            )
     parts = ["# On a GPU", markdown_table(["piece", "status", "seconds", "command"], body, left=2), *ends]
     if (out / "results/ablation.json").exists():
         runs = json.loads((out / "results/ablation.json").read_text(encoding="utf-8"))["runs"]

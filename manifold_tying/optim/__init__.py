@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from manifold_tying._extra import needs_extra
 from manifold_tying.optim.adam import RiemannianAdam as RiemannianAdam
 from manifold_tying.optim.groups import param_groups as param_groups
+from manifold_tying.optim.merge import MERGE_EVERY as MERGE_EVERY
 from manifold_tying.optim.merge import MergeSchedule as MergeSchedule
 from manifold_tying.optim.muon import RiemannianMuon as RiemannianMuon
 from manifold_tying.optim.sgd import RiemannianSGD as RiemannianSGD

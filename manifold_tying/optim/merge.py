@@ -10,6 +10,7 @@ from manifold_tying.optim.adam import RiemannianAdam
 from manifold_tying.poet import check_drift, equivalences, merge_all
 
 _ZERO_INITIAL_STATE = (RiemannianAdam, torch.optim.Adam)  # AdamW is an Adam
+MERGE_EVERY = 400  # POET's T_m
 DRIFT_CHECKS = 4  # checks of R and P between merges; each forms them once
 
 
@@ -34,7 +35,7 @@ class MergeSchedule:
     Args:
         model: contains equivalences.
         optimizer: trains the skew vectors; it must recreate missing ``optimizer.state[p]``.
-        every: steps between merges, T_m.
+        every: steps between merges, T_m; the default is the paper's.
         clip_ramp_steps: steps after a merge until :meth:`clip` returns the full norm again.
         clip_factor: factor on the norm right after a merge; below 1 clips harder, above 1 less.
         clip_until_step: last step at which :meth:`clip` changes the norm. The defaults are those of POET's code.
@@ -44,7 +45,7 @@ class MergeSchedule:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        every: int = 400,
+        every: int = MERGE_EVERY,
         *,
         clip_ramp_steps: int = 10,
         clip_factor: float = 0.1,

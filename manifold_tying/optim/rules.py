@@ -215,7 +215,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
 def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> None:
     """R = G - X <X, G> / radius²;  m, v <- moments of R;  Y = X - lr m̂ / (√v̂ + eps);  X <- Y normalized, all in place.
 
-    One block of rows of a large matrix at a time, which stays in the CPU cache.
+    One block of rows of a large matrix at a time, and one buffer: both stay in the CPU cache, which a new tensor is not in.
     """
     points, spheres = [distributed.to_local(p) for p in batch.params], cast(Spheres, batch.manifold)
     X, G, steps = _stack(points), _stack(batch.gradients), batch.local("step")

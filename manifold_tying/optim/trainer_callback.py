@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from manifold_tying.optim.merge import MergeSchedule
+from manifold_tying.optim.merge import MERGE_EVERY, MergeSchedule
 from manifold_tying.poet import keep_plain_weights
 
 
@@ -18,11 +18,11 @@ class MergeCallback(TrainerCallback):
     The schedule follows the Trainer's step count, so a run resumed from a checkpoint merges at the same steps.
 
     Args:
-        every: optimizer steps between merges.
+        every: optimizer steps between merges; the default is that of :class:`MergeSchedule`.
         options: options of :class:`MergeSchedule`.
     """
 
-    def __init__(self, every: int = 400, **options: Any) -> None:
+    def __init__(self, every: int = MERGE_EVERY, **options: Any) -> None:
         self.every = every
         self.options = options
         self.schedule: MergeSchedule | None = None

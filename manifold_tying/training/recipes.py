@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from manifold_tying.optim import MERGE_EVERY
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape
 from manifold_tying.training.sections import Interface
@@ -20,7 +21,7 @@ BODY_FACTORS = {"muon": 1.0, "hyperball": 20.0, "stiefel": 1.0, "stiefel-muon": 
 MAPS = {"retraction": "polar", "diagonal": "exp"}
 # POET's tables 9 and 10: 1e-3 at b = 256, inversely proportional to b; in scheme full, to the fraction.
 EQUIVALENCE_LR, EQUIVALENCE_BLOCK, EQUIVALENCE_FRACTION = 1e-3, 256, 0.5
-MERGE_EVERY, MERGES = 400, 3  # POET's T_m, and the number of merges in a shorter run
+MERGES = 3  # in a run of fewer than 3 T_m steps
 # Continued pretraining (docs/continued-pretraining.md).
 CONTINUED_LR, LORA_LR = 2e-3, 4e-3
 CONTINUED_BETAS = (0.9, 0.95)

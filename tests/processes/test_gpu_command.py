@@ -36,7 +36,7 @@ def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(
             f"out = pathlib.Path({str(results / 'rows.json')!r})", "known = out.exists()",
             f"out.write_text({rest!r} if known else {half!r})", "if not known: time.sleep(99)",
         ),
-        "hangs": script("time.sleep(99)"),
+        "hangs": script(f"pathlib.Path({str(results / 'hangs.json')!r}).write_text('[]')", "time.sleep(99)"),
     }  # fmt: skip
     options = Options(out=tmp_path, device="cpu", minutes=0.1)
 
@@ -45,6 +45,7 @@ def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(
         return [own["status"] for own in state.values()]
 
     assert set(statuses(run(todo, Options(out=tmp_path, device="cpu", total=0)))) == {"not started"}
+    (results / "hangs.json").write_text("[]")  # written again, it is no progress
     with pytest.raises(KeyboardInterrupt):
         run(todo, options)
     assert statuses(json.loads((tmp_path / "state.json").read_text())) == ["done"] + 4 * ["not started"]
@@ -53,7 +54,12 @@ def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(
     assert state["rows"]["seconds"] > 6 and shlex.split(state["fails"]["command"])[:2] == ["python", "-c"]
     assert (results / "rows.json").read_text() == rest and count.read_text() == "x"
     page = (tmp_path / "page.md").read_text()
-    assert "| fails | failed |" in page and "this is why" in page and "| hangs | stalled |" in page
+    assert (
+        "| fails | failed |" in page
+        and "fails, failed, exit status 3:" in page
+        and "this is why" in page
+        and "| hangs | stalled |" in page
+    )
     todo |= {"fails": script("pass"), "last": script("pass")}  # another command, and a new piece
     assert statuses(run(todo, options)) == ["done", "done", "done", "done", "stalled", "done"]
     started = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" ...")]

@@ -36,6 +36,14 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
 
 
+def test_long_columns_are_summed_exactly() -> None:
+    x, u = torch.randn(2, 2, 1100, 3, dtype=torch.float64)
+    x.requires_grad_()
+    expected = u - x * (x * u).sum(-2, keepdim=True)
+    close(Sphere("columns").proju(x, u), expected)
+    close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (Sphere("columns").proju(x, u), expected)))
+
+
 @each_kind
 @given(st.data())
 def test_the_unit_sphere_is_geoopts(of: Any, data: st.DataObject) -> None:
