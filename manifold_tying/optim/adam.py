@@ -144,7 +144,7 @@ class RiemannianAdam(RiemannianOptimizer):
                 else:
                     rules.sphere_adam_(batch, **options)
             return
-        direction = partial(self._direction, group, batch)
+        direction = partial(self._direction, group)
         rules.riemannian_step_(batch, direction, "exp_avg", lr=group["lr"], maximize=group["maximize"])
 
     def _direction(self, group: Group, batch: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:

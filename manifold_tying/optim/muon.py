@@ -145,7 +145,7 @@ class RiemannianMuon(RiemannianAdam):
         with precision.disable_autocast(batch.params[0].device):
             rules.riemannian_step_(
                 batch._replace(gradients=gradients),
-                partial(self._spectral_direction, group, batch),
+                partial(self._spectral_direction, group),
                 "momentum_buffer",
                 lr=group["lr"] * self._keep(),
                 maximize=group["maximize"],

@@ -14,7 +14,7 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim.checks import Group, check_point, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, is_captured, rescale_to_range
-from manifold_tying.optim.rules import Batch, is_large_sphere, manifold_key
+from manifold_tying.optim.rules import Batch, manifold_key
 from manifold_tying.parametrizations import home_of, homes, is_removed, manifold_of
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class RiemannianOptimizer(Optimizer):
             where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
-            together = isinstance(manifold, Stiefel | Sphere) and not is_large_sphere(manifold, p)
+            together = isinstance(manifold, Stiefel | Sphere)
             alike[manifold_key(manifold) if together else id(p), p.shape, p.dtype, where, scale].append(p)
         return [self._batch(params, project) for params in alike.values()]
 

@@ -15,7 +15,8 @@ from manifold_tying import distributed, linalg, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel, scaled_tangent_part, tangent_part
 
-_LARGE, _BLOCK = 2**15, 2**18  # entries of a point on a sphere, and of a block of its rows
+_LARGE, _BLOCK = 2**15, 2**17  # entries of a point on a sphere, and of a block of its rows
+_Tensors = list[Tensor] | tuple[Tensor, ...]
 _PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
 
 
@@ -42,15 +43,18 @@ class Batch(NamedTuple):
         """This rank's part of one state tensor of every point."""
         return [distributed.to_local(state[key]) for state in self.states]
 
+    def split(self) -> "list[Batch]":
+        """The batches to stack. A large point on a sphere is alone: it costs more to copy into a stack than to move."""
+        if not isinstance(self.manifold, Spheres) or self.params[0].numel() <= _LARGE:
+            return [self]
+        spheres = [replace(self.manifold, radius=radius) for radius in self.manifold.radius.split(1)]
+        points = zip(self.params, spheres, self.gradients, self.states, strict=True)
+        return [Batch([p], sphere, [g], [state], self.scale, self.project) for p, sphere, g, state in points]
+
 
 def is_polar(manifold: geoopt.Manifold | Spheres) -> bool:
     """Whether points move by the polar retraction of our Stiefel, which accepts directions that are not tangent."""
     return type(manifold) is Stiefel and manifold.retraction == "polar"
-
-
-def is_large_sphere(manifold: geoopt.Manifold, p: Tensor) -> bool:
-    """Whether a point costs more to copy into a stack than to move alone."""
-    return type(manifold) is Sphere and p.numel() > _LARGE
 
 
 def manifold_key(manifold: geoopt.Manifold) -> Any:
@@ -124,26 +128,26 @@ def sgd_direction(R: Tensor, buffer: Tensor, step: Tensor, momentum: float, damp
     return R + momentum * buffer if nesterov else buffer
 
 
+def count_(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Count a step, unless ``found_inf`` is 1."""
+    torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
+
+
 def fused_adam_(
-    params: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    found_inf: Tensor | None,
+    params: _Tensors,
+    gradients: _Tensors,
+    exp_avgs: _Tensors,
+    exp_avg_sqs: _Tensors,
+    steps: _Tensors,
     **options: Any,
 ) -> None:
-    """torch's fused Adam kernel; changes nothing if ``found_inf`` is 1.
+    """torch's fused Adam kernel for steps that are counted already; changes nothing if the option ``found_inf`` is 1.
 
     Called directly: the checks and sorting in ``torch.optim.adamw`` take longer than the step of a small point.
     """
-    torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
-        params, gradients, exp_avgs, exp_avg_sqs, [], steps,
-        weight_decay=0.0, grad_scale=None, found_inf=found_inf, amsgrad=False, **options,
-    )  # fmt: skip
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf] * len(steps))
+        params, gradients, exp_avgs, exp_avg_sqs, [], steps, weight_decay=0.0, grad_scale=None, amsgrad=False, **options
+    )
 
 
 def riemannian_step_(
@@ -156,32 +160,33 @@ def riemannian_step_(
     sync_free: bool = False,
     skip: Tensor | None = None,
 ) -> None:
-    """R = grad f(X);  X <- retraction of X along -lr direction(X, R, state), for the stacked points of a batch.
+    """R = grad f(X);  X <- retraction of X along -lr direction(batch, X, R, state), for the stacked points of a batch.
 
     ``direction`` updates the stacked state in place. On a foreign manifold the state's ``moment`` is transported. Steps with a
     ``skip`` of 1 do not count; gradients and lr are 0 then.
     """
-    points, steps = [distributed.to_local(p) for p in batch.params], batch.local("step")
-    X, G = _stack(points), _stack(batch.gradients)
-    for count in steps:
-        count += 1 if skip is None else 1 - skip
-    keys = [key for key in batch.states[0] if key != "step"]
-    state = {key: _stack(batch.local(key)) for key in keys}
-    real = X.real.dtype if X.is_complex() else X.dtype
-    state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
-    if isinstance(batch.manifold, Stiefel) and batch.can_project_written and not sync_free:
-        project_written_(X)
-    if maximize:
-        G = -G
-    R = riemannian_gradient(batch.manifold, X, G, batch.reduce) if batch.project else G
-    step = lr * direction(X, R, state)
-    if batch.scale is not None:
-        step = scaled_tangent_part(batch.reduce, X, step, batch.scale)
-    moved = retract(batch.manifold, X, step, batch.reduce, state[moment], sync_free=sync_free, skip=skip)
-    for i, p in enumerate(points):
-        p.copy_(moved[i])
-        for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state
-            distributed.to_local(batch.states[i][key]).copy_(state[key][i])
+    for part in batch.split():
+        points, steps = [distributed.to_local(p) for p in part.params], part.local("step")
+        X, G = _stack(points), _stack(part.gradients)
+        for count in steps:
+            count += 1 if skip is None else 1 - skip
+        keys = [key for key in part.states[0] if key != "step"]
+        state = {key: _stack(part.local(key)) for key in keys}
+        real = X.real.dtype if X.is_complex() else X.dtype
+        state["step"] = torch.stack(steps).to(X.device, real).view(-1, *[1] * (X.ndim - 1))
+        if isinstance(part.manifold, Stiefel) and part.can_project_written and not sync_free:
+            project_written_(X)
+        if maximize:
+            G = -G
+        R = riemannian_gradient(part.manifold, X, G, part.reduce) if part.project else G
+        step = lr * direction(part, X, R, state)
+        if part.scale is not None:
+            step = scaled_tangent_part(part.reduce, X, step, part.scale)
+        moved = retract(part.manifold, X, step, part.reduce, state[moment], sync_free=sync_free, skip=skip)
+        for i, p in enumerate(points):
+            p.copy_(moved[i])
+            for key in keys if len(points) > 1 else ():  # the stack of one point is a view of its state
+                distributed.to_local(part.states[i][key]).copy_(state[key][i])
 
 
 def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **options: Any) -> None:
@@ -198,6 +203,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
     A = reduce(X.mT @ G) if batch.project else None
     twice = None if A is None else A + A.mT
     blocks = precision.row_chunks(X)
+    count_(steps, found_inf)
     for rows in blocks:
         x, R, *moments = (X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq"))
         if len(blocks) > 1:
@@ -205,8 +211,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
         if twice is not None:
             R = torch.sub(R, x @ twice, alpha=0.5)
         xs, Rs = ([x], [R]) if count == 1 else (list(x), list(R))
-        counts = steps if rows is blocks[-1] else [step.clone() for step in steps]  # the kernel increments: only once
-        fused_adam_(xs, Rs, moments[:count], moments[count:], counts, found_inf, **options)
+        fused_adam_(xs, Rs, moments[:count], moments[count:], steps, found_inf=found_inf, **options)
     linalg.reorthonormalize_(X, reduce, sync_free=sync_free, skip=found_inf)
     if count > 1:
         torch._foreach_copy_(points, list(X))
@@ -217,28 +222,30 @@ def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> N
 
     One block of rows of a large matrix at a time, and one buffer: both stay in the CPU cache, which a new tensor is not in.
     """
-    points, spheres = [distributed.to_local(p) for p in batch.params], cast(Spheres, batch.manifold)
-    X, G, steps = _stack(points), _stack(batch.gradients), batch.local("step")
-    tensors = X, G, *batch.local("exp_avg"), *batch.local("exp_avg_sq")
-    alone, n = len(points) == 1, X.shape[-2]
-    height = max(1, _BLOCK * n // X.numel()) if X.is_cpu and points[0].ndim == 2 and alone and X.numel() > _BLOCK else n
-    blocks = [tensors] if height == n else list(zip(*(t.split(height, -2) for t in tensors), strict=True))
-    scratch = torch.empty_like(X[..., :height, :])
-    tasks = [(spheres, X, blocks)]
-    if spheres.of == "rows" and len(blocks) > 1:  # each block has whole vectors
-        radii = spheres.radius.split(height, -2)
-        tasks = [(replace(spheres, radius=r), block[0], [block]) for r, block in zip(radii, blocks, strict=True)]
-    for sphere, Y, parts in tasks:
-        xs, gs = [part[0] for part in parts], [part[1] for part in parts]
-        normal = sphere.dot_of_blocks(xs, gs, scratch) / sphere.radius.square()
-        for part in parts:
-            x, g, *moments = part
-            R = torch.addcmul(g, x, normal, value=-1, out=scratch[..., : x.shape[-2], :])
-            counts = steps if part is blocks[-1] else [step.clone() for step in steps]  # the kernel increments them
-            fused_adam_(list(x), list(R), moments[: len(points)], moments[len(points) :], counts, found_inf, **options)
-        sphere.normalize_(Y, sphere.dot_of_blocks(xs, xs, scratch), found_inf)
-    if not alone:
-        torch._foreach_copy_(points, list(X))
+    count_(batch.local("step"), found_inf)
+    parts, like = batch.split(), distributed.to_local(batch.params[0])
+    count, n = len(parts[0].params), like.shape[-2]
+    height = max(1, _BLOCK // like.shape[-1]) if like.is_cpu and like.ndim == 2 and count == 1 else n
+    scratch = like.new_empty(count, *like.shape[:-2], min(height, n), like.shape[-1])
+    for part in parts:
+        points, spheres = [distributed.to_local(p) for p in part.params], cast(Spheres, part.manifold)
+        X, steps = _stack(points), part.local("step")
+        tensors = X, _stack(part.gradients), *part.local("exp_avg"), *part.local("exp_avg_sq")
+        blocks = [tensors] if height >= n else list(zip(*(t.split(height, -2) for t in tensors), strict=True))
+        tasks = [(spheres, X, blocks)]
+        if spheres.of == "rows" and len(blocks) > 1:  # each block has whole vectors
+            radii = spheres.radius.split(height, -2)
+            tasks = [(replace(spheres, radius=r), block[0], [block]) for r, block in zip(radii, blocks, strict=True)]
+        for sphere, Y, of in tasks:
+            xs, gs = [block[0] for block in of], [block[1] for block in of]
+            normal = sphere.dot_of_blocks(xs, gs, scratch) / sphere.radius.square()
+            for x, g, *moments in of:
+                R = torch.addcmul(g, x, normal, value=-1, out=scratch[..., : x.shape[-2], :])
+                moved, turned = x.unbind(), R.unbind()
+                fused_adam_(moved, turned, moments[:count], moments[count:], steps, found_inf=found_inf, **options)
+            sphere.normalize_(Y, sphere.dot_of_blocks(xs, xs, scratch), found_inf)
+        if count > 1:
+            torch._foreach_copy_(points, X.unbind())
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

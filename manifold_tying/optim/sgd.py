@@ -80,7 +80,7 @@ class RiemannianSGD(RiemannianOptimizer):
                     self.state[p]["momentum_buffer"] = distributed.from_local_like(p, buffer)
 
     def _step_points(self, group: Group, batch: rules.Batch) -> None:
-        def direction(X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
+        def direction(_: rules.Batch, X: Tensor, R: Tensor, state: dict[str, Tensor]) -> Tensor:
             options = group["momentum"], group["dampening"], group["nesterov"]
             return rules.sgd_direction(R, state["momentum_buffer"], state["step"], *options)
 
