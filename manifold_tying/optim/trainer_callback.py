@@ -1,10 +1,11 @@
-"""POET's merge schedule for the Trainer of transformers."""
+"""Callbacks for the Trainer of transformers: POET's merge schedule, and the distance of weights from their manifolds."""
 
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
+from manifold_tying.optim.distances import drift
 from manifold_tying.optim.merge import MERGE_EVERY, MergeSchedule
 from manifold_tying.poet import keep_plain_weights
 
@@ -47,3 +48,32 @@ class MergeCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         args.max_grad_norm = self.norm
+
+
+class DriftCallback(TrainerCallback):
+    """Logs "drift", the largest of :func:`drift`, whenever the Trainer logs the loss.
+
+        trainer.add_callback(DriftCallback(trainer))
+
+    The numbers are in the Trainer's log history, so a run resumed from a checkpoint keeps the earlier ones.
+
+    Args:
+        trainer: the Trainer, whose ``log`` reaches all its reports.
+
+    Raises:
+        ValueError: when training starts, if the model has neither a point nor an equivalence.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if not drift(parts["model"]):
+            raise ValueError("the model has no weight that can drift; constrain it first, or leave DriftCallback out")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        if control.should_log:
+            self.trainer.log({"drift": max(drift(parts["model"]).values())})
+            control.should_log = True  # log has cleared it
+
+    on_epoch_end = on_step_end

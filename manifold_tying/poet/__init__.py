@@ -12,6 +12,7 @@ from manifold_tying.poet.parametrization import merge_all as merge_all
 from manifold_tying.poet.rotation import Blocks as Blocks
 from manifold_tying.poet.rotation import Side as Side
 from manifold_tying.poet.rotation import both_blocks as both_blocks
+from manifold_tying.poet.rotation import deviation as deviation
 from manifold_tying.poet.rotation import permute as permute
 from manifold_tying.poet.rotation import rotated_columns as rotated_columns
 from manifold_tying.poet.rotation import rotated_rows as rotated_rows

@@ -19,7 +19,7 @@ from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.models import Llama
 from manifold_tying.parametrizations import parametrized
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import PIT, FreePIT, ManifoldPIT, Memory, PITEmbedding
+from manifold_tying.tying import PIT, FreePIT, ManifoldPIT, Memory, PITEmbedding, linear_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,7 +153,8 @@ class Tables(nn.Module):
 class HuggingFaceModel(nn.Module):
     """A transformers causal language model with ``loss``, ``interface``, ``blocks``, and a state dict without tied copies.
 
-    Dropout is off, as in Llama's pretraining. All logits are formed at once, since some models scale or cap them.
+    Dropout is off, as in Llama's pretraining. The loss holds a chunk of the logits at a time, also where the model scales or
+    caps them. It forms all logits if the head has a bias or :func:`measured_head` does not recognize what follows it.
 
     Args:
         model: from :func:`start_model`.
@@ -167,6 +168,7 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, model: "PreTrainedModel", lora_rank: int | None = None, split: SplitTable | None = None) -> None:
         super().__init__()
         self.model, self._split = model.eval(), split
+        self._head = measured_head(model)
         adapters = None if lora_rank is None else _with_adapters(model, lora_rank)
         object.__setattr__(self, "_adapters", adapters)  # not a submodule: its parameters are the model's
         named = dict(self.named_parameters())
@@ -206,7 +208,14 @@ class HuggingFaceModel(nn.Module):
 
     def loss(self, ids: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
         """Mean cross-entropy in nats of targets (B, N), the token after each of ids (B, N)."""
-        return F.cross_entropy(self(ids).flatten(0, 1).float(), targets.flatten(), ignore_index=ignore_index)
+        if self._head is None:
+            return F.cross_entropy(self(ids).flatten(0, 1).float(), targets.flatten(), ignore_index=ignore_index)
+        scale, softcap = self._head
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
+        if self._split is not None:
+            return self._split.interface.loss(hidden, targets, ignore_index=ignore_index, softcap=softcap)
+        table: Any = self.model.get_output_embeddings().weight
+        return linear_cross_entropy(hidden, table, targets, ignore_index=ignore_index, softcap=softcap)
 
     def write(self, folder: Path, source: Path) -> None:
         """Write the model, converted for PIT, else stock, with low-rank updates merged and the source's tokenizer files."""
@@ -260,6 +269,38 @@ def _add_twins(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> N
 
 POSITIONS, KNOWN = 8, 3
 TOLERANCE = 1e-5  # of the largest logit; rounding in a causal model is about 1e-7
+PROBE = 100.0  # scores of the head up to here are followed to the logits: a cap shows
+
+
+@torch.no_grad()
+def measured_head(model: "PreTrainedModel") -> tuple[float, float | None] | None:
+    """(scale, c) if the logits are scale · h Wᵀ, or c tanh(h Wᵀ / c), of the body's last states h; else None.
+
+    A hook replaces the head's result, so that the scores seen are larger than those of an untrained model.
+    """
+    head, base = model.get_output_embeddings(), model.base_model
+    if type(head) not in (nn.Linear, MemoryHead) or head.bias is not None or base is model:
+        return None
+    ids = torch.arange(POSITIONS, device=head.weight.device)[None] % len(head.weight)
+    hidden: Any = getattr(base(input_ids=ids, use_cache=False), "last_hidden_state", None)
+    scores = torch.linspace(-PROBE, PROBE, POSITIONS * len(head.weight)).view(1, POSITIONS, -1).to(head.weight)
+    inputs: list[Tensor] = []
+
+    def replace(_: nn.Module, given: tuple[Tensor, ...], __: Tensor) -> Tensor:
+        inputs.append(given[0])
+        return scores
+
+    with head.register_forward_hook(replace):
+        logits = model(input_ids=ids, use_cache=False).logits
+    if not (isinstance(hidden, Tensor) and logits.shape == scores.shape and torch.equal(inputs[0], hidden)):
+        return None
+    softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    scale = (
+        1.0 if softcap else float((logits * scores).sum(dtype=torch.float64) / scores.square().sum(dtype=torch.float64))
+    )
+    expected = softcap * (scores / softcap).tanh() if softcap else scale * scores
+    same = float((logits - expected).abs().max()) <= TOLERANCE * float(logits.abs().max())
+    return (scale, softcap) if same else None
 
 
 @torch.no_grad()

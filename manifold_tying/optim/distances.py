@@ -1,0 +1,36 @@
+"""How far constrained weights of a model are from their manifolds."""
+
+import math
+
+import torch
+from torch import nn
+
+from manifold_tying import distributed
+from manifold_tying.parametrizations import points
+from manifold_tying.poet import deviation, equivalences
+
+
+@torch.no_grad()
+def drift(module: nn.Module) -> dict[str, float]:
+    """The distance of each weight from its manifold, by the weight's name; in float32 rounding is about 1e-7.
+
+    For a point X it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight are added as squares. For a
+    weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last merge, which a series
+    (``terms=k``) makes large. Both are infinite for NaN or Inf. Other weights are not listed: their maps cannot leave the
+    manifold. Collective for sharded points.
+
+    >>> drift(mt.stiefel(nn.Linear(16, 64)))["weight"] < 1e-6
+    True
+    """
+    distributed.reshard_fsdp(module)
+    found: dict[str, float] = {}
+    for name, point, manifold in points(module):
+        X = distributed.full_tensor(point)
+        off = math.inf
+        if X.isfinite().all():
+            size = torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
+            off = float(torch.linalg.vector_norm(X - manifold.projx(X)) / size)
+        found[name] = math.hypot(found.get(name, 0.0), off)
+    for name, part, stored in equivalences(module):
+        found[name] = deviation(part.spec, distributed.full_tensor(stored))
+    return found
