@@ -388,6 +388,14 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
             torch.manual_seed(1)
             layer.reset_parameters()
         found[kind] = float((model(torch.eye(8)) - whole(torch.eye(8))).abs().max())
+        model.reshard()
+        with torch.no_grad():
+            for p in (*whole.parameters(), *model.parameters()):
+                p.mul_(1.25)
+        model(torch.eye(8))  # leaves the gathered copies in place
+        left = [max(mt.optim.drift(module).values(), default=0.0) for module in (whole, model)]
+        assert left[0] > 0.1 or kind in ("cayley", "qr", "spd", "doubly stochastic", "equivalence")
+        found[f"drift of {kind}"] = abs(left[1] - left[0])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     low = nn.Sequential(mt.PIT(20, 8, memory="trainable"), mt.stiefel(nn.Linear(8, 8)))
     found["dtype"] = str(shard_model(low, group.mesh, mp_policy=policy)(torch.arange(3)).dtype)
