@@ -26,6 +26,7 @@ class Equivalence(Constraint):
     and ``merges``, which determine the next permutations.
     """
 
+    call = "equivalence"
     ordered_base: Tensor
     out_order: Tensor
     in_order: Tensor
@@ -82,9 +83,6 @@ class Equivalence(Constraint):
     def _to_rotation_order(self, base: Tensor) -> Tensor:
         """W0 from the layer's shape to a matrix in rotation order."""
         return arrange(base.reshape(self.layout.matrix_shape), self.perms)
-
-    def describe(self) -> str:
-        return f"equivalence({self.extra_repr()}) on {self.layout}"
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         # New orders without a W0 that can be loaded leave W0 as it is.
