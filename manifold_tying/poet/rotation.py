@@ -17,6 +17,7 @@ Blocks = list[Tensor]
 Side = tuple[Blocks, Tensor]
 """Blocks of R or P, and the dimensions that they rotate, in order."""
 
+
 def orthogonal_blocks(
     side: BlockSpec, skew_params: Tensor, terms: int | None, low: torch.dtype | None = None
 ) -> Blocks:
