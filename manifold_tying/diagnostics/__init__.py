@@ -1,5 +1,7 @@
 """Diagnostics of token interfaces, weights and training runs."""
 
+from manifold_tying.diagnostics.bases import Anchors as Anchors
+from manifold_tying.diagnostics.bases import nearest_anchors as nearest_anchors
 from manifold_tying.diagnostics.bases import table_blocks as table_blocks
 from manifold_tying.diagnostics.bases import vector_angles as vector_angles
 from manifold_tying.diagnostics.interface import InterfaceConsistency as InterfaceConsistency
@@ -20,8 +22,6 @@ from manifold_tying.diagnostics.spectra import hyperspherical_energy as hypersph
 from manifold_tying.diagnostics.spectra import singular_values as singular_values
 from manifold_tying.diagnostics.spectra import spectral_summary as spectral_summary
 from manifold_tying.diagnostics.spectra import svd_entropy as svd_entropy
-from manifold_tying.diagnostics.tokens import Anchors as Anchors
-from manifold_tying.diagnostics.tokens import nearest_anchors as nearest_anchors
 from manifold_tying.diagnostics.trace import Smoothness as Smoothness
 from manifold_tying.diagnostics.trace import TransitionTrace as TransitionTrace
 from manifold_tying.diagnostics.trace import draw_traces as draw_traces

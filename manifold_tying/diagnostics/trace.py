@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying._extra import needs_extra
-from manifold_tying.diagnostics.bases import vector_angles
+from manifold_tying.diagnostics.bases import Anchors, nearest_anchors, vector_angles
 from manifold_tying.diagnostics.interface import embedding_and_head, interface_tables
-from manifold_tying.diagnostics.tokens import Anchors, nearest_anchors
 from manifold_tying.huggingface.tables import undisturbed
 from manifold_tying.tying import TokenInterface
 
@@ -52,8 +51,8 @@ def residual_stream(model: nn.Module, ids: Tensor, position: int = -1) -> Stream
 
 def _reference(model: Any, ids: Tensor, position: int) -> tuple[Stream, Tensor]:
     states: list[Tensor] = []
-    first = model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, position]))
     with ExitStack() as hooks:
+        first = model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0, position]))
         hooks.callback(first.remove)
         for block in model.blocks:
             hooks.callback(block.register_forward_hook(lambda _, __, out: states.append(out[0, position])).remove)

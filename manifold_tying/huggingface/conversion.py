@@ -82,7 +82,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
     if turned is None:
         _install(tables, W)
     else:
-        with undisturbed(model), _restored_on_error(tables):
+        with undisturbed(model), _restored_on_error(model, tables):
             rotate(model, turned, lambda: _install(tables, W))
     _own_config(model)
     mark(model.config, tables.scale, rotated=turned is not None)
@@ -109,9 +109,10 @@ def _install(tables: StockTables, W: Tensor) -> None:
 
 
 @contextmanager
-def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[None]:
-    """Undo :func:`_install` if the block raises, or in any case."""
-    embedding, head, data, failed = tables.embedding, tables.head, tables.weight.data, True
+def _restored_on_error(model: "PreTrainedModel", tables: StockTables, always: bool = False) -> Iterator[None]:
+    """Undo :func:`_install` and changes of parameters if the block raises, or in any case."""
+    embedding, head, failed = tables.embedding, tables.head, True
+    before = {parameter: parameter.data for parameter in model.parameters()}
     kind, attributes, weights = type(embedding), dict(vars(embedding)), (embedding.weight, head.weight)
     try:
         yield
@@ -122,7 +123,8 @@ def _restored_on_error(tables: StockTables, always: bool = False) -> Iterator[No
             vars(embedding).clear()
             vars(embedding).update(attributes)  # hooks, too
             embedding.weight, head.weight = weights
-            tables.weight.data = data
+            for parameter, data in before.items():
+                parameter.data = data
 
 
 def _own_config(model: "PreTrainedModel") -> None:
@@ -159,7 +161,7 @@ def conversion_losses(
     with undisturbed(model):
         losses = {"source": float(model(**inputs).loss)}
         for choice in get_args(Transform):
-            with _restored_on_error(tables, always=True):
+            with _restored_on_error(model, tables, always=True):
                 _install(tables, _start(tables.weight, choice))
                 losses[choice] = float(model(**inputs).loss)
         if not tables.untied and "inputs_embeds" not in inputs:

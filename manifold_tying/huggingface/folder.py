@@ -2,16 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from manifold_tying._json import read_object
 from manifold_tying._safetensors import DAMAGED
 from manifold_tying.huggingface.native import MARK, check_mark, import_transformers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -59,15 +54,3 @@ def read_transformers_config(folder: Path) -> Any:
         return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # damaged fields can make a config class raise any exception
         raise ValueError(f"transformers does not know the model in {folder / 'config.json'}: {error}") from error
-
-
-def build_empty(folder: Path) -> "PreTrainedModel":
-    kind, config = model_class(folder), read_transformers_config(folder)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = kind(config)
-            return model
-    except Exception as error:
-        raise ValueError(
-            f"transformers cannot build a {kind.__name__} from {folder / 'config.json'}: {type(error).__name__}: {error}"
-        ) from error

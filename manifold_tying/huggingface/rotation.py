@@ -61,17 +61,11 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
 
 
 def rotate(model: "PreTrainedModel", by: Rotation, install: Callable[[], None]) -> None:
-    """Rotate the body, and ``install`` embedding and head; if the logits do not stay, restore the body and raise ValueError."""
-    before = {parameter: parameter.data for parameter in model.parameters()}
+    """Rotate the body, and ``install`` embedding and head; ValueError if the logits do not stay."""
     reference = _logits_with_gain(model, _even_gain(by))
     install()
-    try:
-        _rotate_body(model, by)
-        _check_rotated(model, by, reference)
-    except BaseException:
-        for parameter, data in before.items():
-            parameter.data = data
-        raise
+    _rotate_body(model, by)
+    _check_rotated(model, by, reference)
 
 
 def _logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:

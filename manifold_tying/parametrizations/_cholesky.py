@@ -20,14 +20,13 @@ class CholeskyFactor(Constraint):
         diagonal: "softplus", log(1 + eˣ), or "exp".
     """
 
+    call = "cholesky_factor"
+
     def __init__(self, diagonal: Diagonal = "softplus", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
         if diagonal not in get_args(Diagonal):
             raise ValueError(f"unknown diagonal {diagonal!r}; choose one of {', '.join(get_args(Diagonal))}")
         self.diagonal = diagonal
-
-    def describe(self) -> str:
-        return f"cholesky_factor(diagonal={self.diagonal!r})"
 
     def forward(self, stored: Tensor) -> Tensor:
         return self.lower(stored).to(self.dtype)
@@ -58,8 +57,7 @@ class CholeskyFactor(Constraint):
 class CholeskySPD(CholeskyFactor):
     """T = L Lᵀ with L from :class:`CholeskyFactor`; assigning T projects it to the nearest positive definite matrix."""
 
-    def describe(self) -> str:
-        return f"spd(diagonal={self.diagonal!r})"
+    call = "spd"
 
     def forward(self, stored: Tensor) -> Tensor:
         with precision.full_precision(stored.device):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, distributed, precision
+from manifold_tying.parametrizations._layout import Layout
 from manifold_tying.parametrizations._points import KnownList
 
 
@@ -22,6 +23,10 @@ class Constraint(nn.Module, ABC):
     numbers, which survive casts and averages of whole state dicts.
     """
 
+    call: str
+    """The function that makes this constraint."""
+    layout: Layout
+    """Of a constraint that turns the weight into matrices."""
     dtype: torch.dtype
     """The layer's dtype, which the weight has."""
     form: Tensor
@@ -30,9 +35,13 @@ class Constraint(nn.Module, ABC):
         super().__init__()
         self.dtype = dtype
 
-    @abstractmethod
     def describe(self) -> str:
         """Kind and options, written as the call that makes this constraint."""
+        return f"{self.call}({self.extra_repr()})" + (f" on {self.layout}" if hasattr(self, "layout") else "")
+
+    def weight_dtype(self, stored: Tensor) -> torch.dtype:
+        """The layer's dtype, or a lower one in which FSDP2 gathers stored tensors by its policy."""
+        return min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
 
     def record_form(self, device: torch.device) -> None:
         """Register or renew ``form``."""

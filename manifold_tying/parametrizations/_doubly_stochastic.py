@@ -17,12 +17,14 @@ DoublyStochasticMap = Literal["sinkhorn", "orthostochastic"]
 class DoublyStochastic(Constraint):
     """The weight is sinkhorn(Y) or orthostochastic(Y) of the stored Y (..., n, n)."""
 
+    call = "doubly_stochastic"
+
     def __init__(self, dtype: torch.dtype, map: DoublyStochasticMap) -> None:
         super().__init__(dtype)
         self.map = map
 
-    def describe(self) -> str:
-        return f"doubly_stochastic(map={self.map!r})"
+    def extra_repr(self) -> str:
+        return f"map={self.map!r}"
 
     def forward(self, stored: Tensor) -> Tensor:
         function = linalg.sinkhorn if self.map == "sinkhorn" else linalg.orthostochastic

@@ -21,6 +21,7 @@ _OVERSAMPLING, _ITERATIONS = 8, 4
 class LowRank(Constraint):
     """W = U diag(s) Vᵀ: stores U (..., m, r) and V (..., n, r), points of Stiefel, and s, unless the spectrum is fixed."""
 
+    call = "low_rank"
     spectrum: Tensor | None
 
     def __init__(self, layout: Layout, dtype: torch.dtype, rank: int, kind: Spectrum) -> None:
@@ -31,17 +32,14 @@ class LowRank(Constraint):
         self.manifolds = (Stiefel(), Stiefel())
         self.register_buffer("spectrum", None)
 
-    def describe(self) -> str:
-        return f"low_rank(rank={self.rank}, spectrum={self.kind!r}) on {self.layout}"
-
     def forward(self, U: Tensor, V: Tensor, s: Tensor | None = None) -> Tensor:  # type: ignore[override]
         left, right = self._factors(U, V, s)
         with precision.disable_autocast(U.device):
-            return self.layout.to_weight(left @ right.mT).to(self._dtype(U))
+            return self.layout.to_weight(left @ right.mT).to(self.weight_dtype(U))
 
     def linear(self, x: Tensor, stored: list[Tensor], bias: Tensor | None) -> Tensor:
         """x Wᵀ + bias, by two thin products where they take fewer operations than W and one product."""
-        (left, right), dtype = self._factors(*stored), self._dtype(stored[0])
+        (left, right), dtype = self._factors(*stored), self.weight_dtype(stored[0])
         m, n, r = left.shape[-2], right.shape[-2], self.rank
         # Per token, thin products take r(m + n) and the whole weight mn; an exported program has any number of tokens.
         forming = 0 if autograd.is_exporting() else r * m * n
@@ -77,10 +75,6 @@ class LowRank(Constraint):
         spectrum = self.spectrum if s is None else s
         assert spectrum is not None
         return U, V * spectrum[..., None, :]
-
-    def _dtype(self, U: Tensor) -> torch.dtype:
-        # FSDP2 gathers stored tensors in the dtype of its policy, which may be below the layer's.
-        return min(U.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, spectrum={self.kind!r}"

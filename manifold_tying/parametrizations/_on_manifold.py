@@ -32,9 +32,7 @@ class OnManifold(Constraint):
         return f"constrain({type(self.manifold).__name__}{f'({options})' if options else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
-        # FSDP2 gathers a stored tensor in the dtype of its policy, which may be below the layer's.
-        dtype = min(stored.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
-        return self.layout.to_weight(stored).to(dtype)
+        return self.layout.to_weight(stored).to(self.weight_dtype(stored))
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)

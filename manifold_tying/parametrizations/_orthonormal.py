@@ -15,14 +15,13 @@ OrthogonalMap = Literal["polar", "qr", "cayley", "cayley-neumann"]
 class OrthonormalFactor(Constraint):
     """The weight is the polar or QR factor of the stored tensor Y (..., n, p); assigning stores the nearest such matrix."""
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, map: Literal["polar", "qr"], special: bool) -> None:
+    call = "orthogonal"
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, map: OrthogonalMap, special: bool) -> None:
         super().__init__(dtype)
         self.layout = layout
         self.map = map
         self.special = special
-
-    def describe(self) -> str:
-        return f"orthogonal(map={self.map!r}{', special=True' if self.special else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         X = linalg.orthonormalize(stored, "polar" if self.map == "polar" else "qr")
@@ -35,10 +34,10 @@ class OrthonormalFactor(Constraint):
         return nearest(self.layout.to_matrix(weight), self.special)
 
     def extra_repr(self) -> str:
-        return f"map={self.map!r}"
+        return f"map={self.map!r}{', special=True' if self.special else ''}"
 
 
-class CayleyFactor(Constraint):
+class CayleyFactor(OrthonormalFactor):
     """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
 
     Square: X = B (I - A)⁻¹(I + A), A = tril(Y) - tril(Y)ᵀ. Tall: the Cayley curve through B along the tangent part of Y,
@@ -49,15 +48,9 @@ class CayleyFactor(Constraint):
     base: Tensor
 
     def __init__(self, layout: Layout, dtype: torch.dtype, base: Tensor, terms: int | None, special: bool) -> None:
-        super().__init__(dtype)
-        self.layout = layout
+        super().__init__(layout, dtype, "cayley" if terms is None else "cayley-neumann", special)
         self.terms = terms
-        self.special = special
         self.register_buffer("base", base)
-
-    def describe(self) -> str:
-        map = "cayley" if self.terms is None else "cayley-neumann"
-        return f"orthogonal(map={map!r}{', special=True' if self.special else ''}) on {self.layout}"
 
     def forward(self, stored: Tensor) -> Tensor:
         X = linalg.cayley_at(self.base, stored, self.terms)
@@ -69,9 +62,6 @@ class CayleyFactor(Constraint):
         base = nearest(self.layout.to_matrix(weight), self.special)
         self.base.copy_(base)
         return base.new_zeros(base.shape)
-
-    def extra_repr(self) -> str:
-        return "cayley" if self.terms is None else f"cayley-neumann, terms={self.terms}"
 
 
 def nearest(Y: Tensor, special: bool) -> Tensor:

@@ -97,17 +97,9 @@ def equivalence(
 def _start(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, init: Init, seed: int) -> None:
     weight = getattr(module, name)
     device, dtype = weight.device, precision.compute_dtype(weight.dtype)
-    register_equivalence(module, name, layout, spec, seed)
+    register(module, name, Equivalence(layout, weight.dtype, spec, seed, weight))
     if init != "keep":
         setattr(module, name, initial_matrix(layout.matrix_shape, init, seed).view(layout.shape).to(device, dtype))
-
-
-def register_equivalence(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, seed: int) -> Equivalence:
-    """Put the constraint on ``module.name``, whose weight becomes W0."""
-    weight = getattr(module, name)
-    part = Equivalence(layout, weight.dtype, spec, seed, weight)
-    register(module, name, part)
-    return part
 
 
 def equivalence_(
@@ -150,7 +142,11 @@ def equivalence_(
     (['0'], ['2'])
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    options = _with_defaults(options)
+    defaults = dict(equivalence.__kwdefaults__ or {})
+    if unknown := sorted(set(options) - set(defaults)):
+        raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}")
+    options = {**defaults, **options}
+    check_options(**options)
     seed = options.pop("seed")
     include = (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else exclude
@@ -186,16 +182,6 @@ def equivalence_(
 def plain_name(path: str) -> str:
     """The name without what torch.compile and activation checkpointing insert."""
     return ".".join(part for part in path.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
-
-
-def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """All options of :func:`equivalence`, with defaults; ValueError for wrong ones."""
-    defaults = dict(equivalence.__kwdefaults__ or {})
-    if unknown := sorted(set(options) - set(defaults)):
-        raise ValueError(f"unknown options {', '.join(unknown)}; equivalence takes {', '.join(defaults)}")
-    options = {**defaults, **options}
-    check_options(**options)
-    return options
 
 
 def _selected(names: Iterable[str], include: Sequence[str], exclude: Sequence[str] | None) -> list[str]:

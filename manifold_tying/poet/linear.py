@@ -41,11 +41,6 @@ def poet_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def poet_weight(W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations) -> Tensor:
-    """W = R W0 P in the layer's order, W0 (..., m, n), in the skew parameters' dtype; saves nothing of W's size."""
-    return _weight(W0, skew_params, spec, perms)
-
-
 def arrange(W: Tensor, perms: Permutations) -> Tensor:
     """Permute a matrix (..., m, n) from the layer's order to rotation order."""
     W = permute(W, perms.rows, perms.rows_inverse, -2)
@@ -64,6 +59,7 @@ def arrange_back(W: Tensor, perms: Permutations) -> Tensor:
 def plain_weight(
     W0: Tensor, skew_params: Tensor, spec: RotationSpec, perms: Permutations, low: torch.dtype | None = None
 ) -> Tensor:
+    """W = R W0 P in the layer's order, W0 (..., m, n), in ``low``, or in the skew parameters' dtype."""
     with precision.full_precision(W0.device):
         R, P = both_blocks(spec, skew_params, low)
         return arrange_back(block_matmul_rows(block_matmul(W0.to(low or skew_params.dtype), P), R), perms)
@@ -104,7 +100,8 @@ class _WeightCentric(Function):
         return grad_x, None, grad_skew, None, None
 
 
-_weight = autograd.recomputed(plain_weight)
+poet_weight = autograd.recomputed(plain_weight)
+"""The same, which saves nothing of W's size for the backward."""
 _recomputed_weight_centric = autograd.recomputed(_plain_weight_centric)
 _weight_centric = autograd.custom_gradient(_WeightCentric, _plain_weight_centric)
 

@@ -1,15 +1,14 @@
 """Orthogonal blocks from skew parameters, products with them, and their deviation from orthogonality."""
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from manifold_tying import autograd, distributed, kernels, linalg, precision
+from manifold_tying import autograd, kernels, linalg, precision
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 Blocks = list[Tensor]
@@ -17,8 +16,6 @@ Blocks = list[Tensor]
 
 Side = tuple[Blocks, Tensor]
 """Blocks of R or P, and the dimensions that they rotate, in order."""
-
-_MAX_DEVIATION = 1e-3
 
 
 def orthogonal_blocks(
@@ -150,22 +147,6 @@ def rotated_columns(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
 def rotated_rows(x: Tensor, blocks: Blocks, order: Tensor) -> Tensor:
     """R x for x (n, T)."""
     return x.index_copy(-2, order, block_matmul_rows(x.index_select(-2, order), blocks)) if len(order) else x
-
-
-def warn_if_not_orthogonal(found: Sequence[tuple[str, RotationSpec, Tensor]]) -> None:
-    """Warn about the (name, spec, skew parameters) whose R and P are furthest from orthogonal, if by more than 1e-3."""
-    deviations = [
-        (deviation(spec, distributed.full_tensor(skew_params)), path)
-        for path, spec, skew_params in found
-        if spec.terms is not None and not skew_params.is_meta
-    ]
-    worst, name = max(deviations, default=(0.0, ""))
-    if worst > _MAX_DEVIATION:
-        warnings.warn(
-            f"{name}: the skew matrices have grown, so R and P are only orthogonal to {worst:.1g} and the singular values "
-            "drift; lower the learning rate, merge more often, or take more terms (terms=None is exact)",
-            stacklevel=4,  # the caller of merge or materialize
-        )
 
 
 @torch.no_grad()

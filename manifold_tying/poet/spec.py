@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -190,25 +190,15 @@ def check_options(
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')
     if fraction is not None and not (isinstance(fraction, int | float) and 0 < fraction <= 1):
         raise ValueError(f"expected 0 < fraction <= 1, got {fraction!r}")
-    check_terms(terms)
-    if seed is not None:
-        check_seed(seed)
-    if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
-        raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
-    if out_share is not None and sides != "both":
-        raise ValueError(f"out_share splits the parameters of both sides; leave it out with sides={sides!r}")
-
-
-def check_terms(terms: Any) -> None:
-    """ValueError unless terms is None or an integer from 1 to 64."""
     if terms is not None:
         precision.check_int("terms", terms, 1, ", or None for the exact map")
         if terms > _MAX_TERMS:
             raise ValueError(f"expected at most {_MAX_TERMS} terms, got {terms}; None is the exact map")
-
-
-def check_seed(seed: Any) -> None:
-    """ValueError unless seed is a nonnegative integer that fits into int64."""
-    precision.check_int("seed", seed, 0)
-    if seed >= 2**63:
-        raise ValueError(f"expected a seed below 2**63, got {seed}")
+    if seed is not None:
+        precision.check_int("seed", seed, 0)
+        if seed >= 2**63:
+            raise ValueError(f"expected a seed below 2**63, got {seed}")
+    if out_share is not None and not (isinstance(out_share, int | float) and 0 <= out_share <= 1):
+        raise ValueError(f"expected 0 <= out_share <= 1, the share of the parameters for R, got {out_share!r}")
+    if out_share is not None and sides != "both":
+        raise ValueError(f"out_share splits the parameters of both sides; leave it out with sides={sides!r}")

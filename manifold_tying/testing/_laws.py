@@ -1,6 +1,7 @@
 """Contracts: lists of laws, each of which hypothesis tries to break separately."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -19,6 +20,15 @@ class Draw(Protocol):
 
 class NotApplicable(Exception):
     """Raised by a law that does not apply to the subject or the example."""
+
+
+@contextmanager
+def skip_on(error: type[Exception]) -> Iterator[None]:
+    """Skip a law whose subject raises this error; also wraps a function: ``skip_on(error)(function)``."""
+    try:
+        yield
+    except error:
+        raise NotApplicable from None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import geoopt
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from manifold_tying.testing._assertions import assert_close, rounding
-from manifold_tying.testing._laws import Draw, NotApplicable
+from manifold_tying.testing._laws import Draw, skip_on
 from manifold_tying.testing._strategies import BATCHES, ambient, points, tangent_vectors, unit
 
 # Manifold operations chain decompositions and solves; rounding() alone bounds one product.
@@ -47,11 +46,8 @@ class Subject:
 
     def projected(self, outside: Tensor) -> Tensor:
         """projx; it may raise ValueError if no nearest point exists, e.g. for -1 and positive definite matrices."""
-        try:
-            point: Tensor = self.manifold.projx(outside)
-            return point
-        except ValueError:
-            raise NotApplicable from None
+        point: Tensor = skip_on(ValueError)(self.manifold.projx)(outside)
+        return point
 
     def event(self) -> tuple[int, ...]:
         return tuple(range(-len(self.shape), 0))
@@ -91,14 +87,7 @@ def _allowed(x: Tensor) -> float:
 
 def implemented(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The method; its NotImplementedError skips the law."""
-
-    def call(*args: Any, **options: Any) -> Tensor:
-        try:
-            return method(*args, **options)
-        except NotImplementedError:
-            raise NotApplicable from None
-
-    return call
+    return skip_on(NotImplementedError)(method)
 
 
 def close(actual: Tensor, expected: Tensor, what: str, condition: float = 1.0) -> None:

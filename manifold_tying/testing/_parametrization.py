@@ -3,8 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,19 +15,10 @@ from torch.nn.utils import parametrize
 from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.parametrizations import materialize, parametrized
 from manifold_tying.testing._assertions import assert_close, assert_equal, assert_gradient
-from manifold_tying.testing._laws import Draw, Law, NotApplicable, check
+from manifold_tying.testing._laws import Draw, Law, NotApplicable, check, skip_on
 from manifold_tying.testing._strategies import SEEDS, ambient
 
 CHAIN = 1e2  # condition numbers of random weights
-
-
-@contextmanager
-def _may_refuse() -> Iterator[None]:
-    """Skip a weight that the constraint rejects with a ValueError, e.g. -I, which has no nearest positive definite matrix."""
-    try:
-        yield
-    except ValueError:
-        raise NotApplicable from None
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Subject:
         module = copy.deepcopy(self.layer)
         with torch.no_grad():
             getattr(module, self.name).copy_(draw(ambient(tuple(self.weight(module).shape)), "weight"))
-        with _may_refuse():
+        with skip_on(ValueError):  # of a weight such as -I, which has no nearest positive definite matrix
             return self.put_on(module)
 
     def moved(self, draw: Draw) -> nn.Module:
@@ -119,7 +109,7 @@ def _holds_everywhere(subject: Subject, draw: Draw) -> None:
 def _assigning_projects(subject: Subject, draw: Draw) -> None:
     module = subject.assignable(draw)
     weight = subject.weight(module)
-    with _may_refuse():
+    with skip_on(ValueError):
         setattr(module, subject.name, draw(ambient(tuple(weight.shape)), "assigned weight").to(weight.dtype))
     subject.check_weight(module)
 
@@ -165,10 +155,8 @@ def _copies_are_equal_and_independent(subject: Subject, draw: Draw) -> None:
 
 def _pickle_keeps_or_refuses(subject: Subject, draw: Draw) -> None:
     module = subject.moved(draw)
-    try:
+    with skip_on(RuntimeError):  # torch's own parametrizations refuse
         dumped = pickle.dumps(module)
-    except RuntimeError:  # torch's own parametrizations refuse
-        raise NotApplicable from None
     subject.check_same(pickle.loads(dumped), subject.weight(module), "the weight of a pickled layer")
 
 

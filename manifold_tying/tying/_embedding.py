@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from manifold_tying import distributed, kernels, precision
 from manifold_tying.tying._free_pit import FreePIT
 from manifold_tying.tying._pseudo_inverse import InverseGram, divide
-from manifold_tying.tying._vocabulary import distinct_rows
-from manifold_tying.tying.interface import check_ids
+from manifold_tying.tying._vocabulary import check_ids, distinct_rows
 
 
 class PITEmbedding(nn.Embedding):

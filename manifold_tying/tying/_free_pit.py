@@ -47,7 +47,6 @@ class FreePIT(PIT):
     def _from_factors(cls, Z: Tensor, T: Tensor, dtype: torch.dtype, **options: Any) -> PIT:
         with torch.device("meta"):
             pit = cls(*Z.shape, **options)
-        pit = pit.to_empty(device=Z.device)
         pit.table = nn.Parameter((Z @ T).to(dtype).contiguous())
         return pit
 

@@ -160,7 +160,7 @@ def _subtract_targets_(
     write: bool,
 ) -> Tensor:
     """:func:`manifold_tying.kernels.cross_entropy_` by PyTorch's operations, also for this rank's columns of the logits."""
-    x, (z, smoothing, cap), V = p.to(weights.dtype), form, max(vocabulary.total, vocabulary.rows)
+    x, (z, smoothing, cap), V = p.to(weights.dtype), form, vocabulary.total
     if cap is not None:
         x = x.div_(cap).tanh_().mul_(cap)
     slope = None if cap is None or not write else (x / cap).square_().neg_().add_(1)
@@ -220,7 +220,7 @@ def _with_all_logits(
     hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, scale: Tensor,
     vocabulary: VocabularyShard, form: LossForm, dtype: torch.dtype, _: tuple[bool, bool], each: bool,
 ) -> Tensor:  # fmt: skip
-    (z, smoothing, cap), V = form, max(vocabulary.total, vocabulary.rows)
+    (z, smoothing, cap), V = form, vocabulary.total
     counted = weights != 0
     index, is_local = vocabulary.index(torch.where(counted, targets[:, None], 0))
     with precision.disable_autocast(hidden.device):

@@ -10,8 +10,8 @@ from manifold_tying import distributed, kernels, linalg, precision
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal, dtype_after
 from manifold_tying.tying._loss import LossOptions, linear_cross_entropy
-from manifold_tying.tying._vocabulary import distinct_rows, vocab_logits
-from manifold_tying.tying.interface import TokenInterface, check_ids
+from manifold_tying.tying._vocabulary import check_ids, distinct_rows, vocab_logits
+from manifold_tying.tying.interface import TokenInterface
 
 Memory = Literal["free", "frozen", "trainable"]
 Transform = Literal["identity", "head", "embedding"]

@@ -12,26 +12,38 @@ from torch import Tensor
 from manifold_tying import autograd, distributed
 
 
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """ValueError unless ids are int32 or int64; IndexError for one that the table lacks, if that is known without a sync."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"expected int64 or int32 token ids, got {ids.dtype}; convert them with ids.long()")
+    known = ids.device.type == "cpu" and autograd.has_data(ids) and ids.numel()
+    if known and not torch.compiler.is_compiling() and not autograd.in_transform():
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocab_size:
+            wrong = int(low if low < 0 else high)
+            raise IndexError(f"expected token ids from 0 to {vocab_size - 1}, got {wrong}; check the tokenizer")
+
+
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank has rows ``first`` to ``first + rows`` of a table, the ranks of ``group`` the others; None: not sharded."""
+    """This rank has rows ``first`` to ``first + rows`` of ``total``, the ranks of ``group`` the others; None: not sharded."""
 
+    total: int
     rows: int
     first: int = 0
     group: Any = None
-    total: int = 0
 
     @classmethod
     def of(cls, table: Tensor) -> "VocabularyShard":
         """The shard of a table (V, d); ValueError for a DTensor whose rows are not sharded exactly once."""
         if not distributed.is_dtensor(table):
-            return cls(len(table))
+            return cls(len(table), len(table))
         first = distributed.row_offset(table)
         sharding = [i for i, placement in enumerate(table.placements) if placement.is_shard(0)]
         if not sharding:
             placements = table.placements
             raise ValueError(f"expected the rows of the table to be sharded, got {placements}; see shard_vocabulary")
-        return cls(len(table.to_local()), first, table.device_mesh.get_group(sharding[0]), len(table))
+        return cls(len(table), len(table.to_local()), first, table.device_mesh.get_group(sharding[0]))
 
     @property
     def world_size(self) -> int:
@@ -45,11 +57,7 @@ class VocabularyShard:
         """
         if self.group is None:
             return ids, torch.ones_like(ids, dtype=torch.bool)
-        known = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
-        if known and not 0 <= ids.min() <= ids.max() < self.total:
-            raise IndexError(
-                f"expected token ids from 0 to {self.total - 1}, got some from {ids.min()} to {ids.max()}; check the tokenizer"
-            )
+        check_ids(ids, self.total)
         index = ids - self.first
         return index.clamp(0, max(0, self.rows - 1)), (index >= 0) & (index < self.rows)
 

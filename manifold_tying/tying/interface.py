@@ -8,9 +8,9 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from manifold_tying import autograd, distributed
+from manifold_tying import distributed
 from manifold_tying.tying._loss import LossOptions, linear_cross_entropy
-from manifold_tying.tying._vocabulary import vocab_embedding, vocab_logits
+from manifold_tying.tying._vocabulary import check_ids, vocab_embedding, vocab_logits
 
 
 class TokenInterface(nn.Module, ABC):
@@ -55,18 +55,6 @@ class TokenInterface(nn.Module, ABC):
         return f"vocab_size={self.vocab_size}, hidden_size={self.hidden_size}"
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """ValueError unless ids are int32 or int64; IndexError for one that the table lacks, if that is known without a sync."""
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"expected int64 or int32 token ids, got {ids.dtype}; convert them with ids.long()")
-    known = ids.device.type == "cpu" and autograd.has_data(ids) and ids.numel()
-    if known and not torch.compiler.is_compiling() and not autograd.in_transform():
-        low, high = ids.aminmax()
-        if low < 0 or high >= vocab_size:
-            wrong = int(low if low < 0 else high)
-            raise IndexError(f"expected token ids from 0 to {vocab_size - 1}, got {wrong}; check the tokenizer")
-
-
 INITIAL_STD = 0.02  # as in GPT-2 and Llama
 
 
@@ -92,14 +80,8 @@ class _PlainTables(TokenInterface):
         self.log_scale = nn.Parameter(torch.zeros(1)) if logit_scale else None
 
     @property
-    def _embedding(self) -> Tensor:
-        table: Tensor = getattr(self, self._names[0])
-        return table
-
-    @property
-    def _head(self) -> Tensor:
-        table: Tensor = getattr(self, self._names[1])
-        return table
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        return getattr(self, self._names[0]), getattr(self, self._names[1])
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         if self.log_scale is None:
@@ -108,16 +90,16 @@ class _PlainTables(TokenInterface):
 
     def embed(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.vocab_size)
-        return vocab_embedding(ids, self._embedding)
+        return vocab_embedding(ids, self._tables[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return vocab_logits(self._scaled(hidden), self._head)
+        return vocab_logits(self._scaled(hidden), self._tables[1])
 
     def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
-        return linear_cross_entropy(self._scaled(hidden), self._head, targets, **options)
+        return linear_cross_entropy(self._scaled(hidden), self._tables[1], targets, **options)
 
     def materialize(self) -> tuple[Tensor, Tensor]:
-        E, head = (distributed.full_tensor(table.detach()) for table in (self._embedding, self._head))
+        E, head = (distributed.full_tensor(table.detach()) for table in self._tables)
         return E.clone(), self._scaled(head).detach().T.clone(memory_format=torch.contiguous_format)
 
     def reset_parameters(self) -> None:
