@@ -173,7 +173,8 @@ def train_step(
     total = torch.zeros(2, device=device)  # mean loss; number of ranks that received a signal
     micro_batches = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
     for number, (ids, targets) in enumerate(micro_batches, start=1):
-        local = [processes.local_part(tensor).to(device, non_blocking=True) for tensor in (ids, targets)]
+        own = (tensor.tensor_split(processes.size)[processes.rank] for tensor in (ids, targets))
+        local = [tensor.to(device, non_blocking=True) for tensor in own]
         share = len(local[0]) / len(ids)
         with without_sync(loss_fn, number < len(micro_batches)):
             with autocast(device):
