@@ -91,38 +91,25 @@ class MLP(nn.Module):
         return y
 
 
-class SequentialBlock(nn.Module):
-    """Llama's block: y = x + attention(norm₁(x)), then y + mlp(norm₂(y))."""
+class Block(nn.Module):
+    """Llama's block, y = x + attention(attention_norm(x)), then y + mlp(mlp_norm(y)); or PIT's, with parallel branches.
+
+    PIT's block (appendix A.1) is x + attention(norm(x)) + mlp(norm(x)). The paper does not say whether its branches share
+    the norm. Either way the totals of its Table 3 print alike (a norm is 2d of about 10 d² per block); other parallel
+    blocks share it (GPT-J, PaLM).
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = build_norm(config)
+        self.mlp_norm = None if config.parallel_block else build_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, tables: RotaryTables) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), tables)
-        x = x + self.mlp(self.mlp_norm(x))
-        return x
-
-
-class ParallelBlock(nn.Module):
-    """PIT's block (appendix A.1): x + attention(norm(x)) + mlp(norm(x)), one norm for both branches.
-
-    The paper does not say whether the branches share their norm. Either way the totals of its Table 3 print alike (a norm is
-    2d of about 10 d² per block); other parallel blocks share it (GPT-J, PaLM).
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = build_norm(config)
-        self.attention = Attention(config)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, tables: RotaryTables) -> Tensor:
-        normed = self.norm(x)
-        x = x + self.attention(normed, tables) + self.mlp(normed)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, tables)
+        x = x + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
         return x
 
 
@@ -141,8 +128,7 @@ class Llama(nn.Module):
                 raise ValueError(f"expected an interface with the config's {name} {expected}, got {found}")
         self.config = config
         self.interface = interface
-        block = ParallelBlock if config.parallel_block else SequentialBlock
-        self.blocks = nn.ModuleList(block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = build_norm(config)
         self.reset_parameters()
 

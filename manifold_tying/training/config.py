@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from manifold_tying._safetensors import weight_map
 from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark
@@ -73,7 +73,8 @@ class Settings(  # a dataclass lists the fields of its last base first
     @property
     def vocab_size(self) -> int:
         """V of the model, or of the checkpoint with ``init_from``."""
-        return self.model.vocab_size if self.init_from is None else read_shape(self.init_from).vocab_size
+        shape = self.model if self.init_from is None else read_shape(self.init_from)
+        return int(shape.vocab_size)
 
     @property
     def poet(self) -> bool:
@@ -159,23 +160,14 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     return names if pit else names | {"init_transform"}
 
 
-class Shape(NamedTuple):
-    """Sizes of a checkpoint, read without its weights."""
-
-    vocab_size: int
-    hidden_size: int
-    max_positions: int | None  # the longest sequence; None without a limit
-    mark: Mapping[str, Any] | None  # of a converted checkpoint, see ``huggingface.native``; None for a stock one
-
-
-def read_shape(folder: Path) -> Shape:
-    """Read config.json; raises ValueError unless the folder is a transformers checkpoint with safetensors."""
-    mark = recorded_mark(folder)
+def read_shape(folder: Path) -> Any:
+    """The language model's configuration; raises ValueError unless the folder is a transformers checkpoint with safetensors."""
+    recorded_mark(folder)
     weight_map(folder)
     config = read_transformers_config(folder).get_text_config()
     if not all(isinstance(getattr(config, name, None), int) for name in ("vocab_size", "hidden_size")):
         raise ValueError(f"expected the vocab_size and hidden_size of a language model in {folder / 'config.json'}")
-    return Shape(config.vocab_size, config.hidden_size, getattr(config, "max_position_embeddings", None), mark)
+    return config
 
 
 def check_same(where: str, differs: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -40,18 +40,14 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     model = load_stock(settings.init_from, dtype=torch.float32)
     read_tables(model)  # raises for untied tables, in every arm
     if interface == "untied":
-        _untie(model)
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
     elif interface != "transpose":
         convert(model, transform=settings.init_transform)
     return model
-
-
-def _untie(model: "PreTrainedModel") -> None:
-    head = model.get_output_embeddings()
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
-    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=False)
 
 
 class MemoryEmbedding(nn.Module):

@@ -4,9 +4,8 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -42,22 +41,9 @@ class TrainState:
     optimizer: RiemannianAdam
     merges: MergeSchedule | None
     probes: Probes
-    identity: dict[str, Any]  # the settings and a fingerprint of the text
+    clipped: list[Tensor]  # parameters
     step: int = 0
     skipped: int = 0  # in a row
-    clipped: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.clipped = clipped_parameters(self.model)
-
-    def save(self, writer: CheckpointWriter, processes: Processes) -> None:
-        """Copy the state for the writer's thread; raises the previous checkpoint's error."""
-        saved = self.step, self.model, self.optimizer, self.identity
-        writer.write(lambda: stage_checkpoint(*saved, schedule=self.merges, probes=self.probes, processes=processes))
-
-    def load(self, path: Path, processes: Processes) -> int:
-        loaded = self.model, self.optimizer, self.identity
-        return load_checkpoint(path, *loaded, schedule=self.merges, probes=self.probes, processes=processes)
 
 
 def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | None = None) -> dict[str, Any]:
@@ -90,13 +76,16 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
     loss_fn = processes.wrap(model, settings.compile)
     optimizer = build_optimizer(model, settings)
     merges = build_merges(model, optimizer, settings)
-    state = TrainState(model, optimizer, merges, Probes(model, merges), {**config.as_json(), CORPUS: data.identity})
+    state = TrainState(model, optimizer, merges, Probes(model, merges), clipped_parameters(model))
+    identity = {**config.as_json(), CORPUS: data.identity}
+    extras: dict[str, Any] = {"schedule": merges, "probes": state.probes, "processes": processes}
     with ExitStack() as stack:
         processes.on_main(lambda: stack.enter_context(locked(config.out)))
         writer = stack.enter_context(
             CheckpointWriter(config.out, processes, settings.timeout, settings.keep_checkpoints)
         )
-        state.step, record = open_folder(config, arm, state.identity, processes, state.load)
+        load = partial(load_checkpoint, model=model, optimizer=optimizer, config=identity, **extras)
+        state.step, record = open_folder(config, arm, identity, processes, load)
         if record:
             write_atomic(config.out / TOKENIZER, (tokens.directory / TOKENIZER).read_bytes())
             stack.callback(record.close)
@@ -152,13 +141,13 @@ def train(config: TrainConfig, *, arm: str | None = None, observer: Observer | N
             if ends or stopping or (every and state.step % every == 0):
                 if record:
                     record.flush()
-                state.save(writer, processes)
+                writer.write(partial(stage_checkpoint, state.step, model, optimizer, identity, **extras))
             if stopping and not (ends and measured):
                 writer.wait()
                 _exit_early(stop, state.step, config, processes, measured=measured is not None)
 
         writer.wait()
-        row = processes.from_main(lambda: write_row(config, arm, state.identity, model, record))
+        row = processes.from_main(lambda: write_row(config, arm, identity, model, record))
     if processes.any(stop.requested):  # the run is complete, but an ablation must stop here
         if processes.is_main:
             print(f"{stop.name}: the run in {config.out} is complete")
@@ -184,7 +173,8 @@ def train_step(
     total = torch.zeros(2, device=device)  # mean loss; number of ranks that received a signal
     micro_batches = list(zip(*(tensor.chunk(settings.accumulate) for tensor in batch), strict=True))
     for number, (ids, targets) in enumerate(micro_batches, start=1):
-        local = [processes.local_part(tensor).to(device, non_blocking=True) for tensor in (ids, targets)]
+        own = (tensor.tensor_split(processes.size)[processes.rank] for tensor in (ids, targets))
+        local = [tensor.to(device, non_blocking=True) for tensor in own]
         share = len(local[0]) / len(ids)
         with without_sync(loss_fn, number < len(micro_batches)):
             with autocast(device):

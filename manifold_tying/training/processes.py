@@ -120,10 +120,6 @@ class Processes:
                 return DistributedDataParallel(_LossModule(model, loss_of), broadcast_buffers=False)
         return loss_of
 
-    def local_part(self, part: Tensor) -> Tensor:
-        """This rank's sequences of a micro-batch; ranks differ by at most one."""
-        return part if self.size == 1 else part.tensor_split(self.size)[self.rank]
-
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from manifold_tying.huggingface.folder import recorded_mark
 from manifold_tying.optim import MERGE_EVERY
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape
@@ -77,15 +78,15 @@ def _poet(settings: Settings, hidden_size: int) -> dict[str, Any]:
 def _continued(config: TrainConfig) -> dict[str, Any]:
     settings, interface = config.settings, config.interface
     assert settings.init_from is not None
-    shape = read_shape(settings.init_from)
-    length, most = settings.sequence_length, shape.max_positions
+    shape, mark = read_shape(settings.init_from), recorded_mark(settings.init_from)
+    length, most = settings.sequence_length, getattr(shape, "max_position_embeddings", None)
     if most is not None and length > most:
         raise ValueError(f"expected sequence_length <= {most}, the maximum of {settings.init_from}, got {length}")
-    if shape.mark is not None:
+    if mark is not None:
         _check_converted(settings, interface)
     narrowing = WIDTH / shape.hidden_size
     lr = narrowing * (CONTINUED_LR if settings.lora_rank is None else LORA_LR) if settings.lr is None else settings.lr
-    rotated = settings.init_transform == "rotation" or bool(shape.mark and shape.mark["rotated"])
+    rotated = settings.init_transform == "rotation" or bool(mark and mark["rotated"])
     defaults: dict[str, Any] = {"lr": lr, "betas": CONTINUED_BETAS}
     if interface in MEMORY_INTERFACES:
         defaults |= MAPS

@@ -53,7 +53,7 @@ def open_folder(
     arm: str,
     identity: dict[str, Any],
     processes: Processes,
-    load: Callable[[Path, Processes], int],
+    load: Callable[[Path], int],
 ) -> "tuple[int, Record | None]":
     """Create the run's folder, or ``load`` its newest intact checkpoint. Returns the step and, on rank 0, the logs.
 
@@ -63,7 +63,7 @@ def open_folder(
     start, damaged = 0, {}
     for path in processes.from_main(lambda: _candidates(config)):
         try:
-            start, found = load(path, processes), path
+            start, found = load(path), path
             break
         except Damaged as error:
             if config.resume_from is not None:

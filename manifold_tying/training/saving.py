@@ -206,8 +206,13 @@ class CheckpointWriter:
 
 
 def write_tensors(draft: Path, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write and fsync one file per part; returns their digests. Raises OSError if that fails."""
     for name, tensors in parts.items():
-        write_file(tensors, draft / name)
+        try:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, draft / name)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {draft / name}: {error}") from error
+        flush_to_disk(draft / name)
     return {name: digest(draft / name) for name in parts}
 
 
@@ -227,12 +232,3 @@ def write_shards(
     for file in mine:
         flush_to_disk(file)
     return {file.name: digest(file) for file in mine}
-
-
-def write_file(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write and fsync one safetensors file; raises OSError if that fails."""
-    try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, file)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {file}: {error}") from error
-    flush_to_disk(file)

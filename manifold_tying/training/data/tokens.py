@@ -15,10 +15,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
+from manifold_tying.training.files import digest
 
 FORMAT = 2
 BEGINNING = 1_000_000  # training tokens in the fingerprint: all of a small corpus, a small part of a large one
-_BLOCK = 1 << 24  # bytes per read
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -109,8 +109,8 @@ def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
     expected, found = tokens * dtype.itemsize, path.stat().st_size
     if found != expected:
         raise ValueError(f"{path}: expected {expected} bytes ({tokens} tokens in {meta.dtype}), found {found}; {again}")
-    largest, digest = _scanned(path, dtype, found, path.stat().st_mtime_ns)
-    if digest != getattr(meta, f"{split}_sha256"):
+    largest, hashed = _scanned(path, dtype, found, path.stat().st_mtime_ns)
+    if hashed != getattr(meta, f"{split}_sha256"):
         raise ValueError(f"{path} does not have the hash in meta.json; {again}")
     if largest >= meta.vocab_size:
         raise ValueError(f"{path}: expected token ids below vocab_size={meta.vocab_size}, found {largest}; {again}")
@@ -120,12 +120,7 @@ def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple[int, str]:
     """The largest token of a file and its SHA-256, cached: an ablation opens the same files for every run."""
-    largest, digest = 0, hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            largest = max(largest, int(np.frombuffer(block, dtype).max()))
-    return largest, digest.hexdigest()
+    return int(np.memmap(path, dtype=dtype, mode="r").max()), digest(path)
 
 
 def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def parallel_formula(model: Llama, ids: Tensor) -> Tensor:
         def matrix(name: str, layer: int = layer) -> Tensor:
             return weights[f"blocks.{layer}.{name}.weight"]
 
-        h = norm(x, f"blocks.{layer}.norm")
+        h = norm(x, f"blocks.{layer}.attention_norm")
         attended = torch.zeros(len(ids), config.num_heads * D, dtype=torch.float64)
         for head in range(config.num_heads):
             q_rows = slice(head * D, (head + 1) * D)
