@@ -5,6 +5,7 @@ transposed and permuted, on a GPU in one pass. All products take xᵀ as it is: 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -166,14 +167,9 @@ def _outer(g: Tensor, x: Tensor, blocks: Blocks) -> Blocks:
 
 def _runs(spec: RotationSpec, skew_params: Tensor) -> Iterator[tuple[Tensor, int, list[int]]]:
     """Vectors (k, b(b-1)/2) of neighbouring runs of equal blocks, their b, and the number of blocks in each run."""
-    merged: list[tuple[list[int], int]] = []
-    for k, b in (*spec.R.runs, *spec.P.runs):
-        if merged and merged[-1][1] == b:
-            merged[-1][0].append(k)
-        else:
-            merged.append(([k], b))
     start = 0
-    for counts, b in merged:
+    for b, neighbours in groupby((*spec.R.runs, *spec.P.runs), key=lambda run: run[1]):
+        counts = [k for k, _ in neighbours]
         size = sum(counts) * (b * (b - 1) // 2)
         yield skew_params[start : start + size].view(sum(counts), -1), b, counts
         start += size
