@@ -381,7 +381,7 @@ def constrained_layers_of(group: Group) -> dict[str, Any]:
         sizes = (8, 8) if kind in ("spd", "doubly stochastic") else (8, 12)
         whole = constrain(nn.Linear(*sizes, bias=False))
         with torch.device("meta"):
-            model = shard_model(nn.Sequential(constrain(nn.Linear(*sizes, bias=False))), group.mesh)
+            model: Any = shard_model(nn.Sequential(constrain(nn.Linear(*sizes, bias=False))), group.mesh)
         model.to_empty(device="cpu")
         layers: list[Any] = [whole, model[0]]
         for layer in layers:

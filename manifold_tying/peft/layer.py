@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from manifold_tying import precision
 from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
-from manifold_tying.poet.rotation import num_rotated, rows_of
 
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 
@@ -188,8 +187,11 @@ def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:
     if orders:
         order, inverse = orders
         return permute(_rotated(permute(x, order, inverse), blocks, ()), inverse, order)
-    flat, done = x.reshape(-1, x.shape[-1]), num_rotated(blocks)
-    pairs = zip(blocks, rows_of(flat.mT, blocks), strict=True)
-    parts = [torch.bmm(x_j.mT, G.mT.to(x.dtype)).transpose(0, 1).flatten(1) for G, x_j in pairs]
-    parts += [flat[:, done:]] if done < x.shape[-1] else []
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(x.shape)
+    flat, parts, start = x.reshape(-1, x.shape[-1]), [], 0
+    for G in blocks:
+        k, b = G.shape[0], G.shape[-1]
+        part = flat[:, start : start + k * b].unflatten(1, (k, b))
+        parts.append(torch.bmm(part.transpose(0, 1), G.mT.to(x.dtype)).transpose(0, 1).flatten(1))
+        start += k * b
+    rest = [flat[:, start:]] if start < x.shape[-1] else []
+    return (parts[0] if len(parts) + len(rest) == 1 else torch.cat([*parts, *rest], 1)).view(x.shape)
