@@ -16,21 +16,30 @@ def drift(module: nn.Module) -> dict[str, float]:
 
     For a point X it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight are added as squares. For a
     weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last merge, which a series
-    (``terms=k``) makes large. Both are infinite for NaN or Inf. Other weights are not listed: their maps cannot leave the
-    manifold. Collective for sharded points.
+    (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one, such as a zero row on a sphere, and
+    squares that overflow. Other weights are not listed: their maps cannot leave the manifold. Collective for sharded points.
+
+    Raises:
+        ValueError: such a weight is on the meta device.
 
     >>> drift(mt.stiefel(nn.Linear(16, 64)))["weight"] < 1e-6
     True
     """
     distributed.reshard_fsdp(module)
+    on_manifolds, rotated = list(points(module)), list(equivalences(module))
+    stored = [(name, X) for name, X, _ in on_manifolds] + [(name, skew) for name, _, skew in rotated]
+    if unknown := [name for name, tensor in stored if tensor.is_meta]:
+        raise ValueError(
+            f"expected weights in memory, but {', '.join(unknown)} are on the meta device; load them first"
+        )
     found: dict[str, float] = {}
-    for name, point, manifold in points(module):
+    for name, point, manifold in on_manifolds:
         X = distributed.full_tensor(point)
         off = math.inf
         if X.isfinite().all():
             size = torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
             off = float(torch.linalg.vector_norm(X - manifold.projx(X)) / size)
         found[name] = math.hypot(found.get(name, 0.0), off)
-    for name, part, stored in equivalences(module):
-        found[name] = deviation(part.spec, distributed.full_tensor(stored))
-    return found
+    for name, part, skew in rotated:
+        found[name] = deviation(part.spec, distributed.full_tensor(skew))
+    return {name: off if math.isfinite(off) else math.inf for name, off in found.items()}

@@ -233,6 +233,8 @@ def test_the_tutorial_on_transformers_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # of torch, in Lightning
 def test_the_page_on_frameworks_runs() -> None:
     names = run_page("docs/frameworks.md", program("docs/frameworks.md"))
     plain, trained = names["build"](), names["model"].body

@@ -28,6 +28,7 @@ ALLOWED = {
     "optim": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "_extra", "_geoopt"},
     "recipe": {"precision", "optim", "tying"},
     "peft": {"precision", "parametrizations", "poet", "_extra"},
+    "lightning": {"optim", "_extra"},
     "diagnostics": {*SHARED, "linalg", "tying", "huggingface", "_extra", "_json", "_safetensors"},
     "testing": {*SHARED, "linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
     "training": {

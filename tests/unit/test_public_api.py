@@ -11,7 +11,7 @@ from typing import Any
 import manifold_tying
 
 RECORD = Path(__file__).resolve().parents[1] / "data/api.txt"
-PACKAGES = sorted((*manifold_tying._PACKAGES, "testing", "training"))
+PACKAGES = sorted((*manifold_tying._PACKAGES, "lightning", "peft", "testing", "training"))
 
 
 def described(name: str, value: Any) -> list[str]:

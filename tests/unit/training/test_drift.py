@@ -45,6 +45,21 @@ def test_drift_is_the_relative_distance_to_the_nearest_point() -> None:
     assert drift(model)["0.weight"] == math.inf
 
 
+def test_what_has_no_distance_is_infinitely_far() -> None:
+    zero, huge = mt.sphere(nn.Linear(8, 4)), mt.stiefel(nn.Linear(4, 8))
+    turned = mt.equivalence(nn.Linear(8, 8), block_size=4, terms=2)
+    with torch.no_grad():
+        parametrized(zero)["weight"].original[1] = 0
+        parametrized(huge)["weight"].original.mul_(1e20)  # whose squares overflow
+        parametrized(turned)["weight"].original[0] = math.nan
+    assert drift(nn.Sequential(zero, huge, turned)) == dict.fromkeys(("0.weight", "1.weight", "2.weight"), math.inf)
+    for constrain in (mt.stiefel, mt.equivalence):
+        with torch.device("meta"):
+            unknown = constrain(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match="0.weight are on the meta device"):
+            drift(nn.Sequential(unknown))
+
+
 def trained(out: Path, follows: bool, resume: str | None = None) -> tuple[list[float], Report]:
     """Logged drift of eight steps of a Llama whose first projection is orthonormal, and what a report saw."""
     model, report = build().train(), Report()
