@@ -16,7 +16,7 @@ def drift(module: nn.Module) -> dict[str, float]:
 
     For a point X it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight are added as squares. For a
     weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last merge, which a series
-    (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one, such as a zero row on a sphere, and
+    (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one, as a zero row on a sphere, and
     squares that overflow. Other weights are not listed: their maps cannot leave the manifold. Collective for sharded points.
 
     Raises:
