@@ -68,12 +68,9 @@ class MemoryEmbedding(nn.Module):
 class MemoryHead(nn.Module):
     """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
 
-    bias: Tensor | None
-
     def __init__(self, interface: ManifoldPIT, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.interface = interface
-        self.register_parameter("bias", bias)
+        self.interface, self.bias = interface, bias
 
     @property
     def weight(self) -> Tensor:

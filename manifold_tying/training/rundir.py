@@ -39,14 +39,6 @@ class Log:
     kept: bytes
     rest: bytes
 
-    def cut(self) -> None:
-        """Move the rest to the end of aside-NAME."""
-        if self.rest:
-            newline = b"" if self.rest.endswith(b"\n") else b"\n"
-            with self.path.with_name(f"aside-{self.path.name}").open("ab") as aside:
-                aside.write(self.rest + newline)
-            write_atomic(self.path, self.kept)
-
 
 def open_folder(
     config: TrainConfig,
@@ -132,11 +124,13 @@ def read_logs(directory: Path, start: int) -> list[Log]:
 
 
 class Record:
-    """Appends to the logs of a run and to its TensorBoard events."""
+    """Appends to the logs of a run and to its TensorBoard events; moves what follows the checkpoint to aside-NAME."""
 
     def __init__(self, directory: Path, logs: list[Log], start: int) -> None:
-        for log in logs:
-            log.cut()
+        for log in (log for log in logs if log.rest):
+            with log.path.with_name(f"aside-{log.path.name}").open("ab") as aside:
+                aside.write(log.rest.removesuffix(b"\n") + b"\n")
+            write_atomic(log.path, log.kept)
         metrics, timing, _ = (log.entries for log in logs)
         self.losses = [line["loss"] for line in metrics if not line.get("skipped")]  # without skipped steps
         taken = [line["step"] for line in metrics if not line.get("skipped")]
@@ -246,17 +240,14 @@ def _read_log(path: Path, steps: Sequence[int], start: int) -> Log:
 
 
 def _entry(path: Path, number: int, start: int, line: bytes, step: int) -> dict[str, Any]:
+    entry, what = None, f"expected a complete line of step {step}, got {line[:60]!r}"
     try:
         entry = parsed(line.decode())
     except ValueError as error:
-        raise _damaged(path, number, start, f"not JSON ({error})") from error
+        what = f"not JSON ({error})"
     if not line.endswith(b"\n") or not isinstance(entry, dict) or entry.get("step") != step:
-        raise _damaged(path, number, start, f"expected a complete line of step {step}, got {line[:60]!r}")
+        raise ValueError(
+            f"{path}, line {number}: {what}. The run cannot resume from its checkpoint of step {start} without this line. "
+            "Nothing was changed; restore the file, or start in another folder"
+        )
     return entry
-
-
-def _damaged(path: Path, number: int, start: int, what: str) -> ValueError:
-    return ValueError(
-        f"{path}, line {number}: {what}. The run cannot resume from its checkpoint of step {start} without this line. "
-        "Nothing was changed; restore the file, or start in another folder"
-    )

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ def _remove(path: Path) -> None:
         shutil.rmtree(old)
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes checkpoints to ``RUN/checkpoints``, one at a time. Leaving its ``with`` block waits for the last one.
 
     Every rank has one and calls it at the same steps. The threads have their own process group, since collectives of one
@@ -188,9 +189,6 @@ class CheckpointWriter:
         """Names of the existing checkpoints, oldest first."""
         self.wait()
         return self._processes.from_main(lambda: [path.name for path in reading.checkpoints(self._run)])
-
-    def __enter__(self) -> "CheckpointWriter":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
