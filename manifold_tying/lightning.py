@@ -68,8 +68,10 @@ class DriftCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not drift(pl_module):
             raise ValueError("the module has no weight that can drift; constrain it first, or leave DriftCallback out")
+        self.step = trainer.global_step  # the newest one that was measured, or begun with
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and trainer.global_step % every == 0:
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if every and step % every == 0 and step != self.step:  # not between accumulated batches
+            self.step = step
             pl_module.log("drift", max(drift(pl_module).values()))

@@ -29,9 +29,7 @@ def drift(module: nn.Module) -> dict[str, float]:
     on_manifolds, rotated = list(points(module)), list(equivalences(module))
     stored = [(name, X) for name, X, _ in on_manifolds] + [(name, skew) for name, _, skew in rotated]
     if unknown := [name for name, tensor in stored if tensor.is_meta]:
-        raise ValueError(
-            f"expected weights in memory, but {', '.join(unknown)} are on the meta device; load them first"
-        )
+        raise ValueError(f"expected weights in memory, but {', '.join(unknown)} are on the meta device; load them")
     found: dict[str, float] = {}
     for name, point, manifold in on_manifolds:
         X = distributed.full_tensor(point)

@@ -14,12 +14,11 @@ from manifold_tying.huggingface import convert, load, rotation_scales, save
 from manifold_tying.huggingface.checkpoint import load_stock, write
 from manifold_tying.huggingface.folder import recorded_mark
 from manifold_tying.huggingface.native import MARK, is_converted, pit_embedding
-from manifold_tying.huggingface.rotation import final_norm
 from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.models import Llama
-from manifold_tying.parametrizations import parametrized
 from manifold_tying.training.sections import Interface
-from manifold_tying.tying import PIT, FreePIT, ManifoldPIT, Memory, PITEmbedding, linear_cross_entropy
+from manifold_tying.training.split_table import MemoryHead, SplitTable
+from manifold_tying.tying import FreePIT, Memory, linear_cross_entropy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,81 +49,6 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     return model
 
 
-class MemoryEmbedding(nn.Module):
-    """Token ids (...) to scale · z T⁻¹ (..., d). A padding row gets no gradient from its lookup."""
-
-    def __init__(self, interface: ManifoldPIT, native: PITEmbedding) -> None:
-        super().__init__()
-        self.interface = interface
-        self.scale, self.padding_idx = native.scale, native.padding_idx
-
-    def forward(self, ids: Tensor) -> Tensor:
-        e: Tensor = self.interface(ids)
-        if self.padding_idx is not None and torch.is_grad_enabled():
-            e = torch.where((ids == self.padding_idx)[..., None], e.detach(), e)
-        return e if self.scale == 1.0 else e * self.scale
-
-
-class MemoryHead(nn.Module):
-    """Hidden states (..., d) to h T Zᵀ + bias (..., V)."""
-
-    def __init__(self, interface: ManifoldPIT, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.interface, self.bias = interface, bias
-
-    @property
-    def weight(self) -> Tensor:
-        """W_outᵀ (V, d); Mamba reads its dtype."""
-        return self.interface.head_weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.interface(hidden, head=True)
-        return logits if self.bias is None else logits + self.bias
-
-
-class SplitTable:
-    """The table W of a converted model as a memory Z and T with W = Z T, in the model until :meth:`join`.
-
-    ``options`` of :class:`manifold_tying.PIT` make the memory.
-    """
-
-    def __init__(self, model: "PreTrainedModel", **options: Any) -> None:
-        self._native = pit_embedding(model), model.get_output_embeddings()
-        embedding, head = self._native
-        interface = PIT.from_embedding(embedding.weight, transform="head", **options)
-        assert isinstance(interface, ManifoldPIT)
-        self.interface, self._rotated = interface, model.config.manifold_tying["rotated"]
-        model.set_input_embeddings(MemoryEmbedding(interface, embedding))
-        model.set_output_embeddings(MemoryHead(interface, getattr(head, "bias", None)))
-
-    @torch.no_grad()
-    def join(self, model: "PreTrainedModel") -> None:
-        """Put the converted model's own modules back, with W = Z T."""
-        embedding, head = self._native
-        embedding.weight.copy_(self.interface.head_weight)
-        model.set_input_embeddings(embedding)
-        model.set_output_embeddings(head)
-
-    @torch.no_grad()
-    def rotation_scales(self, model: "PreTrainedModel") -> dict[str, dict[str, Any]]:
-        """:func:`manifold_tying.huggingface.rotation_scales` for Z and L; empty unless the residual stream was rotated.
-
-        With T = diag(t), the update of Z's column j is multiplied by t_j, so that E = Z T⁻¹ moves as a plain table would. The
-        update of L_ij is multiplied by t_i √t_j, that of the stored diagonal by t_j (its map already multiplies by about √t_j),
-        and that of the final norm's gain, g / t², by 1 / t².
-        """
-        if not self._rotated:
-            return {}
-        t, stored = self.interface.transform.diagonal().clone(), parametrized(self.interface)
-        scales = {
-            final_norm(model).weight: t**-2,
-            stored["memory"].original: t,
-            stored["cholesky_factor"].original: (t[:, None] * t.sqrt()).tril(-1) + torch.diag(t),
-        }
-        names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-        return {names[parameter]: {"scale": scale, "weight_decay": 0.0} for parameter, scale in scales.items()}
-
-
 OUT = "model"  # folder of the trained checkpoint in the run's folder
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
 LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
@@ -133,10 +57,9 @@ LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
 class Tables(nn.Module):
     """A stock model's embedding and head, as a token interface."""
 
-    def __init__(self, embedding: nn.Module, head: nn.Module) -> None:
+    def __init__(self, embedding: Any, head: Any) -> None:
         super().__init__()
-        self.embedding: Any = embedding
-        self.head: Any = head
+        self.embedding, self.head = embedding, head
 
     def materialize(self) -> tuple[Tensor, Tensor]:
         """(E (V, d), W_out (d, V)), detached copies."""
@@ -288,9 +211,7 @@ def measured_head(model: "PreTrainedModel") -> tuple[float, float | None] | None
     if not (isinstance(hidden, Tensor) and logits.shape == scores.shape and torch.equal(inputs[0], hidden)):
         return None
     softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    scale = (
-        1.0 if softcap else float((logits * scores).sum(dtype=torch.float64) / scores.square().sum(dtype=torch.float64))
-    )
+    scale = 1.0 if softcap else float(logits[0, -1, -1]) / PROBE
     expected = softcap * (scores / softcap).tanh() if softcap else scale * scores
     same = float((logits - expected).abs().max()) <= TOLERANCE * float(logits.abs().max())
     return (scale, softcap) if same else None

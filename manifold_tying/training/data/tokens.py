@@ -15,7 +15,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
-from manifold_tying.training.files import digest
 
 FORMAT = 2
 BEGINNING = 1_000_000  # training tokens in the fingerprint: all of a small corpus, a small part of a large one
@@ -120,7 +119,11 @@ def _open_split(directory: Path, split: str, meta: Meta) -> np.ndarray:
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: Path, dtype: np.dtype[Any], size: int, changed: int) -> tuple[int, str]:
     """The largest token of a file and its SHA-256, cached: an ablation opens the same files for every run."""
-    return int(np.memmap(path, dtype=dtype, mode="r").max()), digest(path)
+    largest, digest = 0, hashlib.sha256()
+    for block in np.array_split(np.memmap(path, dtype=dtype, mode="r"), -(-size // 2**24)):  # of 16 MB
+        digest.update(block.data)
+        largest = max(largest, int(block.max()))
+    return largest, digest.hexdigest()
 
 
 def identity_of(tokens: TokenData, evaluated: int) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from manifold_tying.training import Settings, TrainConfig, load_model, resolve, 
 from manifold_tying.training.build import build_model, build_optimizer, clipped_parameters
 from manifold_tying.training.commands import ExportConfig, run_export
 from manifold_tying.training.data import Batches, open_tokens, prepare
-from manifold_tying.training.hf_model import SplitTable
 from manifold_tying.training.run_data import load_data
 from manifold_tying.training.sections import Interface
+from manifold_tying.training.split_table import SplitTable
 from manifold_tying.tying import PITEmbedding
 
 V, D, N = 300, 16, 16

@@ -10,7 +10,8 @@ from machine import peak_bytes
 from torch import Tensor
 
 import manifold_tying as mt
-from manifold_tying.training.hf_model import HuggingFaceModel, SplitTable
+from manifold_tying.training.hf_model import HuggingFaceModel
+from manifold_tying.training.split_table import SplitTable
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},

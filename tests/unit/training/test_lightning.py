@@ -30,6 +30,11 @@ class Regression(LightningModule):
         torch.manual_seed(0)
         self.body = nn.Sequential(mt.equivalence(nn.Linear(8, 8), block_size=4, seed=3), mt.stiefel(nn.Linear(8, 8)))
         self.optimizer, self.count = optimizer, count
+        self.logged_at: list[int] = []
+
+    def log(self, *args: Any, **options: Any) -> None:
+        self.logged_at.append(self.trainer.global_step)
+        super().log(*args, **options)
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return (self.body(batch[0]) - batch[1]).square().mean()
@@ -121,6 +126,12 @@ def test_lightning_logs_drift(optimizer: Any, tmp_path: Path) -> None:
     else:
         assert found == sorted(found) and found[0] > 1e-4
     assert trainer.callback_metrics["drift"] == pytest.approx(found[-1])
+
+
+def test_drift_is_measured_once_a_step(tmp_path: Path) -> None:
+    module = Regression()
+    trainer_in(tmp_path, [DriftCallback()], 6, log_every_n_steps=2, accumulate_grad_batches=2).fit(module, batches())
+    assert module.logged_at == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
