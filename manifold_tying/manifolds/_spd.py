@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from manifold_tying import autograd, linalg, precision
-from manifold_tying._geoopt import Size, geoopt
+from manifold_tying.manifolds._matrices import Matrices
 
 
-class SPD(geoopt.Manifold):
+class SPD(Matrices):
     """S = {X (..., d, d) : X symmetric, X > 0} with the affine-invariant metric <U, V>_X = tr X⁻¹U X⁻¹V.
 
     A :class:`geoopt.Manifold`. Everything goes through the Cholesky factor X = L Lᵀ. In the coordinates L⁻¹U L⁻ᵀ the metric is
@@ -16,8 +16,6 @@ class SPD(geoopt.Manifold):
     """
 
     name = "SPD"
-    ndim = 2
-    reversible = False
 
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         """The symmetric part of U."""
@@ -73,23 +71,10 @@ class SPD(geoopt.Manifold):
         norm: Tensor = torch.linalg.vector_norm(whitened, dim=(-2, -1), keepdim=keepdim)
         return norm
 
-    def random(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
-    ) -> geoopt.ManifoldTensor:
+    def _from_normal(self, x: Tensor) -> Tensor:
         """exp of a random symmetric matrix, N(0, 1) entries divided by √d: the condition number is some tens for any d."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        A = torch.randn(shape, dtype=dtype, device=device)
-        return geoopt.ManifoldTensor(torch.linalg.matrix_exp((A + A.mT) / (2 * shape[-1]) ** 0.5), manifold=self)
-
-    def origin(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
-    ) -> geoopt.ManifoldTensor:
-        """The identity; ``seed`` is part of geoopt's signature and has no effect."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        eye = torch.eye(shape[-1], dtype=dtype, device=device).expand(shape).contiguous()
-        return geoopt.ManifoldTensor(eye, manifold=self)
+        point: Tensor = torch.linalg.matrix_exp((x + x.mT) / (2 * x.shape[-1]) ** 0.5)
+        return point
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
         ok, reason = super()._check_shape(shape, name)

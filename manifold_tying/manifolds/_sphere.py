@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed
-from manifold_tying._geoopt import Size, geoopt
+from manifold_tying.manifolds._matrices import Matrices
 
 Of = Literal["rows", "columns", "matrix"]
 _DIMS: dict[str, tuple[int, ...]] = {"rows": (-1,), "columns": (-2,), "matrix": (-2, -1)}
@@ -79,7 +79,7 @@ class Spheres:
         return self.proju(x, y) * torch.where(moved, angle / torch.where(moved, sine, 1), 1).to(x.dtype)
 
 
-class Sphere(geoopt.Manifold):
+class Sphere(Matrices):
     """{X (..., n, p) : each row of X has the norm ``radius``}, or each column, or X itself, with the Euclidean metric tr UᵀV.
 
     A :class:`geoopt.Manifold`, also for stacks of matrices. The retraction normalizes X + U and is of second order. Geodesics
@@ -95,8 +95,6 @@ class Sphere(geoopt.Manifold):
     """
 
     name = "Sphere"
-    ndim = 2
-    reversible = False
     radius: float | Tensor
 
     def __init__(self, of: Of = "rows", radius: float | Tensor = 1.0) -> None:
@@ -156,15 +154,6 @@ class Sphere(geoopt.Manifold):
         distance: Tensor = torch.linalg.vector_norm(arcs, dim=(-2, -1), keepdim=keepdim)
         return distance
 
-    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Vector transport by projection to the tangent space at y."""
-        return self.proju(y, v)
-
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """tr UᵀV, shape (...)."""
-        product = distributed.to_local(u) * distributed.to_local(u if v is None else v)
-        return distributed.row_reduce(x)(product.sum((-2, -1), keepdim=keepdim))
-
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
         """The inner product of each row, column or matrix, in the shape of their norms."""
         part, v = self.local(x), u if v is None else v
@@ -172,28 +161,10 @@ class Sphere(geoopt.Manifold):
             return (u * v).sum(_DIMS[self.of], keepdim=True)  # of DTensors a DTensor
         return part.dot(distributed.to_local(u), distributed.to_local(v))
 
-    def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
-        """‖U‖_F, shape (...); its gradient at 0 is 0."""
-        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
-        return norm
-
-    def random(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
-    ) -> geoopt.ManifoldTensor:
-        """Uniform random point: standard normal vectors, normalized."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
-
-    def origin(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
-    ) -> geoopt.ManifoldTensor:
-        """Each vector along its first axis; ``seed`` is part of geoopt's signature and has no effect."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        x = torch.zeros(shape, dtype=dtype, device=device)
+    def _from_zeros(self, x: Tensor) -> Tensor:
+        """Each vector along its first axis."""
         x[(..., *(0 if dim in _DIMS[self.of] else slice(None) for dim in (-2, -1)))] = 1
-        return geoopt.ManifoldTensor(self.projx(x), manifold=self)
+        return self.projx(x)
 
     def _map(self, f: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
         return distributed.row_local_map(lambda _, *parts: f(*parts), x, *others)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import autograd, distributed, linalg, precision
-from manifold_tying._geoopt import Size, geoopt
+from manifold_tying.manifolds._matrices import Matrices
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
 
@@ -17,7 +17,7 @@ def check_retraction(retraction: str) -> None:
         raise ValueError(f"unknown retraction {retraction!r}; choose one of {', '.join(get_args(Retraction))}")
 
 
-class Stiefel(geoopt.Manifold):
+class Stiefel(Matrices):
     """St(n, p) = {X (..., n, p) : XᵀX = I}, n >= p, with the Euclidean metric <U, V> = tr UᵀV.
 
     A :class:`geoopt.Manifold`: works in ``geoopt.ManifoldParameter``, geoopt's optimizers and ours. No n x n matrix is ever
@@ -41,8 +41,6 @@ class Stiefel(geoopt.Manifold):
     """
 
     name = "Stiefel"
-    ndim = 2
-    reversible = False
 
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
         """See the class for the arguments."""
@@ -106,44 +104,10 @@ class Stiefel(geoopt.Manifold):
             first = torch.linalg.matrix_exp(block)[..., : A.shape[-1]]
             return linalg.reorthonormalize(torch.cat([x, u], -1) @ (first @ torch.linalg.matrix_exp(-A)))
 
-    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Vector transport by projection to the tangent space at y."""
-        return self.proju(y, v)
-
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        """tr UᵀV, shape (...)."""
-        reduce = distributed.row_reduce(x)
-        a, b = distributed.to_local(u), distributed.to_local(u if v is None else v)
-        return reduce((a * b).sum((-1, -2), keepdim=keepdim))
-
-    def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
-        """‖U‖_F, shape (...); its gradient at 0 is 0."""
-        if distributed.is_dtensor(x):
-            return self.inner(x, u, keepdim=keepdim).sqrt()
-        norm: Tensor = torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=keepdim)
-        return norm
-
-    def random(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
-    ) -> geoopt.ManifoldTensor:
-        """Uniform (Haar) random point: the polar factor of a standard normal matrix."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        return geoopt.ManifoldTensor(self.projx(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
-
     def random_(self, x: Tensor) -> Tensor:
         """Fill x (n, p) with a uniform random point; with the same seed, ranks get the rows that one process would draw."""
         with torch.no_grad():
             return x.copy_(self.projx(distributed.sharded_normal_(x)))
-
-    def origin(
-        self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
-    ) -> geoopt.ManifoldTensor:
-        """The first p columns of the identity; ``seed`` is part of geoopt's signature and has no effect."""
-        shape = geoopt.utils.size2shape(*size)
-        self._assert_check_shape(shape, "x")
-        eye = torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape).contiguous()
-        return geoopt.ManifoldTensor(eye, manifold=self)
 
     def _check_shape(self, shape: tuple[int, ...], name: str) -> tuple[bool, str | None]:
         ok, reason = super()._check_shape(shape, name)

@@ -6,6 +6,7 @@ rank's rows and ``reduce`` sums p x p matrices over those ranks.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,6 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel, scaled_tangent_part, tangent_part
 
 _LARGE, _BLOCK = 2**15, 2**17  # entries of a point on a sphere, and of a block of its rows
-_Tensors = list[Tensor] | tuple[Tensor, ...]
 _PROBED, _OFF = 8, 1e-3  # columns of a point that are compared with all, and the largest deviation from orthonormal
 
 
@@ -128,26 +128,14 @@ def sgd_direction(R: Tensor, buffer: Tensor, step: Tensor, momentum: float, damp
     return R + momentum * buffer if nesterov else buffer
 
 
+# torch's fused kernel, for steps that are counted already; changes nothing if the option ``found_inf`` is 1. Called directly:
+# the checks and sorting in ``torch.optim.adamw`` take longer than the step of a small point.
+fused_adam_ = partial(torch._fused_adamw_, weight_decay=0.0, grad_scale=None, amsgrad=False)
+
+
 def count_(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Count a step, unless ``found_inf`` is 1."""
     torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
-
-
-def fused_adam_(
-    params: _Tensors,
-    gradients: _Tensors,
-    exp_avgs: _Tensors,
-    exp_avg_sqs: _Tensors,
-    steps: _Tensors,
-    **options: Any,
-) -> None:
-    """torch's fused Adam kernel for steps that are counted already; changes nothing if the option ``found_inf`` is 1.
-
-    Called directly: the checks and sorting in ``torch.optim.adamw`` take longer than the step of a small point.
-    """
-    torch._fused_adamw_(
-        params, gradients, exp_avgs, exp_avg_sqs, [], steps, weight_decay=0.0, grad_scale=None, amsgrad=False, **options
-    )
 
 
 def riemannian_step_(
@@ -168,8 +156,7 @@ def riemannian_step_(
     for part in batch.split():
         points, steps = [distributed.to_local(p) for p in part.params], part.local("step")
         X, G = _stack(points), _stack(part.gradients)
-        for count in steps:
-            count += 1 if skip is None else 1 - skip
+        count_(steps, skip)
         keys = [key for key in part.states[0] if key != "step"]
         state = {key: _stack(part.local(key)) for key in keys}
         real = X.real.dtype if X.is_complex() else X.dtype
@@ -211,7 +198,7 @@ def polar_adam_(batch: Batch, *, sync_free: bool, found_inf: Tensor | None, **op
         if twice is not None:
             R = torch.sub(R, x @ twice, alpha=0.5)
         xs, Rs = ([x], [R]) if count == 1 else (list(x), list(R))
-        fused_adam_(xs, Rs, moments[:count], moments[count:], steps, found_inf=found_inf, **options)
+        fused_adam_(xs, Rs, moments[:count], moments[count:], [], steps, found_inf=found_inf, **options)
     linalg.reorthonormalize_(X, reduce, sync_free=sync_free, skip=found_inf)
     if count > 1:
         torch._foreach_copy_(points, list(X))
@@ -242,7 +229,7 @@ def sphere_adam_(batch: Batch, *, found_inf: Tensor | None, **options: Any) -> N
             for x, g, *moments in of:
                 R = torch.addcmul(g, x, normal, value=-1, out=scratch[..., : x.shape[-2], :])
                 moved, turned = x.unbind(), R.unbind()
-                fused_adam_(moved, turned, moments[:count], moments[count:], steps, found_inf=found_inf, **options)
+                fused_adam_(moved, turned, moments[:count], moments[count:], [], steps, found_inf=found_inf, **options)
             sphere.normalize_(Y, sphere.dot_of_blocks(xs, xs, scratch), found_inf)
         if count > 1:
             torch._foreach_copy_(points, X.unbind())

@@ -1,6 +1,8 @@
 """A linear layer or convolution whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,12 +10,13 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
 
-from manifold_tying import precision
+from manifold_tying import distributed, linalg, precision
 from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
 
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 
 
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -35,6 +38,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         self.specs: dict[str, RotationSpec] = {}
         self.orders: dict[str, tuple[Tensor, ...]] = {}  # of rows and columns, and their inverses; empty: none
         self.configs: dict[str, Any] = {}
+        self.shared: dict[str, tuple[Blocks, Blocks]] = {}  # of this forward, computed with those of other layers
+        self.hooks: Any = None  # of that forward on what autograd keeps
         self._disable_adapters, self.merged_adapters = False, []
         base: Any = self.get_base_layer()
         sizes: Any = _get_in_out_features(base)
@@ -77,8 +82,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """y (..., m) of x (..., n), in the base layer's dtype."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        names = [name for name in self.active_adapters if name in self.specs]
-        if self.disable_adapters or self.merged or not names:
+        if not (names := self._used()):
             y: Tensor = self.base_layer(x, *args, **kwargs)
             return y
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
@@ -101,16 +105,14 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         y = self.base_layer(x.movedim(-1, self.channels), *args, **kwargs).movedim(self.channels, -1)
         return (y, None) if bias is None else (y - bias, bias)
 
+    def _used(self) -> list[str]:
+        plain = self.disable_adapters or self.merged
+        return [] if plain else [name for name in self.active_adapters if name in self.specs]
+
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
-        skew, config = self.poet_skew[name], self.configs[name]
-        with precision.full_precision(skew.device):
-            R, P = both_blocks(self.specs[name], skew.float() * (REFERENCE / config.block_size))
-        if config.block_share:
-            R, P = (
-                [G.expand(n // G.shape[-1], -1, -1) for G in side]
-                for side, n in ((R, self.out_features), (P, self.in_features))
-            )
-        return R, P
+        # A checkpoint, which has hooks, computes its layers again.
+        shares = not torch.compiler.is_compiling() and name in self.shared and _hooks(True) == self.hooks
+        return self.shared[name] if shares else _all_sides([self], name)[0]
 
     def _dropped(self, name: str, sides: tuple[Blocks, Blocks]) -> tuple[Blocks, Blocks]:
         """In training, random blocks are the identity."""
@@ -178,6 +180,54 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     def _write(self, W: Tensor) -> None:
         base: Any = self.get_base_layer()
         base.weight.copy_(W.T if self.transposed else W.movedim(-1, 1))
+
+
+@contextmanager
+def shared_maps(model: nn.Module) -> Iterator[None]:
+    """Compute the blocks of all active adapters on entry, those of one size in one call, and use them until the exit.
+
+    Checkpointed layers, compiled code and sharded adapters compute their own.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, PoetLayer)]
+    groups = defaultdict[Any, list[PoetLayer]](list)
+    for layer in layers:
+        for name in layer._used():
+            if not distributed.is_dtensor(skew := layer.poet_skew[name]):
+                spec = layer.specs[name]
+                groups[name, *spec.R.runs, None, *spec.P.runs, skew.device].append(layer)
+    try:
+        for (name, *_), found in groups.items():
+            for layer, sides in zip(found, _all_sides(found, name), strict=True):
+                layer.shared[name], layer.hooks = sides, _hooks(True)
+        yield
+    finally:
+        for layer in layers:
+            layer.shared.clear()
+
+
+def _all_sides(layers: Sequence[PoetLayer], name: str) -> list[tuple[Blocks, Blocks]]:
+    """Blocks of R and of P for the adapter ``name`` of each layer; the adapters have equal blocks."""
+    config, spec = layers[0].configs[name], layers[0].specs[name]
+    skew = torch.stack([layer.poet_skew[name] for layer in layers]).float() * (REFERENCE / config.block_size)
+    with precision.full_precision(skew.device):
+        R, P = _exponentials(spec, skew) if config.map == "exp" else both_blocks(spec, skew)
+    sides, found = [[G.unbind() for G in side] for side in (R, P)], []
+    for i, layer in enumerate(layers):
+        R, P = (
+            [G[i].expand(n // G[i].shape[-1] if config.block_share else -1, -1, -1) for G in side]
+            for side, n in zip(sides, (layer.out_features, layer.in_features), strict=True)
+        )
+        found.append((R, P))
+    return found
+
+
+def _exponentials(spec: RotationSpec, skew: Tensor) -> tuple[Blocks, Blocks]:
+    """exp(2A), to first order the Cayley map."""
+    R, P = (
+        [torch.linalg.matrix_exp(2 * linalg.skew(entries, b)) for entries, b in side.split(part)]
+        for side, part in zip((spec.R, spec.P), spec.split(skew), strict=True)
+    )
+    return R, P
 
 
 def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:

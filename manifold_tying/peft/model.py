@@ -1,16 +1,17 @@
 """The configuration and the tuner, registered with PEFT under the name POET."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 
 from manifold_tying.peft._method import peft_type
-from manifold_tying.peft.layer import Convolution, PoetLayer
+from manifold_tying.peft.layer import Convolution, PoetLayer, shared_maps
 from manifold_tying.poet import check_options
 
 POET = peft_type("POET")
@@ -28,7 +29,9 @@ class PoetConfig(PeftConfig):
     Args:
         block_size: b, at least 2. A side narrower than b is one block; the last block of a side may be smaller.
         sides: which rotate: "both", "in" (P) or "out" (R).
-        terms: of the Neumann series for the Cayley map; None is the exact map.
+        map: from skew A to orthogonal blocks: "exact" is the Cayley map (I - A)⁻¹(I + A), "series" its Neumann series,
+            "exp" the exponential exp(2A).
+        terms: of "series"; None means 2.
         permute: rotate blocks of random dimensions, not of neighbours; drawn from ``seed``.
         magnitude: also learn a factor for each row of W.
         block_share: all blocks of a side are the same one; a smaller last block does not rotate.
@@ -42,11 +45,12 @@ class PoetConfig(PeftConfig):
         modules_to_save: as in LoraConfig.
 
     Raises:
-        ValueError: block_size, sides, terms, seed or module_dropout out of range.
+        ValueError: block_size, sides, map, terms, seed or module_dropout out of range.
     """
 
     block_size: int = 32
     sides: Literal["both", "in", "out"] = "both"
+    map: Literal["exact", "series", "exp"] = "exact"
     terms: int | None = None
     permute: bool = False
     magnitude: bool = False
@@ -63,6 +67,11 @@ class PoetConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = POET
+        if self.map not in ("exact", "series", "exp") or (self.map != "series" and self.terms is not None):
+            raise ValueError(
+                f'expected map "exact", "exp" or "series", and terms for "series" only, got {self.map!r} and {self.terms!r}'
+            )
+        self.terms = 2 if self.map == "series" and self.terms is None else self.terms
         check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
         if not 0 <= self.module_dropout < 1:
             raise ValueError(f"expected 0 <= module_dropout < 1, got {self.module_dropout!r}")
@@ -82,7 +91,8 @@ class PoetModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("PoetConfig does not mix adapters within a batch; set one adapter, or merge it")
-        yield
+        with nullcontext() if torch.compiler.is_compiling() else shared_maps(self.model):
+            yield
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()

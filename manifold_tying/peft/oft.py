@@ -54,4 +54,6 @@ def convert_oft(path: str | PathLike[str], out: str | PathLike[str]) -> None:
     options: dict[str, Any] = {name: getattr(config, name) for name in names}
     Path(out).mkdir(parents=True, exist_ok=True)
     save_file(found, Path(out) / "adapter_model.safetensors", {"format": "pt"})
-    PoetConfig(**options, block_size=size, sides="in", terms=terms).save_pretrained(str(out))
+    PoetConfig(**options, block_size=size, sides="in", map="series" if terms else "exact", terms=terms).save_pretrained(
+        str(out)
+    )

@@ -1,6 +1,5 @@
 """Parse and run the commands train, ablate, report, sample, convert, export and inspect."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import Settings, TrainConfig, unused_settings
 from manifold_tying.training.evaluate import health_warnings
+from manifold_tying.training.hf_model import copy_rest
 from manifold_tying.training.loop import train
 from manifold_tying.training.processes import Processes, process_group
 from manifold_tying.training.progress import progress_bars
@@ -140,11 +140,6 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
         raise ValueError("; ".join(f"{row['arm']}, seed {row['seed']}, stopped: {row['failed']}" for row in failed))
 
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
-_WRITTEN = ("config.json", "generation_config.json")
-_README, _TEMPLATES = "README.md", "additional_chat_templates"
-
-
 @dataclass(frozen=True)
 class ConvertConfig:
     """Replace the tied tables of a transformers checkpoint by a PIT interface."""
@@ -182,7 +177,7 @@ def run_convert(config: ConvertConfig, console: Console) -> None:
         raise ValueError(f"{config.out} already holds a model that is not converted; choose another, or delete it")
     save(convert(model, transform=config.transform, source=config.source), config.out)
     del model  # the summary loads what was written
-    _copy_rest(config.model, config.out)
+    copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
 
 
@@ -196,27 +191,13 @@ def run_export(config: ExportConfig, console: Console) -> None:
         export_model(saved[-1], config.out)
     else:
         export(load(config.model), config.out)
-        _copy_rest(config.model, config.out)
+        copy_rest(config.model, config.out)
     console.print(interface_summary(config.out))
 
 
 def _check_out(model: Path, out: Path) -> None:
     if out.resolve() == model.resolve():
         raise ValueError(f"expected OUT to be another folder than MODEL, got {out} for both")
-
-
-def _copy_rest(model: Path, out: Path) -> None:
-    """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
-
-    A README of the user in OUT is kept.
-    """
-    for file in model.iterdir():
-        if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
-            continue
-        if file.name != _README or not (out / _README).exists():
-            shutil.copy2(file, out / file.name)
-    if (model / _TEMPLATES).is_dir():
-        shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
 
 
 @dataclass(frozen=True)

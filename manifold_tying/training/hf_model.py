@@ -49,8 +49,10 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     return model
 
 
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
+_WRITTEN = ("config.json", "generation_config.json")
+_README, _TEMPLATES = "README.md", "additional_chat_templates"
 OUT = "model"  # folder of the trained checkpoint in the run's folder
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "added_tokens.json")
 LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
 
 
@@ -134,14 +136,12 @@ class HuggingFaceModel(nn.Module):
         return linear_cross_entropy(hidden, table, targets, ignore_index=ignore_index, softcap=softcap)
 
     def write(self, folder: Path, source: Path) -> None:
-        """Write the model, converted for PIT, else stock, with low-rank updates merged and the source's tokenizer files."""
+        """Write the model, converted for PIT, else stock, with low-rank updates merged and the source's other files."""
         model = self.model if self._adapters is None else self._adapters.merge_and_unload()
         if self._split is not None:
             self._split.join(model)
         (save if is_converted(model) else write)(model, folder)
-        for pattern in TOKENIZER:
-            for file in filter(Path.is_file, source.glob(pattern)):
-                shutil.copy2(file, folder / file.name)
+        copy_rest(source, folder)
 
 
 Model = Llama | HuggingFaceModel
@@ -157,6 +157,20 @@ def build_hugging_face_model(interface: "Interface", settings: "Settings", seed:
             split = SplitTable(model, memory=memory, retraction=settings.retraction, diagonal=settings.diagonal)
         check_causal(model, settings.vocab_size, settings.init_from)
         return HuggingFaceModel(model, settings.lora_rank, split).to(settings.device)
+
+
+def copy_rest(model: Path, out: Path) -> None:
+    """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
+
+    A README of the user in OUT is kept.
+    """
+    for file in model.iterdir():
+        if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
+            continue
+        if file.name != _README or not (out / _README).exists():
+            shutil.copy2(file, out / file.name)
+    if (model / _TEMPLATES).is_dir():
+        shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
 
 
 def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:

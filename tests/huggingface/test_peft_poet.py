@@ -35,8 +35,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "both": {"block_size": 8},
     "ragged": {"block_size": 7, "permute": True, "magnitude": True},
-    "in": {"block_size": 4, "sides": "in", "terms": 2},
+    "in": {"block_size": 4, "sides": "in", "map": "series"},
     "out": {"block_size": 32, "sides": "out"},
+    "exp": {"block_size": 8, "map": "exp"},
     "share": {"block_size": 5, "block_share": True, "permute": True},
 }
 
@@ -51,8 +52,8 @@ def output(model: Any) -> Tensor:
         return model(input_ids=IDS).logits
 
 
-# PEFT reads a property that transformers renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# transformers renamed what PEFT reads, and what older ones have.
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing(_enable)?` is deprecated:FutureWarning")
 
 
 def adapted(model: Any, adapter: str = "default", **options: Any) -> Any:
@@ -95,8 +96,10 @@ def expected_weight(layer: Any, options: dict[str, Any]) -> np.ndarray:
                 A[np.triu_indices(size, 1)] = numbers[start : start + count]
                 A, start = A - A.T, start + count
                 series = np.linalg.solve(np.eye(size) - A, np.eye(size) + A)
-                if options.get("terms") == 2:
+                if options.get("map") == "series":
                     series = (np.eye(size) + A) @ (np.eye(size) + A + A @ A)
+                elif options.get("map") == "exp":
+                    series = scipy.linalg.expm(2 * A)
                 blocks.append(series)
             numbers = numbers[start:]
             matrix[: sum(map(len, blocks)), : sum(map(len, blocks))] = scipy.linalg.block_diag(*blocks)
@@ -252,6 +255,41 @@ def test_under_autocast_and_in_bfloat16() -> None:
     same(output(low).float(), exact, 0.05)
 
 
+CHECKPOINTS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "plain": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+}
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_whole_model_computes_all_maps_at_once_and_has_the_gradients_of_its_layers(
+    option: str, checkpoint: str
+) -> None:
+    model = adapted(MODELS["llama"](), **OPTIONS[option]).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model.get_base_model()(input_ids=IDS, labels=IDS).loss.backward()  # each layer for itself
+    expected = [p.grad.clone() for p in trained]
+    if CHECKPOINTS[checkpoint]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTS[checkpoint])
+        model.enable_input_require_grads()
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        for p, grad in zip(trained, expected, strict=True):
+            same(p.grad, grad, 1e-6)
+
+
+def test_maps_are_computed_once_for_all_layers_of_a_size() -> None:
+    model = adapted(MODELS["llama"](), block_size=8, sides="in")
+    layers = [part for part in model.modules() if isinstance(part, PoetLayer)]
+    with torch.profiler.profile() as profile:
+        model(input_ids=IDS)
+    calls = {event.key: event.count for event in profile.key_averages()}["aten::linalg_inv_ex"]
+    assert calls == len({layer.in_features for layer in layers}) < len(layers)
+
+
 def test_a_rate_turns_blocks_of_any_size_alike() -> None:
     angles = []
     for block_size in (8, 64):
@@ -272,7 +310,9 @@ def test_a_rate_turns_blocks_of_any_size_alike() -> None:
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PoetConfig(block_size=1), "block_size"),
     (lambda: PoetConfig(sides=cast(Any, "left")), "unknown sides"),
-    (lambda: PoetConfig(terms=0), "terms"),
+    (lambda: PoetConfig(map="series", terms=0), "terms"),
+    (lambda: PoetConfig(terms=2), 'terms for "series" only'),
+    (lambda: PoetConfig(map=cast(Any, "cayley")), 'expected map "exact", "exp" or "series"'),
     (
         lambda: get_peft_model(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), PoetConfig(target_modules=["0"])),
         "convolutions of one group, got Conv2d",

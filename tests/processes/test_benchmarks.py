@@ -185,6 +185,14 @@ def test_equivalence_runs(tmp_path: Path) -> None:
     assert row["contenders"]["nn.Linear"]["ratio"] == 1 and row["memory_unit"] == "weight"
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_steps_of_finetuning_run() -> None:
+    from benchmarks.equivalence import finetuning
+
+    for contender in finetuning(16, 8, 32, Options()).contenders:
+        contender.build()()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_layers_of_many_sizes_do_not_reach_dynamos_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.equivalence import Problem

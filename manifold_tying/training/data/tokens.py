@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from manifold_tying._json import read_object
 
@@ -45,9 +44,6 @@ class TokenData:
     meta: Meta
     train: np.ndarray
     val: np.ndarray
-
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
 
 def open_tokens(directory: str | Path) -> TokenData:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from manifold_tying.training.data import (
     Batches,
+    TokenData,
     build,
     cache_directory,
     corpus,
@@ -129,6 +130,10 @@ def text_bytes(documents: list[str]) -> int:
     return sum(len(text.encode()) for text in documents)
 
 
+def tokenizer_of(data: TokenData) -> Tokenizer:
+    return Tokenizer.from_file(str(data.directory / "tokenizer.json"))
+
+
 def jsonl_corpus(root: Path, count: int = 45) -> str:
     return f"jsonl:{write_jsonl(root / f'{count}.jsonl', make_documents(count))}"
 
@@ -146,7 +151,7 @@ def test_tokens_decode_to_the_documents(
     train = [text for i, text in enumerate(DOCUMENTS) if i not in (19, 39)]
     val = [DOCUMENTS[19], DOCUMENTS[39]]
     for view, documents in ((data.train, train), (data.val, val)):
-        assert data.tokenizer().decode(view.tolist(), skip_special_tokens=False) == joined(documents)
+        assert tokenizer_of(data).decode(view.tolist(), skip_special_tokens=False) == joined(documents)
     assert data.meta.documents == 45
     assert max(data.train.tolist()) < VOCABULARY == data.meta.vocab_size
     # The tokenizer has learned something: fewer tokens than bytes.
@@ -169,7 +174,7 @@ def test_stdlib_is_the_library_without_its_tests(tmp_path: Path, monkeypatch: py
     (tmp_path / "lib" / "bad.py").write_bytes(b"# \xe9")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     data = open_tokens(prepare("stdlib", vocab_size=VOCABULARY))
-    text = data.tokenizer().decode(data.train.tolist() + data.val.tolist(), skip_special_tokens=False)
+    text = tokenizer_of(data).decode(data.train.tolist() + data.val.tolist(), skip_special_tokens=False)
     assert text == joined(list(kept.values()))
 
 
@@ -247,7 +252,7 @@ def test_docstrings_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_tokenizer_is_trained_on_training_documents_only(tmp_path: Path) -> None:
     documents = ["abcabc " * 30] * 19 + ["xyzxyz " * 30]
     data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
-    assert "abcabc" in data.tokenizer().get_vocab() and "xy" not in data.tokenizer().get_vocab()
+    assert "abcabc" in tokenizer_of(data).get_vocab() and "xy" not in tokenizer_of(data).get_vocab()
 
 
 @pytest.mark.parametrize("count", [1, 19])
@@ -255,16 +260,16 @@ def test_few_documents_are_divided_by_tokens(count: int, tmp_path: Path) -> None
     documents = make_documents(count)
     data = open_tokens(prepare(jsonl_corpus(tmp_path, count), vocab_size=VOCABULARY))
     tokens = data.train.tolist() + data.val.tolist()
-    assert data.tokenizer().decode(tokens, skip_special_tokens=False) == joined(documents)
+    assert tokenizer_of(data).decode(tokens, skip_special_tokens=False) == joined(documents)
     assert len(data.val) == len(tokens) // 20 > 0
 
 
 def test_a_separator_in_a_text_is_text(tmp_path: Path) -> None:
     documents = [f"before {SEPARATOR} after {i}" for i in range(20)]
     data = open_tokens(prepare(f"jsonl:{write_jsonl(tmp_path / 'c.jsonl', documents)}", vocab_size=VOCABULARY))
-    separator = data.tokenizer().token_to_id(SEPARATOR)
+    separator = tokenizer_of(data).token_to_id(SEPARATOR)
     assert [i for i, token in enumerate(data.val.tolist(), 1) if token == separator] == [len(data.val)]
-    assert data.tokenizer().decode(data.val.tolist()) == documents[19]
+    assert tokenizer_of(data).decode(data.val.tolist()) == documents[19]
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -338,7 +343,7 @@ def test_streaming_stops_at_the_document_that_is_enough(tmp_path: Path, monkeypa
     data = open_tokens(prepare(spec, vocab_size=VOCABULARY, tokens_needed=needed))
     train = [text for i, text in enumerate(DOCUMENTS[: data.meta.documents]) if i != 19]
     assert 20 < data.meta.documents < 39
-    assert data.tokenizer().decode(data.train.tolist(), skip_special_tokens=False) == joined(train)
+    assert tokenizer_of(data).decode(data.train.tolist(), skip_special_tokens=False) == joined(train)
     separators = [i for i, token in enumerate(data.train.tolist(), 1) if token == 0]
     assert separators[-2] < needed <= separators[-1] == len(data.train)
     # Only a stream is cut.
@@ -372,7 +377,7 @@ def test_a_given_tokenizer_is_used_as_it_is(tmp_path: Path) -> None:
     data = open_tokens(prepare(jsonl_corpus(tmp_path), vocab_size=300, tokenizer=path))
     assert (data.directory / "tokenizer.json").read_bytes() == path.read_bytes()
     # Neither its truncation nor its padding has touched the documents.
-    text = data.tokenizer().decode(data.val.tolist(), skip_special_tokens=False)
+    text = tokenizer_of(data).decode(data.val.tolist(), skip_special_tokens=False)
     assert text == f"{DOCUMENTS[19]}</s>{DOCUMENTS[39]}</s>"
 
 
