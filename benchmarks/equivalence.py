@@ -54,7 +54,7 @@ SIZES = (
     (1024, 4096, 256, 2048),
 )
 FINETUNED = ((128, 32, 384), (512, 32, 384))
-QUICK_FINETUNED = ((16, 8, 32),)
+QUICK_FINETUNED = ((16, 4, 32),)
 QUICK_SIZES = ((24, 40, 8, 32),)
 NOISE = 0.1  # approximate spectral norm of a block's skew matrix
 

@@ -189,7 +189,7 @@ def test_equivalence_runs(tmp_path: Path) -> None:
 def test_steps_of_finetuning_run() -> None:
     from benchmarks.equivalence import finetuning
 
-    for contender in finetuning(16, 8, 32, Options()).contenders:
+    for contender in finetuning(16, 4, 32, Options()).contenders:
         contender.build()()
 
 
