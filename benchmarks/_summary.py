@@ -38,10 +38,7 @@ HOT_PATHS = (
     ("equivalence", "", "ours block", "block, two terms", "official POET", "POET's official code"),
     ("equivalence", "", "ours full 1/2", "full 1/2, two terms", "nn.Linear", "`nn.Linear`"),
     ("equivalence", "", "ours block, P alone", "block, P alone, two terms", "PEFT OFT (P alone)", "PEFT's OFT"),
-    (
-        "equivalence", "finetuning step", "ours block, P alone, exact Cayley", "`PoetConfig`, one side", "PEFT OFT (P alone)",
-        "PEFT's OFT",
-    ),
+    ("adapters", "finetuning step", "PoetConfig, one side", "`PoetConfig`, one side", "OFT", "PEFT's OFT"),
     ("poet_step", "POET training step", "poet-block 256", "block, b = 256", "adamw", "AdamW"),
     ("poet_step", "", "poet-block 256, two terms", "the same, two terms", "adamw", "AdamW"),
     ("poet_step", "", "poet-block 256, two terms, compiled", "the same, compiled", "adamw, compiled", "AdamW, compiled"),

@@ -14,15 +14,12 @@ R and P are two terms of the Neumann series, except in "exact Cayley", which is 
 
 The official POET code compiles its layer itself; its series has four terms.
 
-"finetuning" is a step of a Llama of 4 layers whose linear layers have adapters: forward, loss, backward and AdamW. OFT and
-ours rotate the input side in blocks of b; "3 terms" is the series that OFT has by default. The reference is OFT.
-
 The last measure is the number of operations of the products with tokens and weight, forward and backward, divided by
 nn.Linear's 6Nmn. It does not count the maps from skew vectors to orthogonal blocks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -53,8 +50,6 @@ SIZES = (
     (4096, 14336, 256, 2048),
     (1024, 4096, 256, 2048),
 )
-FINETUNED = ((128, 32, 384), (512, 32, 384))
-QUICK_FINETUNED = ((16, 4, 32),)
 QUICK_SIZES = ((24, 40, 8, 32),)
 NOISE = 0.1  # approximate spectral norm of a block's skew matrix
 
@@ -168,47 +163,9 @@ class Problem:
         return linear_flops(self.N, spec, input_centric=choice)
 
 
-def finetuning(d: int, b: int, N: int, options: Options) -> Row:
-    """Steps with adapters; a sequence has 16 tokens."""
-    shape = {"hidden_size": d, "intermediate_size": 11 * d // 4, "num_hidden_layers": 4, "num_attention_heads": 4}
-    ids = torch.randint(4096, (N // 16, 16), generator=torch.Generator().manual_seed(0)).to(options.device)
-
-    def build(method: str, **adapter: Any) -> Step:
-        peft, ours = load("peft", "peft"), load("manifold_tying.peft", "peft")
-        with torch.random.fork_rng(), torch.device(options.device):
-            torch.manual_seed(0)
-            base = load("transformers", "transformers")
-            model = base.LlamaForCausalLM(base.LlamaConfig(vocab_size=4096, **shape))
-            config = getattr(ours if method == "PoetConfig" else peft, method)
-            model = peft.get_peft_model(model, config(**adapter, target_modules="all-linear"))
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-
-        def step() -> None:
-            with options.autocast():
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    reference = "PEFT OFT (P alone)"
-    contenders = [
-        Contender(reference, partial(build, "OFTConfig", r=0, oft_block_size=b)),
-        Contender("ours block, P alone, exact Cayley", partial(build, "PoetConfig", block_size=b, sides="in")),
-        Contender(
-            "ours block, P alone, 3 terms",
-            partial(build, "PoetConfig", block_size=b, sides="in", map="series", terms=3),
-        ),
-        Contender("LoRA, r 8", partial(build, "LoraConfig", r=8)),
-    ]
-    return Row(f"finetuning d={d} b={b} N={N}", reference, contenders)
-
-
 def rows(options: Options) -> Iterator[Row]:
-    """A row for each size, and steps of finetuning."""
-    yield from (_row(Problem(*size, options)) for size in (QUICK_SIZES if options.quick else SIZES))
-    yield from (finetuning(*size, options) for size in (QUICK_FINETUNED if options.quick else FINETUNED))
+    """A row for each size."""
+    return (_row(Problem(*size, options)) for size in (QUICK_SIZES if options.quick else SIZES))
 
 
 def _row(problem: Problem) -> Row:

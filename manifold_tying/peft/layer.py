@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
 
-from manifold_tying import distributed, linalg, precision
+from manifold_tying import precision
 from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
 
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 
 
+# What hooks autograd has, of which a checkpoint has its own; blocks by layer, adapter and hooks.
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_shared: ContextVar[dict[Any, tuple[Blocks, Blocks]]] = ContextVar("shared")
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -38,8 +41,6 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         self.specs: dict[str, RotationSpec] = {}
         self.orders: dict[str, tuple[Tensor, ...]] = {}  # of rows and columns, and their inverses; empty: none
         self.configs: dict[str, Any] = {}
-        self.shared: dict[str, tuple[Blocks, Blocks]] = {}  # of this forward, computed with those of other layers
-        self.hooks: Any = None  # of that forward on what autograd keeps
         self._disable_adapters, self.merged_adapters = False, []
         base: Any = self.get_base_layer()
         sizes: Any = _get_in_out_features(base)
@@ -51,13 +52,14 @@ class PoetLayer(nn.Module, BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, config: Any, inference_mode: bool = False) -> None:
         m, n, b = self.out_features, self.in_features, config.block_size
-        spec = RotationSpec.of(m, n, "block", b, None, None, config.sides, config.terms)
+        terms = {"exact": None, "series": config.terms or 2, "exp": "exp"}[config.map]
+        options: Any = ("block", b, None, None, config.sides, terms)
+        spec = RotationSpec.of(m, n, *options)
         self.configs[adapter_name] = config
         sides = ((spec.R, "R"), (spec.P, "P")) if config.permute else ()
         orders = (side.sample_permutation(config.seed, 0, name) for side, name in sides)
         self.orders[adapter_name] = tuple(part for order in orders for part in (order, inverse_order(order)))
-        if config.block_share:
-            spec = RotationSpec.of(min(m, b), min(n, b), "block", b, None, None, config.sides, config.terms)
+        spec = RotationSpec.of(min(m, b), min(n, b), *options) if config.block_share else spec
         self.specs[adapter_name] = spec
         start = torch.zeros(spec.num_params)
         self.poet_skew[adapter_name] = nn.Parameter(start if config.init_weights else start.normal_(std=0.1))
@@ -74,9 +76,6 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     def scale_layer(self, scale: float) -> None:
         """As :meth:`set_scale`."""
         self.set_scale(", ".join(self.active_adapters), scale)
-
-    def unscale_layer(self, scale: float | None = None) -> None:
-        """Nothing was scaled."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """y (..., m) of x (..., n), in the base layer's dtype."""
@@ -110,9 +109,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         return [] if plain else [name for name in self.active_adapters if name in self.specs]
 
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
-        # A checkpoint, which has hooks, computes its layers again.
-        shares = not torch.compiler.is_compiling() and name in self.shared and _hooks(True) == self.hooks
-        return self.shared[name] if shares else _all_sides([self], name)[0]
+        shared = None if torch.compiler.is_compiling() else _shared.get({}).get((self, name, _hooks(True)))
+        return shared or _all_sides([self], name)[0]
 
     def _dropped(self, name: str, sides: tuple[Blocks, Blocks]) -> tuple[Blocks, Blocks]:
         """In training, random blocks are the identity."""
@@ -186,23 +184,23 @@ class PoetLayer(nn.Module, BaseTunerLayer):
 def shared_maps(model: nn.Module) -> Iterator[None]:
     """Compute the blocks of all active adapters on entry, those of one size in one call, and use them until the exit.
 
-    Checkpointed layers, compiled code and sharded adapters compute their own.
+    Layers compute their own in compiled code, in checkpoints, and if their parameters are sharded or offloaded.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, PoetLayer)]
-    groups = defaultdict[Any, list[PoetLayer]](list)
-    for layer in layers:
+    groups, found = defaultdict[Any, list[PoetLayer]](list), {}
+    for layer in (layer for layer in model.modules() if isinstance(layer, PoetLayer)):
         for name in layer._used():
-            if not distributed.is_dtensor(skew := layer.poet_skew[name]):
-                spec = layer.specs[name]
+            skew, spec = layer.poet_skew[name], layer.specs[name]
+            whole = type(skew) is nn.Parameter and not hasattr(skew, "_fsdp_flattened") and not skew.is_meta
+            if whole and skew.numel() == spec.num_params:
                 groups[name, *spec.R.runs, None, *spec.P.runs, skew.device].append(layer)
+    for (name, *_), layers in groups.items():
+        for layer, sides in zip(layers, _all_sides(layers, name), strict=True):
+            found[layer, name, _hooks(True)] = sides
+    token = _shared.set(found)
     try:
-        for (name, *_), found in groups.items():
-            for layer, sides in zip(found, _all_sides(found, name), strict=True):
-                layer.shared[name], layer.hooks = sides, _hooks(True)
         yield
     finally:
-        for layer in layers:
-            layer.shared.clear()
+        _shared.reset(token)
 
 
 def _all_sides(layers: Sequence[PoetLayer], name: str) -> list[tuple[Blocks, Blocks]]:
@@ -210,24 +208,14 @@ def _all_sides(layers: Sequence[PoetLayer], name: str) -> list[tuple[Blocks, Blo
     config, spec = layers[0].configs[name], layers[0].specs[name]
     skew = torch.stack([layer.poet_skew[name] for layer in layers]).float() * (REFERENCE / config.block_size)
     with precision.full_precision(skew.device):
-        R, P = _exponentials(spec, skew) if config.map == "exp" else both_blocks(spec, skew)
-    sides, found = [[G.unbind() for G in side] for side in (R, P)], []
-    for i, layer in enumerate(layers):
-        R, P = (
-            [G[i].expand(n // G[i].shape[-1] if config.block_share else -1, -1, -1) for G in side]
-            for side, n in zip(sides, (layer.out_features, layer.in_features), strict=True)
-        )
-        found.append((R, P))
+        R, P = both_blocks(spec, skew)
+    found = []
+    for layer, *blocks in zip(layers, *(G.unbind() for G in (*R, *P)), strict=True):
+        if config.block_share:
+            sizes = [layer.out_features] * len(R) + [layer.in_features] * len(P)
+            blocks = [G.expand(n // G.shape[-1], -1, -1) for G, n in zip(blocks, sizes, strict=True)]
+        found.append((blocks[: len(R)], blocks[len(R) :]))
     return found
-
-
-def _exponentials(spec: RotationSpec, skew: Tensor) -> tuple[Blocks, Blocks]:
-    """exp(2A), to first order the Cayley map."""
-    R, P = (
-        [torch.linalg.matrix_exp(2 * linalg.skew(entries, b)) for entries, b in side.split(part)]
-        for side, part in zip((spec.R, spec.P), spec.split(skew), strict=True)
-    )
-    return R, P
 
 
 def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:

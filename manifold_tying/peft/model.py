@@ -69,15 +69,14 @@ class PoetConfig(PeftConfig):
         self.peft_type = POET
         if self.map not in ("exact", "series", "exp") or (self.map != "series" and self.terms is not None):
             raise ValueError(
-                f'expected map "exact", "exp" or "series", and terms for "series" only, got {self.map!r} and {self.terms!r}'
+                f'expected map "exact", "exp", or "series" with terms, got {self.map!r}, terms {self.terms}'
             )
-        self.terms = 2 if self.map == "series" and self.terms is None else self.terms
         check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
         if not 0 <= self.module_dropout < 1:
             raise ValueError(f"expected 0 <= module_dropout < 1, got {self.module_dropout!r}")
         for name in ("target_modules", "exclude_modules"):
-            given = getattr(self, name)
-            setattr(self, name, set(given) if isinstance(given, list) else given)
+            if isinstance(given := getattr(self, name), list):
+                setattr(self, name, set(given))
 
 
 class PoetModel(BaseTuner):

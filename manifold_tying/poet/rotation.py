@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from manifold_tying import autograd, kernels, linalg, precision
-from manifold_tying.poet.spec import BlockSpec, RotationSpec
+from manifold_tying.poet.spec import BlockSpec, RotationSpec, Terms
 
 Blocks = list[Tensor]
 """Blocks of one side: a tensor (..., k, b, b) per run of equal blocks; at most two runs, the second of one block."""
@@ -18,9 +18,7 @@ Side = tuple[Blocks, Tensor]
 """Blocks of R or P, and the dimensions that they rotate, in order."""
 
 
-def orthogonal_blocks(
-    side: BlockSpec, skew_params: Tensor, terms: int | None, low: torch.dtype | None = None
-) -> Blocks:
+def orthogonal_blocks(side: BlockSpec, skew_params: Tensor, terms: Terms, low: torch.dtype | None = None) -> Blocks:
     """Blocks of one side from (..., num_params), in its dtype; zeros give exactly the identity. (POET, equation 6.)
 
     Differentiable to any order. ``low`` is the ``matmul_dtype`` of :func:`linalg.cayley_neumann`.
@@ -30,6 +28,8 @@ def orthogonal_blocks(
     skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
     if terms is None:
         return [linalg.cayley(A) for A in skews]
+    if terms == "exp":
+        return [torch.linalg.matrix_exp(2 * A) for A in skews]
     return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]
 
 

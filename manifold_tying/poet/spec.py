@@ -17,6 +17,8 @@ from manifold_tying import autograd, linalg, precision
 
 Scheme = Literal["block", "full"]
 Sides = Literal["both", "in", "out"]
+Terms = int | Literal["exp"] | None
+"""Of the Neumann series; None for the exact Cayley map, "exp" for exp(2A)."""
 Init = Literal["keep", "normalized", "uniform-spectrum", "xavier", "standard"]
 _STANDARD_STD = 0.02
 _MAX_TERMS = 64  # each term costs a matmul per block; the exact map is one solve
@@ -74,13 +76,12 @@ class RotationSpec:
 
     R: BlockSpec
     P: BlockSpec
-    terms: int | None = None
-    """Terms of the Neumann series; None for the exact map."""
+    terms: Terms = None
 
     @classmethod
     def of(
         cls, m: int, n: int, scheme: Scheme, block_size: int, fraction: float | None, out_share: float | None,
-        sides: Sides = "both", terms: int | None = None,
+        sides: Sides = "both", terms: Terms = None,
     ) -> "RotationSpec":  # fmt: skip
         """From the options of :func:`equivalence`."""
         dims = (m, n)

@@ -49,9 +49,9 @@ def start_model(settings: "Settings", interface: "Interface") -> "PreTrainedMode
     return model
 
 
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
-_WRITTEN = ("config.json", "generation_config.json")
-_README, _TEMPLATES = "README.md", "additional_chat_templates"
+_WRITTEN = (
+    "config.json", "generation_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5"
+)  # fmt: skip
 OUT = "model"  # folder of the trained checkpoint in the run's folder
 LORA_ALPHA = 2  # as a multiple of the rank: the update is 2 B A x
 
@@ -160,17 +160,13 @@ def build_hugging_face_model(interface: "Interface", settings: "Settings", seed:
 
 
 def copy_rest(model: Path, out: Path) -> None:
-    """Copy tokenizer, chat templates, license: every file that is neither weights nor written by transformers.
-
-    A README of the user in OUT is kept.
-    """
-    for file in model.iterdir():
-        if not file.is_file() or file.name in _WRITTEN or any(file.match(pattern) for pattern in _WEIGHTS):
-            continue
-        if file.name != _README or not (out / _README).exists():
+    """Copy tokenizer, chat templates, license: all but weights and what transformers writes. A README in ``out`` stays."""
+    for file in filter(Path.is_file, model.iterdir()):
+        kept = file.name == "README.md" and (out / file.name).exists()
+        if not kept and not any(file.match(pattern) for pattern in _WRITTEN):
             shutil.copy2(file, out / file.name)
-    if (model / _TEMPLATES).is_dir():
-        shutil.copytree(model / _TEMPLATES, out / _TEMPLATES, dirs_exist_ok=True)
+    if (templates := model / "additional_chat_templates").is_dir():
+        shutil.copytree(templates, out / templates.name, dirs_exist_ok=True)
 
 
 def _with_adapters(model: "PreTrainedModel", rank: int) -> Any:

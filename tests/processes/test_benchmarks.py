@@ -186,10 +186,11 @@ def test_equivalence_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_steps_of_finetuning_run() -> None:
-    from benchmarks.equivalence import finetuning
+def test_adapters_run() -> None:
+    from benchmarks.adapters import rows
 
-    for contender in finetuning(16, 4, 32, Options()).contenders:
+    (row,) = rows(Options(quick=True))
+    for contender in row.contenders:
         contender.build()()
 
 

@@ -9,8 +9,8 @@ import pandas as pd
 from manifold_tying.models import PRESETS
 from manifold_tying.training.report.load import ABLATION, RUN, Experiment, arm_names, load_experiment
 
-# Settings that must agree for losses to be comparable, with the text on which a run was evaluated.
-MEASURED_ON = ("data", "tokenizer", "vocabulary", "sequence_length")
+# Settings that must agree for losses to be comparable.
+MEASURED_ON = ("data", "tokenizer", "vocabulary", "val_tokens", "sequence_length")
 APART = "Not all losses here are measured on the same text and tokenization, so they cannot be compared across:"
 
 
@@ -68,7 +68,7 @@ def comparable(experiment: Experiment) -> list[list[str]]:
 def differences(experiment: Experiment) -> list[str]:
     """A sentence for each difference that makes losses incomparable."""
     measured = _measured_on(experiment)
-    names = {key: key.replace("_", " ") for key in MEASURED_ON}
+    names = {key: key.replace("val_", "validation ").replace("_", " ") for key in MEASURED_ON}
     sentences = [_sentence(name, measured[key]) for key, name in names.items()]
     sentences += [_sentence("held-out text", of.text) for _, of in measured.groupby([*MEASURED_ON], sort=False)]
     return [sentence for sentence in sentences if sentence]

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -91,9 +91,9 @@ def load_experiment(folder: str | Path) -> Experiment:
     """Load a folder that ``ablate --out`` or ``train --out`` wrote; raises ValueError if it is incomplete."""
     folder = Path(folder)
     if any((folder / name).exists() for name in ABLATION):
-        return _ablation(folder)
+        return _with_evaluated_tokens(_ablation(folder))
     if any((folder / name).exists() for name in RUN):
-        return _single_run(folder)
+        return _with_evaluated_tokens(_single_run(folder))
     raise ValueError(
         f"{folder} is neither an ablation ({', '.join(ABLATION)}) nor a run ({', '.join(RUN)}): "
         "give the --out of manifold-tying ablate or train"
@@ -138,6 +138,21 @@ def _single_run(out: Path) -> Experiment:
         settings={key: value for key, value in config.items() if value is not None and key not in unused},
         arms={row["arm"]: {}},
     )
+
+
+def _with_evaluated_tokens(experiment: Experiment) -> Experiment:
+    """Replace ``val_tokens`` by the number of evaluated tokens, which is smaller for a small corpus."""
+    evaluated = {row["arm"]: row["evaluated_tokens"] for row in experiment.rows}
+    default = next(iter(evaluated.values()))  # for unfinished arms
+    of_arms = {arm: evaluated.get(arm, own.get("val_tokens", default)) for arm, own in experiment.arms.items()}
+    settings, arms = dict(experiment.settings), {arm: dict(own) for arm, own in experiment.arms.items()}
+    for place in (settings, *arms.values()):
+        place.pop("val_tokens", None)
+    if set(of_arms.values()) == {default}:
+        settings["val_tokens"] = default
+    else:
+        arms = {arm: {**own, "val_tokens": of_arms[arm]} for arm, own in arms.items()}
+    return replace(experiment, settings=settings, arms=arms)
 
 
 def checked_rows(rows: object, *, where: str) -> list[Row]:
