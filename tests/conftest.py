@@ -55,8 +55,9 @@ def without_shrinking() -> Iterator[None]:
 
 @pytest.fixture
 def half_the_examples() -> Iterator[None]:
-    """Of laws that dozens of subjects have; test_broken.py shows that so many find what breaks each law."""
-    yield from _with_profile(max_examples=settings.default.max_examples // 2)
+    """In `make test`, for a law of dozens of subjects; test_broken.py shows that so many find what breaks each law."""
+    quick = settings.get_current_profile_name() == "quick"
+    yield from _with_profile(**({"max_examples": settings.default.max_examples // 2} if quick else {}))
 
 
 def _with_profile(**changes: Any) -> Iterator[None]:
