@@ -57,7 +57,7 @@ def without_shrinking() -> Iterator[None]:
 def half_the_examples() -> Iterator[None]:
     """In `make test`, for a law of dozens of subjects; test_broken.py shows that so many find what breaks each law."""
     quick = settings.get_current_profile_name() == "quick"
-    yield from _with_profile(**({"max_examples": settings.default.max_examples // 2} if quick else {}))
+    yield from _with_profile(**({"max_examples": settings().max_examples // 2} if quick else {}))
 
 
 def _with_profile(**changes: Any) -> Iterator[None]:
