@@ -102,10 +102,10 @@ def gradient(shape: tuple[int, ...], step: int) -> Tensor:
 
 
 def move(points: list[Tensor], kind: str, distribute: Callable[[Tensor], Tensor] = lambda X: X) -> list[Tensor]:
-    """The points after five steps."""
+    """The points after three steps."""
     params = [nn.Parameter(distribute(X.clone())) for X in points]
     optimizer = KINDS[kind]([{"params": params, "manifold": mt.Stiefel()}])
-    for step in range(5):
+    for step in range(3):
         for i, p in enumerate(params):
             p.grad = distribute(gradient(p.shape, 2 * step + i))
         optimizer.step()

@@ -101,7 +101,7 @@ def test_a_step_sums_two_gram_matrices_and_gathers_nothing(found: list[dict[str,
         if shape == (150, 130):  # nearly square, so that steps of this length lose digits: once more for YᵀY
             step.append(2 * square)
         for size in SOME:
-            assert found[0][f"moved {size}"][f"{shape} element"]["sums"] == made + 5 * step
+            assert found[0][f"moved {size}"][f"{shape} element"]["sums"] == made + 3 * step
 
 
 @pytest.mark.parametrize("size", SOME)

@@ -41,7 +41,8 @@ def test_an_exported_layer_runs_without_the_package(tmp_path: Path) -> None:
     x, expected = torch.randn(3, 8), {}
     for name, constrain in CONSTRAINTS.items():
         model = nn.Sequential(constrain(nn.Linear(8, 16)))
-        program = torch.export.export(model, (x,)).module()
+        exported = torch.export.export(model, (x,))
+        program = exported.module()
         for run in (model, program):  # a fresh polar layer has equal singular values
             run(x).pow(3).sum().backward()
         for trained, eager in zip(program.parameters(), model.parameters(), strict=True):
@@ -51,7 +52,8 @@ def test_an_exported_layer_runs_without_the_package(tmp_path: Path) -> None:
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(torch.randn_like(p), alpha=0.3)
-        torch.export.save(torch.export.export(model, (x,)), tmp_path / f"{name}.pt2")
+        exported.state_dict.update(model.named_parameters())
+        torch.export.save(exported, tmp_path / f"{name}.pt2")
         expected[name] = model(x).detach()
     torch.save((x, expected), tmp_path / "values.pt")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

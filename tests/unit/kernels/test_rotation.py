@@ -106,12 +106,12 @@ def test_low_precision_rounds_activations_only() -> None:
 
 @pytest.mark.parametrize("name", ["equal", "ragged", "inputs", "two sizes"])
 def test_weights_computed_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = nn.Sequential(*(mt.equivalence(nn.Linear(40, 40), seed=seed, **LAYERS[name]) for seed in (1, 2)))
+    layers = nn.Sequential(*(mt.equivalence(nn.Linear(24, 24), seed=seed, **LAYERS[name]) for seed in (1, 2)))
     stored = [p for key, p in layers.named_parameters() if "original" in key]
     with torch.no_grad():
         for vector in stored:
             vector.normal_(0, 0.03)
-    x, cotangent, found = torch.randn(13, 40), torch.randn(13, 40), []
+    x, cotangent, found = torch.randn(13, 24), torch.randn(13, 24), []
     # The interpreter knows no products of bfloat16.
     monkeypatch.setattr("manifold_tying.poet.cached.matmul_dtype", lambda _: torch.float16)
     for by_kernels in (False, True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import as_if_compiled
+from compiling import as_if_compiled, few_chunks
 from machine import lacking
 from torch import Tensor, nn
 
@@ -89,9 +89,10 @@ def test_activations_and_their_gradients_lie_row_by_row(
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*_prims_common.check. is deprecated:FutureWarning")
 @pytest.mark.slow
-def test_an_interface_and_a_layer_by_the_default_compiler() -> None:
+def test_an_interface_and_a_layer_by_the_default_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         lacking("no C++ compiler here, which torch.compile needs; apt-get update && apt-get install -y g++")
+    few_chunks(monkeypatch)
     torch._dynamo.reset()
     interface = PIT(V, D, memory="trainable")
     layer = equivalence(nn.Linear(D, D), block_size=4)
@@ -100,7 +101,7 @@ def test_an_interface_and_a_layer_by_the_default_compiler() -> None:
         x = nn.functional.rms_norm(interface.embed(ids), (D,))
         return interface.loss(x + layer(nn.functional.rms_norm(x, (D,))), targets)
 
-    ids = torch.randint(V, (3, 4))  # few tokens, since the loss compiles each of its chunks, and more than columns
+    ids = torch.randint(V, (3, 4))  # more tokens than columns
     gradients = []
     for run in (loss, torch.compile(loss, fullgraph=True)):
         interface.zero_grad()

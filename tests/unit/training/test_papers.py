@@ -29,9 +29,17 @@ from manifold_tying.training.numbers import significant
 from manifold_tying.training.rundir import RESULT
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrieflyEvaluated(Settings):
+    """A run of two steps takes most of its time to evaluate."""
+
+    val_tokens: int = 96
+
+
 @pytest.fixture(autouse=True)
 def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, TINY, SHAPE)
+    monkeypatch.setattr("experiments.recipes.Settings", BrieflyEvaluated)
 
 
 def config(name: Any, out: Path, corpus: Path, **changes: Any) -> ReproduceConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import few_chunks
 from training_runs import SHAPE, config, lines, stop_at
 
 from manifold_tying import diagnostics
@@ -146,6 +147,7 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a trainable memory, too. Without a compiler: the capture of the graphs is what can go wrong on our side."""
+    few_chunks(monkeypatch)
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="eager"))
     losses = {}

@@ -194,7 +194,8 @@ def test_peak_memory_is_a_tenth_of_the_logits(dtype: torch.dtype, options: dict[
     ours = peak_bytes(lambda: linear_cross_entropy(h, W, targets, **options).sum().backward())
     assert 0 < ours - kept <= logits / 10
     # Negative control: the measurement sees the dense reference's logits.
-    assert peak_bytes(lambda: F.cross_entropy((h @ W.T).float(), targets).backward()) >= logits
+    if not options:
+        assert peak_bytes(lambda: F.cross_entropy((h @ W.T).float(), targets).backward()) >= logits
 
 
 def reference(h: Tensor, W: Tensor, targets: Tensor) -> Tensor:
