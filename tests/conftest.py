@@ -55,7 +55,7 @@ def without_shrinking() -> Iterator[None]:
 
 @pytest.fixture
 def half_the_examples() -> Iterator[None]:
-    """In `make test`, for a law of dozens of subjects; test_broken.py shows that so many find what breaks each law."""
+    """In `make test`, for pages of the docs: the same laws have all examples elsewhere."""
     quick = settings.get_current_profile_name() == "quick"
     yield from _with_profile(**({"max_examples": settings().max_examples // 2} if quick else {}))
 

@@ -257,7 +257,7 @@ ALL: dict[str, tuple[Any, dict[str, Callable[..., None]]]] = {
 }
 
 
-@pytest.mark.usefixtures("half_the_examples", "without_shrinking")
+@pytest.mark.usefixtures("without_shrinking")
 @pytest.mark.parametrize("kind", ALL)
 def test_every_law_is_broken_by_something(kind: str) -> None:
     laws = {law.name for law in ALL[kind][0]}

@@ -34,8 +34,6 @@ from manifold_tying import (
 from manifold_tying import testing as mtt
 from manifold_tying.optim import RiemannianAdam, RiemannianMuon, RiemannianSGD
 
-pytestmark = pytest.mark.usefixtures("half_the_examples")
-
 # ---- manifolds
 
 
