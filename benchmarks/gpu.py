@@ -71,6 +71,7 @@ BENCHMARKS = {
     "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {REPLAYED} {MUONS}",
     "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
     "maps": "maps --rounds 8",
+    "adapters": "adapters --dtype bfloat16 --rounds 10",
     # The official layer compiles for up to two minutes at each size.
     "equivalence-official": f"equivalence --dtype bfloat16 --rows x40 --only {LAYERS} 'official POET'",
     "training-step-poet-60m": f"{STEP} --preset poet-60m --tokens 16384 --sequence-length 512 --compile",
