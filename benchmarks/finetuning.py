@@ -242,11 +242,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
+def trials(rows: list[dict[str, Any]]) -> str:
+    """Loss and forgetting at each rate on seed 0."""
+    body = []
+    for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
+        own = {row["rate"]: row for row in rows if (row["task"], row["method"], row["seed"]) == (task, method, 0)}
+        cells = [f"{own[rate]['loss']:.2f} / {own[rate]['forgetting']:.2f}" if rate in own else "" for rate in RATES]
+        body.append([task, f"`{method}`", *cells])
+    return markdown_table(["task", "loss / forgetting on seed 0", *(f"{rate:g}" for rate in RATES)], body, left=2)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = tyro.cli(Options, description=__doc__, args=arguments)
     if options.base is not None:
         train_all(options)
-    print(table(json.loads(options.results.read_text(encoding="utf-8"))["rows"]))
+    rows = json.loads(options.results.read_text(encoding="utf-8"))["rows"]
+    print(f"{table(rows)}\n\n{trials(rows)}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from manifold_tying.linalg._cayley import cayley_at as cayley_at
 from manifold_tying.linalg._cayley import cayley_curve as cayley_curve
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
+from manifold_tying.linalg._cayley import skew_cayley as skew_cayley
 from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._msign import msign as msign
 from manifold_tying.linalg._msign import tangent_msign as tangent_msign

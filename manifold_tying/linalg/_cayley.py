@@ -21,11 +21,44 @@ def cayley(A: Tensor) -> Tensor:
     defect is 1e-5 at ‖A‖₂ = 50 and grows with ‖A‖₂².
     """
     check_square(A)
-    dtype, b = compute_dtype(A.dtype), A.shape[-1]
     with full_precision(A.device):
-        W = A.to(torch.float64 if b % 2 or b * b <= _SMALL else dtype)
-        eye = eye_like(W)
-        return (2 * _inverse(eye - W) - eye).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
+        M = _inverse(_shifted(A))
+        return (2 * M - eye_like(M)).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
+
+
+def _shifted(A: Tensor) -> Tensor:
+    """I - A in the dtype in which to invert it."""
+    W = A.to(torch.float64 if A.shape[-1] % 2 or A.shape[-1] ** 2 <= _SMALL else compute_dtype(A.dtype))
+    return eye_like(W) - W
+
+
+class _SkewCayley(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, b: int) -> Tensor:
+        with full_precision(vector.device):
+            M = _inverse_by_halves(_shifted(skew(vector, b)))
+            save(ctx, (vector, b), M.to(vector.dtype))
+            return (2 * M - eye_like(M)).to(vector.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _, (M,) = saved(ctx)
+        with full_precision(grad.device):  # with C = 2M - I and dM = M dA M
+            G = M.mT @ grad @ M.mT
+            return unskew(G - G.mT).mul_(2), None
+
+
+def _plain_skew_cayley(vector: Tensor, b: int) -> Tensor:
+    return cayley(skew(vector, b))
+
+
+_skew_cayley = custom_gradient(_SkewCayley, _plain_skew_cayley)
+
+
+def skew_cayley(vector: Tensor, b: int) -> Tensor:
+    """``cayley(skew(vector, b))``, (..., b(b-1)/2) to (..., b, b), with a gradient in two products."""
+    C: Tensor = _skew_cayley(vector, b)
+    return C
 
 
 def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | None = None) -> Tensor:

@@ -1,9 +1,6 @@
 """A linear layer or convolution whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +14,6 @@ from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 
 
-# What hooks autograd has, of which a checkpoint has its own; blocks by layer, adapter and hooks.
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_shared: ContextVar[dict[Any, tuple[Blocks, Blocks]]] = ContextVar("shared")
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -81,7 +75,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """y (..., m) of x (..., n), in the base layer's dtype."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        if not (names := self._used()):
+        names = [name for name in self.active_adapters if name in self.specs]
+        if self.disable_adapters or self.merged or not names:
             y: Tensor = self.base_layer(x, *args, **kwargs)
             return y
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
@@ -104,13 +99,17 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         y = self.base_layer(x.movedim(-1, self.channels), *args, **kwargs).movedim(self.channels, -1)
         return (y, None) if bias is None else (y - bias, bias)
 
-    def _used(self) -> list[str]:
-        plain = self.disable_adapters or self.merged
-        return [] if plain else [name for name in self.active_adapters if name in self.specs]
-
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
-        shared = None if torch.compiler.is_compiling() else _shared.get({}).get((self, name, _hooks(True)))
-        return shared or _all_sides([self], name)[0]
+        skew, config = self.poet_skew[name], self.configs[name]
+        with precision.full_precision(skew.device):
+            wide = skew.to(precision.compute_dtype(skew.dtype))
+            R, P = both_blocks(self.specs[name], wide * (REFERENCE / config.block_size))
+        if config.block_share:
+            R, P = (
+                [G.expand(n // G.shape[-1], -1, -1) for G in side]
+                for side, n in ((R, self.out_features), (P, self.in_features))
+            )
+        return R, P
 
     def _dropped(self, name: str, sides: tuple[Blocks, Blocks]) -> tuple[Blocks, Blocks]:
         """In training, random blocks are the identity."""
@@ -178,44 +177,6 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     def _write(self, W: Tensor) -> None:
         base: Any = self.get_base_layer()
         base.weight.copy_(W.T if self.transposed else W.movedim(-1, 1))
-
-
-@contextmanager
-def shared_maps(model: nn.Module) -> Iterator[None]:
-    """Compute the blocks of all active adapters on entry, those of one size in one call, and use them until the exit.
-
-    Layers compute their own in compiled code, in checkpoints, and if their parameters are sharded or offloaded.
-    """
-    groups, found = defaultdict[Any, list[PoetLayer]](list), {}
-    for layer in (layer for layer in model.modules() if isinstance(layer, PoetLayer)):
-        for name in layer._used():
-            skew, spec = layer.poet_skew[name], layer.specs[name]
-            whole = type(skew) is nn.Parameter and not hasattr(skew, "_fsdp_flattened") and not skew.is_meta
-            if whole and skew.numel() == spec.num_params:
-                groups[name, *spec.R.runs, None, *spec.P.runs, skew.device].append(layer)
-    for (name, *_), layers in groups.items():
-        for layer, sides in zip(layers, _all_sides(layers, name), strict=True):
-            found[layer, name, _hooks(True)] = sides
-    token = _shared.set(found)
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
-def _all_sides(layers: Sequence[PoetLayer], name: str) -> list[tuple[Blocks, Blocks]]:
-    """Blocks of R and of P for the adapter ``name`` of each layer; the adapters have equal blocks."""
-    config, spec = layers[0].configs[name], layers[0].specs[name]
-    skew = torch.stack([layer.poet_skew[name] for layer in layers]).float() * (REFERENCE / config.block_size)
-    with precision.full_precision(skew.device):
-        R, P = both_blocks(spec, skew)
-    found = []
-    for layer, *blocks in zip(layers, *(G.unbind() for G in (*R, *P)), strict=True):
-        if config.block_share:
-            sizes = [layer.out_features] * len(R) + [layer.in_features] * len(P)
-            blocks = [G.expand(n // G.shape[-1], -1, -1) for G, n in zip(blocks, sizes, strict=True)]
-        found.append((blocks[: len(R)], blocks[len(R) :]))
-    return found
 
 
 def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:

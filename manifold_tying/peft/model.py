@@ -1,17 +1,16 @@
 """The configuration and the tuner, registered with PEFT under the name POET."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 
 from manifold_tying.peft._method import peft_type
-from manifold_tying.peft.layer import Convolution, PoetLayer, shared_maps
+from manifold_tying.peft.layer import Convolution, PoetLayer
 from manifold_tying.poet import check_options
 
 POET = peft_type("POET")
@@ -24,7 +23,8 @@ class PoetConfig(PeftConfig):
         model = get_peft_model(model, PoetConfig(block_size=32, target_modules=["q_proj", "v_proj"]))
 
     Works on activations: W0 is neither copied nor dequantized, and may be quantized. The singular values of W0 are kept
-    (POET, arXiv 2506.08001); with ``sides="in"`` it is orthogonal finetuning, PEFT's OFT, which keeps the angles between rows.
+    (POET, arXiv 2506.08001), but for ``magnitude`` and a series. With ``sides="in"`` it is orthogonal finetuning, PEFT's OFT,
+    which keeps the angles between rows.
 
     Args:
         block_size: b, at least 2. A side narrower than b is one block; the last block of a side may be smaller.
@@ -67,12 +67,14 @@ class PoetConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = POET
-        if self.map not in ("exact", "series", "exp") or (self.map != "series" and self.terms is not None):
+        if self.map not in ("exact", "series", "exp"):
+            raise ValueError(f"unknown map {self.map!r}; choose exact, series or exp")
+        if self.map != "series" and self.terms is not None:
             raise ValueError(
-                f'expected map "exact", "exp", or "series" with terms, got {self.map!r}, terms {self.terms}'
+                f"terms={self.terms} needs map='series', got map={self.map!r}; set that, or leave terms out"
             )
         check_options("block", self.block_size, None, self.terms, "keep", self.seed, None, self.sides)
-        if not 0 <= self.module_dropout < 1:
+        if not (isinstance(self.module_dropout, int | float) and 0 <= self.module_dropout < 1):
             raise ValueError(f"expected 0 <= module_dropout < 1, got {self.module_dropout!r}")
         for name in ("target_modules", "exclude_modules"):
             if isinstance(given := getattr(self, name), list):
@@ -90,8 +92,7 @@ class PoetModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("PoetConfig does not mix adapters within a batch; set one adapter, or merge it")
-        with nullcontext() if torch.compiler.is_compiling() else shared_maps(self.model):
-            yield
+        yield
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
