@@ -28,7 +28,8 @@ def cayley(A: Tensor) -> Tensor:
 
 def _shifted(A: Tensor) -> Tensor:
     """I - A in the dtype in which to invert it."""
-    W = A.to(torch.float64 if A.shape[-1] % 2 or A.shape[-1] ** 2 <= _SMALL else compute_dtype(A.dtype))
+    dtype, b = compute_dtype(A.dtype), A.shape[-1]
+    W = A.to(torch.float64 if b % 2 or b * b <= _SMALL else dtype)
     return eye_like(W) - W
 
 
