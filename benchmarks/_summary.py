@@ -69,6 +69,8 @@ WORDS = """## Terms
   on a CPU with AMX; the point and its Gram matrix stay float32.
 - block: POET's scheme `block`. full 1/2: scheme `full`, one block of half the dimensions. P alone: only the inputs are rotated,
   as in orthogonal finetuning (OFT). By activations, by weight: the two ways to compute the layer.
+- extra MB: the largest memory during a step beyond what it began with, buffers included that are freed before the backward.
+- 3 terms: of the Neumann series that PEFT's OFT takes by default; `PoetConfig` by default is the exact Cayley map.
 - CUDA graph: the kernels alone, replayed without the host that launches them one by one.
 - plain: the preset as a plain Llama (sequential blocks, no gate, RMSNorm), the only variant in Hugging Face's code.
 """

@@ -84,9 +84,11 @@ def export_lora(model: PeftModel, path: str | os.PathLike[str], adapter_name: st
         path: the folder, created if missing.
         adapter_name: which adapter.
     """
-    config = cast(Any, model.peft_config).get(adapter_name)
-    if not isinstance(config, StiefelLoraConfig):
-        raise ValueError(f"expected a StiefelLora adapter, got {config!r:.80} as {adapter_name!r}")
+    configs = cast(Any, model.peft_config)
+    if not isinstance(config := configs.get(adapter_name), StiefelLoraConfig):
+        raise ValueError(
+            f"expected a StiefelLora adapter, got {config!r:.80} as {adapter_name!r} of {', '.join(configs)}"
+        )
     names = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - {"peft_type"}
     plain = LoraConfig(**{name: getattr(config, name) for name in names})
     plain.inference_mode = True

@@ -138,6 +138,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: export_lora(get_peft_model(MODELS["llama"](), LoraConfig(target_modules=["q_proj"])), "nowhere"),
         "expected a StiefelLora adapter, got LoraConfig",
     ),
+    (
+        lambda: export_lora(
+            get_peft_model(MODELS["llama"](), LoraConfig(target_modules=["q_proj"])), "nowhere", "mine"
+        ),
+        "got None as 'mine' of default",
+    ),
 ]
 
 
