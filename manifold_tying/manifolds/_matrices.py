@@ -33,7 +33,7 @@ class Matrices(geoopt.Manifold):
     def random(
         self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, **_: object
     ) -> geoopt.ManifoldTensor:
-        """A random point, made from a matrix with standard normal entries: the nearest point, which is uniform (Haar)."""
+        """A random point: uniform (Haar) on Stiefel and spheres, exp of a symmetric Gaussian matrix on SPD."""
         shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         return geoopt.ManifoldTensor(self._from_normal(torch.randn(shape, dtype=dtype, device=device)), manifold=self)
@@ -41,7 +41,7 @@ class Matrices(geoopt.Manifold):
     def origin(
         self, *size: Size, dtype: torch.dtype | None = None, device: torch.types.Device = None, seed: int | None = 42
     ) -> geoopt.ManifoldTensor:
-        """The first columns of the identity; ``seed`` is part of geoopt's signature and has no effect."""
+        """The first columns of the identity, on spheres the first axes; ``seed`` is geoopt's and has no effect."""
         shape = geoopt.utils.size2shape(*size)
         self._assert_check_shape(shape, "x")
         return geoopt.ManifoldTensor(self._from_zeros(torch.zeros(shape, dtype=dtype, device=device)), manifold=self)
