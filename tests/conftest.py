@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,20 +49,9 @@ def fixed_seed() -> None:
 @pytest.fixture
 def without_shrinking() -> Iterator[None]:
     """For failures that are meant: to find the smallest example takes most of their time."""
-    yield from _with_profile(phases=[Phase.generate])
-
-
-@pytest.fixture
-def half_the_examples() -> Iterator[None]:
-    """In `make test`, for pages of the docs: the same laws have all examples elsewhere."""
-    quick = settings.get_current_profile_name() == "quick"
-    yield from _with_profile(**({"max_examples": settings().max_examples // 2} if quick else {}))
-
-
-def _with_profile(**changes: Any) -> Iterator[None]:
     before = settings.get_current_profile_name()
-    settings.register_profile("of a test", settings.get_profile(before), **changes)
-    settings.load_profile("of a test")
+    settings.register_profile("without shrinking", settings.get_profile(before), phases=[Phase.generate])
+    settings.load_profile("without shrinking")
     yield
     settings.load_profile(before)
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from manifold_tying.autograd import custom_gradient, in_transform, save, saved
-from manifold_tying.linalg._inverse_sqrt import series
-from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision, gram
+from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
-_SMALL = 64 * 64
+SMALL = 64 * 64
 _LEAF = 128  # torch's batched LU of larger matrices may be wrong on several CPU threads, and is slow on a GPU
 
 
@@ -22,44 +21,37 @@ def cayley(A: Tensor) -> Tensor:
     """
     check_square(A)
     with full_precision(A.device):
-        M = _inverse(_shifted(A))
-        return (2 * M - eye_like(M)).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
+        C: Tensor = _cayley(A)
+        return C
 
 
 def _shifted(A: Tensor) -> Tensor:
     """I - A in the dtype in which to invert it."""
     dtype, b = compute_dtype(A.dtype), A.shape[-1]
-    W = A.to(torch.float64 if b % 2 or b * b <= _SMALL else dtype)
+    W = A.to(torch.float64 if b % 2 or b * b <= SMALL else dtype)
     return eye_like(W) - W
 
 
-class _SkewCayley(torch.autograd.Function):
+class _Cayley(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, vector: Tensor, b: int) -> Tensor:
-        with full_precision(vector.device):
-            M = _inverse_by_halves(_shifted(skew(vector, b)))
-            save(ctx, (vector, b), M.to(vector.dtype))
-            return (2 * M - eye_like(M)).to(vector.dtype)
+    def forward(ctx: Any, A: Tensor) -> Tensor:
+        M = _inverse_by_halves(_shifted(A))
+        save(ctx, (A,), M.to(compute_dtype(A.dtype)))
+        return (2 * M - eye_like(M)).to(A.dtype)  # (I - A)⁻¹(I + A) = 2 (I - A)⁻¹ - I
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         _, (M,) = saved(ctx)
-        with full_precision(grad.device):  # with C = 2M - I and dM = M dA M
-            G = M.mT @ grad @ M.mT
-            return unskew(G - G.mT).mul_(2), None
+        with full_precision(grad.device):  # dM = M dA M; in A's dtype, also after a float64 inverse
+            return (M.mT @ (2 * grad).to(M.dtype) @ M.mT).to(grad.dtype)
 
 
-def _plain_skew_cayley(vector: Tensor, b: int) -> Tensor:
-    return cayley(skew(vector, b))
+def _plain_cayley(A: Tensor) -> Tensor:
+    M = inverse(_shifted(A))
+    return (2 * M - eye_like(M)).to(A.dtype)
 
 
-_skew_cayley = custom_gradient(_SkewCayley, _plain_skew_cayley)
-
-
-def skew_cayley(vector: Tensor, b: int) -> Tensor:
-    """``cayley(skew(vector, b))``, (..., b(b-1)/2) to (..., b, b), with a gradient in two products."""
-    C: Tensor = _skew_cayley(vector, b)
-    return C
+_cayley = custom_gradient(_Cayley, _plain_cayley)
 
 
 def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | None = None) -> Tensor:
@@ -128,119 +120,6 @@ def _cubic(A: Tensor, matmul_dtype: torch.dtype) -> Tensor:
     return torch.add(low @ A2, half, alpha=2)
 
 
-def cayley_at(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
-    """The Cayley map around a base B with orthonormal columns: B for Y = 0, orthonormal columns for every Y, (..., n, p).
-
-    Square: X = B (I - A)⁻¹(I + A) with A = tril(Y, -1) - tril(Y, -1)ᵀ. Tall: X = (I - A)⁻¹(I + A) B with
-    A = (Z Bᵀ - B Zᵀ + B K Bᵀ)/2, K the skew part of BᵀY and Z = Y - B BᵀY, which is the curve of the Cayley retraction
-    along the tangent part of Y. There A maps B a + Z b to B (K a - ZᵀZ b)/2 + Z a/2, so all but six products are p x p, and
-    X = (2B + Z) M - B with M = (I + ZᵀZ/4 - K/2)⁻¹. ZᵀZ squares the condition of Z, so the tall X is re-orthonormalized:
-    its columns are orthonormal to rounding for ‖Y‖₂ up to about 1e3 in float32. The square X is not: its defect is 1e-5 at
-    ‖A‖₂ = 50 and grows with ‖A‖₂². Small matrices are mapped in float64.
-
-    ``terms`` replaces the inverse by that many terms of its Neumann series, see :func:`cayley_neumann`. Differentiable with
-    respect to Y; base is a constant.
-    """
-    if base.dtype.itemsize < 4:
-        return cayley_at(base.float(), Y.float(), terms).to(base.dtype)
-    if base.dtype == torch.float32 and base.shape[-2] * base.shape[-1] <= _SMALL:
-        return cayley_at(base.double(), Y.double(), terms).to(base.dtype)
-    with full_precision(base.device):
-        if base.shape[-1] == base.shape[-2]:
-            if terms is None:
-                return _square_cayley(base, Y)
-            return base @ cayley_neumann(_skew_of_lower(Y), terms)
-        if terms is None:
-            return _tall_cayley(base, Y)
-        return cayley_curve(base, Y, terms)
-
-
-def cayley_curve(base: Tensor, Y: Tensor, terms: int | None = None) -> Tensor:
-    """(I - A)⁻¹(I + A) B with the A of a tall B in :func:`cayley_at`, here for a square B as well.
-
-    Differentiable with respect to both. The inverse is taken in float64, so that Z may be long.
-    """
-    S = base.mT @ Y
-    Z = Y - base @ S
-    K = (S - S.mT) / 2
-    if terms is None:
-        wide = Z.double()  # ZᵀZ squares the condition of Z
-        eye = eye_like(wide)
-        M = _inverse(eye + wide.mT @ wide / 4 - K.double() / 2)
-        return base + (Z @ M.to(Z.dtype) + base @ (2 * (M - eye)).to(Z.dtype))
-    T, eye = gram(Z), eye_like(S)
-    # (I + A) Σ Aⁱ B = B + 2(A + ... + A^terms) B + A^(terms+1) B with Aⁱ B = B a + Z b.
-    a, b = K / 2, eye / 2
-    of_base, of_Z = eye + 2 * a, 2 * b
-    for last in range(1, terms + 1):
-        a, b = (K @ a - T @ b) / 2, a / 2
-        weight = 1 if last == terms else 2
-        of_base, of_Z = of_base + weight * a, of_Z + weight * b
-    return base @ of_base + Z @ of_Z
-
-
-class _SquareCayley(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        X, M = _square_cayley_and_inverse(base, Y)
-        save(ctx, (base, Y), M, X)
-        return X
-
-    @staticmethod
-    def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
-        # dX = 2 B M dA M, so Ā = 2 (BM)ᵀ X̄ Mᵀ, and 2 BM = X + B.
-        (base, _), (M, X) = saved(ctx)
-        with full_precision(M.device):
-            grad_A = ((X + base).mT @ grad_X) @ M.mT
-            return None, (grad_A - grad_A.mT.contiguous()).tril(-1)
-
-
-def _square_cayley_and_inverse(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """X = B (I - A)⁻¹(I + A) and M = (I - A)⁻¹."""
-    eye = eye_like(Y)
-    M = _inverse(eye - _skew_of_lower(Y))
-    return base @ (2 * M - eye), M  # (I - A)⁻¹(I + A) = 2M - I
-
-
-_square_cayley = custom_gradient(_SquareCayley, lambda base, Y: _square_cayley_and_inverse(base.detach(), Y)[0])
-
-
-class _TallCayley(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, base: Tensor, Y: Tensor) -> Tensor:
-        X, Z, M = _tall_cayley_and_parts(base, Y)
-        save(ctx, (base, Y), Z, M, X)
-        return X
-
-    @staticmethod
-    def backward(ctx: Any, grad_X: Tensor) -> tuple[None, Tensor]:
-        # N is the gradient with respect to M⁻¹. (2B + Z) M = X + B saves the product with Z, and BᵀZ̄ = BᵀX̄ Mᵀ.
-        (base, _), (Z, M, X) = saved(ctx)
-        with full_precision(M.device):
-            from_base = base.mT @ grad_X
-            N = -((X.mT @ grad_X + from_base) @ M.mT)
-            grad_Z = grad_X @ M.mT + Z @ ((N + N.mT) / 4)
-            return None, grad_Z + base @ ((N.mT - N) / 4 - from_base @ M.mT)
-
-
-def _tall_cayley_and_parts(base: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X, Z and M of :func:`cayley_at`."""
-    S = base.mT @ Y
-    Z = Y - base @ S
-    M = _inverse(eye_like(S) + gram(Z) / 4 - (S - S.mT) / 4)
-    return _reorthonormalized(torch.add(Z, base, alpha=2) @ M - base), Z, M
-
-
-_tall_cayley = custom_gradient(_TallCayley, lambda base, Y: _tall_cayley_and_parts(base.detach(), Y)[0])
-
-
-def _reorthonormalized(X: Tensor) -> Tensor:
-    """X (XᵀX)^(-1/2) by its series: reduces ‖XᵀX - I‖₂ = 0.1 to 1e-6."""
-    G = gram(X)
-    S, _ = series(G - eye_like(G), torch.finfo(G.dtype).eps, sync_free=True)
-    return X + X @ S
-
-
 def _inverse_by_halves(K: Tensor) -> Tensor:
     """K⁻¹ of K (..., b, b) with positive definite symmetric part, recursively by halves: matmuls replace most of an LU.
 
@@ -249,8 +128,8 @@ def _inverse_by_halves(K: Tensor) -> Tensor:
     """
     b = K.shape[-1]
     if b <= _LEAF:
-        inverse: Tensor = torch.linalg.inv_ex(K)[0]
-        return inverse
+        found: Tensor = torch.linalg.inv_ex(K)[0]
+        return found
     half = b // 2
     M11 = _inverse_by_halves(K[..., :half, :half])
     right, left = M11 @ K[..., :half, half:], K[..., half:, :half] @ M11
@@ -273,13 +152,7 @@ class _Inverse(torch.autograd.Function):
         return -(MT @ grad @ MT)
 
 
-_inverse = custom_gradient(_Inverse, _inverse_by_halves, differentiable=True)
-
-
-def _skew_of_lower(Y: Tensor) -> Tensor:
-    """tril(Y, -1) - tril(Y, -1)ᵀ; copying the transpose first halves the time of the subtraction."""
-    lower = Y.tril(-1)
-    return lower - lower.mT.contiguous()
+inverse = custom_gradient(_Inverse, _inverse_by_halves, differentiable=True)
 
 
 def skew(vector: Tensor, b: int) -> Tensor:

@@ -25,9 +25,9 @@ def orthogonal_blocks(side: BlockSpec, skew_params: Tensor, terms: Terms, low: t
     """
     if terms == 2 and low is not None and skew_params.dtype == torch.float32 and kernels.runs_triton(skew_params):
         return [_two_terms(v.flatten(0, -2), b, low).unflatten(0, v.shape[:-1]) for v, b in side.split(skew_params)]
-    if terms is None:
-        return [linalg.skew_cayley(v, b) for v, b in side.split(skew_params)]
     skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
+    if terms is None:
+        return [linalg.cayley(A) for A in skews]
     if terms == "exp":
         return [torch.linalg.matrix_exp(2 * A) for A in skews]
     return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]

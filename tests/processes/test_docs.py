@@ -46,12 +46,6 @@ def program(page: str) -> str:
     return "".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
 
 
-def smaller(code: str) -> str:
-    """With a table of 1000 x 64 in place of one of 32000 x 512."""
-    assert "mt.PIT(32000, 512)" in code
-    return code.replace("32000", "1000").replace("512", "64")
-
-
 def run_page(page: str, code: str) -> dict[str, Any]:
     """What the names of a page stand for in the end."""
     names: dict[str, Any] = {}
@@ -77,7 +71,7 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
         save_run(tmp_path / "runs/course" / f"{arm}-0", arm, steps=(36, 72))
     page = program("docs/diagnostics.md")
     assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: some of the tests
-    page = page.replace('"stdlib"', TEXT).replace("held_out.split(32)", "held_out[:128].split(32)")
+    page = page.replace('"stdlib"', TEXT)
     names = run_page("docs/diagnostics.md", page)
     assert names["consistency"]["pit-trainable"].delta_ti < 1e-4 < names["consistency"]["transpose"].delta_ti
     assert [path.name for path in names["course"]["transpose"]] == ["step-00000036", "step-00000072"]
@@ -85,9 +79,9 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_readme_runs() -> None:
-    names = run_page("README.md", smaller(program("README.md")))
+    names = run_page("README.md", program("README.md"))
     E, W_out = names["E"], names["W_out"]
-    assert torch.allclose(W_out @ E, torch.eye(64), atol=1e-4)
+    assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized
 
 
@@ -169,16 +163,15 @@ def test_poet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("one_layer")
 def test_the_page_on_pit_runs_and_has_the_recipe_of_the_command() -> None:
-    names = run_page("docs/pit.md", smaller(program("docs/pit.md")))
+    names = run_page("docs/pit.md", program("docs/pit.md"))
     E, W_out, Z, T = (names[name].detach().double() for name in ("E", "W_out", "Z", "T"))
-    assert torch.dist(W_out @ E, torch.eye(64)) < 1e-4 and torch.dist(Z @ T, W_out.mT) < 1e-4
+    assert torch.dist(W_out @ E, torch.eye(512)) < 1e-4 and torch.dist(Z @ T, W_out.mT) < 1e-4
     config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
     model = build_model(config)
     assert names["model"].config == model.config and names["model"].interface.std == model.interface.std
     assert names["optimizer"].defaults["betas"] == config.settings.betas
 
 
-@pytest.mark.usefixtures("half_the_examples")
 def test_the_tutorial_on_layers_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = program("docs/tutorials/constrain-a-layer.md").replace("30, 600, 1e-2", "2, 100, 1e-2")
     names = run_page("docs/tutorials/constrain-a-layer.md", page)
@@ -280,8 +273,7 @@ def test_sentences_are_short() -> None:
         assert sum(words) <= 22 * len(words), (page.name, sum(words) / len(words))
 
 
-@pytest.mark.usefixtures("half_the_examples", "without_shrinking")
-def test_testing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: None) -> None:
     names = run_page("docs/testing.md", program("docs/testing.md"))
     assert "retr lands on the manifold" in capsys.readouterr().out
     atoms, codes, signals = names["atoms"], names["codes"], names["signals"]

@@ -56,7 +56,6 @@ LINALG: dict[Callable[..., Any], tuple[Any, tuple[Any, ...], Callable[..., tuple
     linalg.cayley_at: (TALL, (TALL, TALL), lambda *s: (tall(*s), tall(*s))),
     linalg.cayley_curve: (TALL, (TALL, TALL), lambda *s: (tall(*s), tall(*s))),
     linalg.cayley: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
-    linalg.skew_cayley: (SQUARE, (FLOAT[Tensor, "*m e"],), lambda *s: (linalg.unskew(skew(*s)), s[-1])),
     linalg.cayley_neumann: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
     linalg.sinkhorn: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
     linalg.orthostochastic: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
