@@ -108,7 +108,7 @@ def trained(arm: str, layout: str, group: Group) -> dict[str, Any]:
     if arm == "poet":
         mlp: Any = model.blocks[0].mlp
         part = mlp.up.parametrizations.weight[0]
-        result["order"] = part.out_order.tolist()
+        result["order"] = part.out_places.tolist()
         result["base"] = part.base.flatten()[:20].tolist()
     return result
 

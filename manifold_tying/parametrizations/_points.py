@@ -90,6 +90,8 @@ def _watch_removal(module: Any, layer_name: str, p: Tensor | None) -> None:
     """Forget a list whose stored tensor remove_parametrizations has made the plain parameter of its layer."""
     if p is not None and "parametrizations" in module._modules and id(p) in (known := homes()):
         parts, name = known[id(p)]
+        if layer_name in module._parameters or any(parts is own for own in module.parametrizations.values()):
+            return  # another name for the point, as prune and an assignment give it
         _lists.discard(parts)
         del parts._parameters[name]  # an optimizer may hold the list, which must not look like a tie
 

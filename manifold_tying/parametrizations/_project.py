@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import autograd, distributed
 from manifold_tying._geoopt import geoopt
+from manifold_tying.parametrizations._orthonormal import CayleyFactor, nearest
 from manifold_tying.parametrizations._points import manifold_of, manifolds_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -41,7 +42,7 @@ def project(module: M) -> M:
 
     For points that something other than their optimizer has moved: an average of weights (SWA, EMA, a merge of checkpoints)
     lies off the manifold. Points are what ``stiefel`` and ``PIT(memory="trainable")`` store, tensors under any parametrization
-    with an attribute ``manifold``, and ``geoopt.ManifoldParameter``.
+    with an attribute ``manifold``, and ``geoopt.ManifoldParameter``; and the bases of the Cayley maps of ``orthogonal``.
 
     Raises:
         ValueError: a point contains NaN or Inf; nothing is changed.
@@ -64,6 +65,9 @@ def project(module: M) -> M:
             )
     for _, point, manifold in found:  # again: all projections at once may not fit into memory
         point.copy_(manifold.projx(point))
+    for part in module.modules():
+        if isinstance(part, CayleyFactor):  # whose base is averaged like a point
+            part.base.copy_(nearest(part.base, part.special))
     return module
 
 

@@ -13,7 +13,7 @@ from manifold_tying.parametrizations import Constraint, Layout, constraints, par
 from manifold_tying.poet.columns import uses_triton
 from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
 from manifold_tying.poet.rotation import Side, both_blocks, deviation
-from manifold_tying.poet.spec import Permutations, RotationSpec, places
+from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order, places
 
 _MAX_DEVIATION = 1e-3
 
@@ -22,14 +22,14 @@ class Equivalence(Constraint):
     """W = R W0 P. The stored tensor is the skew vector: R's parameters, then P's; zeros mean R = P = I.
 
     Buffers: ``ordered_base``, W0 as a matrix in the layer's dtype, with rows and columns in rotation order, so that activations
-    are permuted only at the input and the output; ``out_order`` and ``in_order``, the rows and columns that rotate; ``seed``
-    and ``merges``, which determine the next permutations.
+    are permuted only at the input and the output; ``out_places`` and ``in_places``, the place of each row and column in that
+    order (empty if none rotates); ``seed`` and ``merges``, which determine the next ones.
     """
 
     call = "equivalence"
     ordered_base: Tensor
-    out_order: Tensor
-    in_order: Tensor
+    out_places: Tensor
+    in_places: Tensor
     seed: Tensor
     merges: Tensor
     cached: tuple[Tensor, int, Tensor] | None = None  # the stored vector, its version and W, see :func:`cached_weights`
@@ -41,10 +41,11 @@ class Equivalence(Constraint):
         self._initial_seed = seed
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
-        for name, side in (("out_order", spec.R), ("in_order", spec.P)):
-            self.register_buffer(name, torch.empty(side.num_rotated, dtype=torch.int64, device=like.device))
-        self._set_orders(seed, 0)
-        self._known: tuple[list[tuple[Tensor, int]], tuple[Tensor, Tensor]] | None = None
+        for name, side in (("out_places", spec.R), ("in_places", spec.P)):
+            self.register_buffer(
+                name, torch.empty(side.n * bool(side.num_rotated), dtype=torch.int64, device=like.device)
+            )
+        self._set_places(seed, 0)
         self.register_buffer("ordered_base", torch.empty(layout.matrix_shape, dtype=dtype, device=like.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -53,19 +54,13 @@ class Equivalence(Constraint):
         if was_meta and not self.seed.is_meta:  # to_empty: draw what the constructor could not store
             self.seed.fill_(self._initial_seed)
             self.merges.zero_()
-            self._set_orders(self._initial_seed, 0)
+            self._set_places(self._initial_seed, 0)
         return self
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """The place of each row and of each column in rotation order; computed again when an order has changed."""
-        orders = (self.out_order, self.in_order)
-        if torch.compiler.is_compiling() or self.out_order.is_inference():  # which have no versions
-            return places(orders[0], self.spec.R.n), places(orders[1], self.spec.P.n)
-        key = [(order, order._version) for order in orders]
-        if self._known is None or any(a is not b or v != w for (a, v), (b, w) in zip(self._known[0], key, strict=True)):
-            self._known = key, (places(orders[0], self.spec.R.n), places(orders[1], self.spec.P.n))
-        return self._known[1]
+        """The place of each row and of each column in rotation order."""
+        return self.out_places, self.in_places
 
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.ordered_base]
@@ -85,14 +80,14 @@ class Equivalence(Constraint):
         return arrange(base.reshape(self.layout.matrix_shape), self.perms)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # New orders without a W0 that can be loaded leave W0 as it is.
+        # New places without a W0 that can be loaded leave W0 as it is.
         found = state.get(f"{prefix}ordered_base")
         kept = found is None or found.shape != self.ordered_base.shape or not autograd.has_data(found)
-        base = self.base if kept and f"{prefix}out_order" in state else None
-        for side in ("out_order", "in_order"):
-            order = state.get(f"{prefix}{side}")
-            if order is not None and autograd.has_data(order) and len(order.unique()) != len(order):
-                rest[-1].append(f"{prefix}{side}: rows or columns stand there twice; were integer buffers averaged?")
+        base = self.base if kept and f"{prefix}out_places" in state else None
+        for side in ("out_places", "in_places"):
+            found = state.get(f"{prefix}{side}")
+            if found is not None and autograd.has_data(found) and len(found.unique()) != len(found):
+                rest[-1].append(f"{prefix}{side}: a place is taken twice; were integer buffers averaged?")
                 return
         super()._load_from_state_dict(state, prefix, *rest)
         self.dtype = self.ordered_base.dtype  # assign=True may have brought another
@@ -103,7 +98,8 @@ class Equivalence(Constraint):
         """Blocks and orders of R and P, without gradients."""
         with torch.no_grad():
             R, P = both_blocks(self.spec, stored)
-        return (R, self.out_order), (P, self.in_order)
+        rows, columns = (inverse_order(place) for place in self.places)
+        return (R, rows[: self.spec.R.num_rotated]), (P, columns[: self.spec.P.num_rotated])
 
     def forward(self, stored: Tensor) -> Tensor:
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
@@ -150,17 +146,17 @@ class Equivalence(Constraint):
         W = poet_weight(self.ordered_base, stored, self.spec, self.perms)
         stored.zero_()
         self.merges += 1
-        self._set_orders(int(self.seed), int(self.merges))
+        self._set_places(int(self.seed), int(self.merges))
         self.ordered_base.copy_(self._to_rotation_order(W))
 
     @staticmethod
     def warn_on_drift(found: Sequence[tuple[str, "Equivalence", Tensor]]) -> None:
         check_drift(found)
 
-    def _set_orders(self, seed: int, count: int) -> None:
+    def _set_places(self, seed: int, count: int) -> None:
         """Draw the dimensions that rotate after ``count`` merges."""
-        self.out_order.copy_(self.spec.R.sample_permutation(seed, count, "out"))
-        self.in_order.copy_(self.spec.P.sample_permutation(seed, count, "in"))
+        self.out_places.copy_(places(self.spec.R.sample_permutation(seed, count, "out"), self.spec.R.n))
+        self.in_places.copy_(places(self.spec.P.sample_permutation(seed, count, "in"), self.spec.P.n))
 
     def extra_repr(self) -> str:
         R, P = self.spec.R, self.spec.P

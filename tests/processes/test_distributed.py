@@ -72,7 +72,7 @@ def test_merges_agree_without_a_broadcast(layout: str, size: int, found: list[di
     assert part.merges == STEPS // MERGE_EVERY and part.merges > 0
     results = [found[rank][f"poet {layout} {size}"] for rank in range(size)]
     for result in results:
-        assert result["order"] == part.out_order.tolist()
+        assert result["order"] == part.out_places.tolist()
         assert result["base"] == results[0]["base"]  # bit for bit
         torch.testing.assert_close(torch.tensor(result["base"]), part.base.flatten()[:20], rtol=0, atol=1e-5)
 

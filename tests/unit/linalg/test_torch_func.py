@@ -98,12 +98,12 @@ def test_an_ensemble_is_its_members(name: str) -> None:
     torch.testing.assert_close(found, torch.stack([member(x) for member in members]))
 
 
-def test_an_ensemble_of_other_orders() -> None:
+def test_an_ensemble_of_other_places() -> None:
     case = Case("equivalence, weight-centric")
     members = [copy.deepcopy(case.model) for _ in range(2)]
     order = torch.randperm(9)
     for key, buffer in members[1].named_buffers():
-        if key.endswith("out_order"):
+        if key.endswith("out_places"):
             assert not torch.equal(buffer, order)
             buffer.copy_(order)
     for p in (p for member in members for p in member.parameters()):

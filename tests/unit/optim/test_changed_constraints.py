@@ -8,7 +8,7 @@ import geoopt
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD, param_groups
@@ -200,3 +200,24 @@ def test_groups_of_what_is_no_model_are_refused() -> None:
         param_groups(nn.Linear(2, 2).parameters())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected overrides to map a pattern to options, .* got 0.1"):
         param_groups(nn.Linear(2, 2), overrides={"*": 0.1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("other", ["another module's tensor", "a new name", "weight_orig of prune"])
+def test_another_name_for_a_point_leaves_its_layer_as_it_is(other: str) -> None:
+    layer: Any = mt.stiefel(nn.Linear(16, 16, bias=False))
+    optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    if other == "another module's tensor":
+        recurrent: Any = mt.orthogonal(nn.RNN(16, 16), "weight_hh_l0")
+        recurrent.weight_ih_l0 = layer.weight
+        recurrent(torch.ones(2, 16))
+    elif other == "a new name":
+        layer.alias = layer.weight
+        del layer.alias
+    else:
+        with pytest.raises(KeyError):
+            prune.l1_unstructured(layer, "weight", 0.5)
+        del layer.weight_orig
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    train(layer, optimizer)
+    assert defect(layer) < 1e-5

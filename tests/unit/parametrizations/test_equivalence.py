@@ -91,10 +91,11 @@ def dense_sides(module: nn.Module, vector: Tensor, name: str = "weight") -> tupl
         k, r = divmod(len(order), b)
         return k * b * (b - 1) // 2 + r * (r - 1) // 2
 
-    size_R = pairs(part.out_order, b_R)
-    assert len(vector) == size_R + pairs(part.in_order, b_P)
-    R = dense_factor(vector[:size_R], part.out_order, m, b_R, part.spec.terms)
-    P = dense_factor(vector[size_R:], part.in_order, n, b_P, part.spec.terms)
+    (_, rows), (_, columns) = part.sides(vector)
+    size_R = pairs(rows, b_R)
+    assert len(vector) == size_R + pairs(columns, b_P)
+    R = dense_factor(vector[:size_R], rows, m, b_R, part.spec.terms)
+    P = dense_factor(vector[size_R:], columns, n, b_P, part.spec.terms)
     return R, P
 
 
@@ -280,7 +281,7 @@ def test_an_assigned_weight_is_kept_as_it_is_or_refused() -> None:
 def test_a_merge_leaves_the_weight_and_starts_anew(layer: str, scheme: str) -> None:
     module, name = build(layer, scheme)
     vector, part = stored(module, name), constraint(module, name)
-    orders = {str([part.out_order, part.in_order])}
+    orders = {str([part.out_places, part.in_places])}
     for count in range(1, 4):
         turn(module, name)
         before = getattr(module, name).detach().clone()
@@ -291,7 +292,7 @@ def test_a_merge_leaves_the_weight_and_starts_anew(layer: str, scheme: str) -> N
         assert torch.equal(part.base, after)
         assert stored(module, name) is vector and vector.abs().max() == 0 and vector.grad is None
         assert part.merges == count
-        orders.add(str([part.out_order, part.in_order]))
+        orders.add(str([part.out_places, part.in_places]))
     assert len(orders) > 2  # small ones may come again by chance
 
 
@@ -316,7 +317,7 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
         for _ in range(merges):
             with torch.device("meta"):  # they are drawn on the CPU
                 merge(module)
-        return str([constraint(module).out_order.tolist(), constraint(module).in_order.tolist()])
+        return str([constraint(module).out_places.tolist(), constraint(module).in_places.tolist()])
 
     assert orders(1, 2) == orders(1, 2)
     assert len({orders(seed, merges) for seed in (1, 2, None, None) for merges in range(3)}) == 12
@@ -383,8 +384,8 @@ def test_the_next_orders_are_those_of_the_loaded_seed_and_count(layer: str, sche
         other.load_state_dict(module.state_dict(), assign=assign)
         assert torch.equal(getattr(other, name), W)
     merge(other)
-    assert torch.equal(constraint(other, name).in_order, constraint(twin, name).in_order)
-    assert torch.equal(constraint(other, name).out_order, constraint(twin, name).out_order)
+    assert torch.equal(constraint(other, name).in_places, constraint(twin, name).in_places)
+    assert torch.equal(constraint(other, name).out_places, constraint(twin, name).out_places)
 
 
 def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
@@ -404,7 +405,7 @@ def test_states_without_a_W0_that_can_be_loaded_are_refused() -> None:
         assert torch.equal(constraint(twin).base, W0)
     # other orders alone: W0 stays, and rotates in them
     assert twin.load_state_dict(without, strict=False).missing_keys == [key]
-    assert torch.equal(constraint(twin).out_order, constraint(module).out_order) and torch.equal(twin.weight, W0)
+    assert torch.equal(constraint(twin).out_places, constraint(module).out_places) and torch.equal(twin.weight, W0)
     assert set(twin.load_state_dict({}, strict=False).missing_keys) == set(twin.state_dict())
 
 
@@ -570,7 +571,7 @@ def test_a_model_keeps_its_heads_and_its_layers_differ(capsys: pytest.CaptureFix
     assert equivalence_(model, seed=1, block_size=4) == (BODY, ["lm_head"])
     shown = capsys.readouterr().out
     assert "4 linear layers: blocks.0.query, " in shown and "left unchanged: lm_head" in shown
-    orders = [constraint(model.get_submodule(name)).in_order.tolist() for name in BODY[::2]]
+    orders = [constraint(model.get_submodule(name)).in_places.tolist() for name in BODY[::2]]
     assert orders[0] != orders[1]
     again = Model()
     equivalence_(again, seed=1, block_size=4, verbose=False)
@@ -649,3 +650,16 @@ def test_wrong_options_are_refused_and_leave_the_layer() -> None:
         with pytest.raises(ValueError, match=message):
             equivalence(module, **options)
         assert type(module) is nn.Linear and torch.equal(module.weight, before), message
+
+
+@every_pair
+def test_a_copy_whose_buffers_are_written_by_data_follows_a_merge(layer: str, scheme: str) -> None:
+    module, name = build(layer, scheme)
+    average = copy.deepcopy(module)
+    turn(module, name)
+    before = getattr(average, name).detach().clone()
+    merge(module)
+    for own, other in zip(average.buffers(), module.buffers(), strict=True):
+        own.data.copy_(other.data)  # as averages of weights do; the tensors' versions stay
+    assert not torch.equal(getattr(average, name), before)
+    torch.testing.assert_close(getattr(average, name), getattr(module, name))

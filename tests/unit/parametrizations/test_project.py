@@ -149,3 +149,15 @@ def test_a_point_without_a_nearest_one_is_refused_before_any_is_projected() -> N
     with pytest.raises(ValueError, match=r"1.weight has no nearest point of Sphere.*; nothing was projected"):
         mt.project(model)
     assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize(("special", "wide"), [(False, 16), (False, 8), (True, 16)])
+def test_averaged_cayley_maps_are_orthonormal_once_projected(special: bool, wide: int) -> None:
+    torch.manual_seed(0)
+    layers = [mt.orthogonal(nn.Linear(16, wide), map="cayley", special=special) for _ in range(2)]
+    first, second = (layer.state_dict() for layer in layers)
+    layers[0].load_state_dict({key: (first[key] + second[key]) / 2 for key in first})
+    assert mt.linalg.defect(layers[0].weight.mT if wide < 16 else layers[0].weight) > 0.1
+    W = mt.project(layers[0]).weight.double()
+    torch.testing.assert_close(W @ W.mT, torch.eye(wide, dtype=W.dtype), rtol=0, atol=1e-5)
+    assert not special or torch.linalg.det(W) > 0

@@ -116,11 +116,11 @@ def test_averages_and_casts_of_states_load(name: str) -> None:
         layer(MAKERS[name], 4).load_state_dict(state)
 
 
-def test_averaged_orders_of_an_equivalence_are_refused() -> None:
+def test_averaged_places_of_an_equivalence_are_refused() -> None:
     state = mt.equivalence(nn.Linear(8, 8), block_size=4).state_dict()
-    key = "parametrizations.weight.0.in_order"
+    key = "parametrizations.weight.0.in_places"
     model = mt.equivalence(nn.Linear(8, 8), block_size=4)
     before = model.weight.detach().clone()
-    with pytest.raises(RuntimeError, match="in_order: rows or columns stand there twice"):
+    with pytest.raises(RuntimeError, match="in_places: a place is taken twice"):
         model.load_state_dict(state | {key: state[key] // 2})
     assert torch.equal(model.weight, before)

@@ -97,7 +97,7 @@ def test_lightning_merges_clips_and_resumes(tmp_path: Path) -> None:
     resumed, later, _ = trained(tmp_path / "resumed", str(tmp_path / "whole/kept/step=5.ckpt"))
     assert later == pytest.approx(norms[5:])
     for (_, a, _), (_, b, _) in zip(equivalences(whole), equivalences(resumed), strict=True):
-        assert int(a.merges) == int(b.merges) == 2 and torch.equal(a.in_order, b.in_order)
+        assert int(a.merges) == int(b.merges) == 2 and torch.equal(a.in_places, b.in_places)
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=1e-6)
 

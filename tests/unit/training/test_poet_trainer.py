@@ -53,7 +53,7 @@ def test_trainer_merges_clips_and_resumes(tmp_path: Path) -> None:
     assert later == pytest.approx(norms[5:])
     assert difference(logits(resumed), logits(whole)) <= 1e-5
     for (_, a, _), (_, b, _) in zip(equivalences(whole), equivalences(resumed), strict=True):
-        assert int(a.merges) == int(b.merges) and torch.equal(a.in_order, b.in_order)
+        assert int(a.merges) == int(b.merges) and torch.equal(a.in_places, b.in_places)
 
 
 def test_an_interrupted_training_goes_on_with_the_users_norm(tmp_path: Path) -> None:
