@@ -77,7 +77,9 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        return poet_linear(x, part.ordered_base, stored, part.spec, part.places, input_centric=self.input_centric)
+        return poet_linear(
+            x, part.ordered_base, stored, part.spec, (part.out_places, part.in_places), input_centric=self.input_centric
+        )
 
 
 class Problem:

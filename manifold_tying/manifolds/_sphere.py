@@ -42,8 +42,11 @@ class Spheres:
 
     def dot_of_blocks(self, us: Sequence[Tensor], vs: Sequence[Tensor], scratch: Tensor) -> Tensor:
         """:meth:`dot` of matrices given as blocks of rows; overwrites ``scratch``."""
-        products = (torch.mul(u, v, out=scratch[..., : u.shape[-2], :]) for u, v in zip(us, vs, strict=True))
-        dots = [product.sum(_DIMS[self.of], keepdim=True) for product in products]
+        if self.radius.numel() == 1 and scratch.is_cpu:  # one vector: BLAS reads it and writes nothing
+            dots = [torch.dot(u.flatten(), v.flatten()).view(self.radius.shape) for u, v in zip(us, vs, strict=True)]
+        else:
+            products = (torch.mul(u, v, out=scratch[..., : u.shape[-2], :]) for u, v in zip(us, vs, strict=True))
+            dots = [product.sum(_DIMS[self.of], keepdim=True) for product in products]
         return self.reduce(functools.reduce(torch.add, dots))
 
     def projx(self, x: Tensor) -> Tensor:

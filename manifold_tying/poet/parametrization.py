@@ -57,18 +57,13 @@ class Equivalence(Constraint):
             self._set_places(self._initial_seed, 0)
         return self
 
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """The place of each row and of each column in rotation order."""
-        return self.out_places, self.in_places
-
     def layer_dtype_tensors(self) -> list[Tensor]:
         return [self.ordered_base]
 
     @property
     def perms(self) -> Permutations:
         """Permutations of W's rows and columns to rotation order."""
-        return Permutations.of(*self.places)
+        return Permutations.of(self.out_places, self.in_places)
 
     @property
     def base(self) -> Tensor:
@@ -98,7 +93,7 @@ class Equivalence(Constraint):
         """Blocks and orders of R and P, without gradients."""
         with torch.no_grad():
             R, P = both_blocks(self.spec, stored)
-        rows, columns = (inverse_order(place) for place in self.places)
+        rows, columns = inverse_order(self.out_places), inverse_order(self.in_places)
         return (R, rows[: self.spec.R.num_rotated]), (P, columns[: self.spec.P.num_rotated])
 
     def forward(self, stored: Tensor) -> Tensor:
@@ -129,8 +124,8 @@ class Equivalence(Constraint):
                 low_precision=dtype.itemsize < stored.dtype.itemsize,
             )
         )
-        base, spec = self.ordered_base, self.spec
-        return poet_linear(x, base, stored, spec, self.places, bias, input_centric=input_centric, triton=triton)
+        base, spec, order = self.ordered_base, self.spec, (self.out_places, self.in_places)
+        return poet_linear(x, base, stored, spec, order, bias, input_centric=input_centric, triton=triton)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Make the weight the new base, with R and P the identity."""

@@ -151,7 +151,15 @@ def test_the_linear_layer_and_its_gradients(
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    y = poet_linear(x, part.ordered_base, vector, part.spec, part.places, module.bias, input_centric=input_centric)
+    y = poet_linear(
+        x,
+        part.ordered_base,
+        vector,
+        part.spec,
+        (part.out_places, part.in_places),
+        module.bias,
+        input_centric=input_centric,
+    )
     C = torch.randn_like(y)
     leaves = [x, vector, module.bias] if bias else [x, vector]
     dense = F.linear(x, dense_weight(module, vector), module.bias)
@@ -497,7 +505,7 @@ def test_W_and_the_maps_to_blocks_stay_in_full_precision(terms: int | None) -> N
     for input_centric in (True, False):
         found.clear()
         with Record():
-            W0, spec, places = part.ordered_base, part.spec, part.places
+            W0, spec, places = part.ordered_base, part.spec, (part.out_places, part.in_places)
             poet_linear(x, W0, vector, spec, places, input_centric=input_centric).sum().backward()
         assert found == {(False, "ieee"), (True, "bf16")}  # those with x are as nn.Linear's
     found.clear()
