@@ -8,12 +8,12 @@ READY := $(VENV)/.ready
 
 install: $(READY)
 
-# torch first, pinned: whatever comes after finds it and asks for no other build. Python compiles what is imported; pip would
-# compile all 20,000 files, which takes as long as the rest of the installation.
+# torch first, pinned: whatever comes after finds it and asks for no other build. pip compiles all files, since a test's processes
+# would each compile what they import where PYTHONDONTWRITEBYTECODE is set.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(READY)
 
 ablation: $(READY)
