@@ -77,9 +77,8 @@ class OneFormulation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored, part = self.layer.parametrizations.weight.original, self.layer.parametrizations.weight[0]
-        return poet_linear(
-            x, part.ordered_base, stored, part.spec, (part.out_places, part.in_places), input_centric=self.input_centric
-        )
+        places = part.out_places, part.in_places
+        return poet_linear(x, part.ordered_base, stored, part.spec, places, input_centric=self.input_centric)
 
 
 class Problem:

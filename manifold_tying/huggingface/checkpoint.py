@@ -34,6 +34,10 @@ def write(model: "PreTrainedModel", path: Path) -> None:
     path = path.resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder to write to, but {path} is a file")
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{path} holds an adapter, which transformers would apply to this model; remove it, or choose another folder"
+        )
     new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".writing-", dir=path))

@@ -14,10 +14,10 @@ from manifold_tying.poet import deviation, equivalences
 def drift(module: nn.Module) -> dict[str, float]:
     """The distance of each weight from its manifold, by the weight's name; in float32 rounding is about 1e-7.
 
-    For a point X it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight are added as squares. For a
-    weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last merge, which a series
-    (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one, as a zero row on a sphere, and
-    squares that overflow. Other weights are not listed: their maps cannot leave the manifold. Collective for sharded points.
+    For a point X, or the base of a Cayley map, it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight
+    are added as squares. For a weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last
+    merge, which a series (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one (a zero row
+    on a sphere), and overflow. Other maps cannot leave the manifold and are not listed. Collective for sharded points.
 
     Raises:
         ValueError: such a weight is on the meta device.

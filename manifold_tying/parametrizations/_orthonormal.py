@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import autograd, linalg
+from manifold_tying.manifolds import Stiefel
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
 
@@ -37,6 +38,13 @@ class OrthonormalFactor(Constraint):
         return f"map={self.map!r}{', special=True' if self.special else ''}"
 
 
+class _Rotations(Stiefel):
+    """Square matrices with orthonormal columns and determinant 1."""
+
+    def projx(self, x: Tensor) -> Tensor:
+        return nearest(x, special=True)
+
+
 class CayleyFactor(OrthonormalFactor):
     """The weight is the Cayley transform of a skew matrix, applied to a base point; assigning moves the base and stores 0.
 
@@ -50,6 +58,7 @@ class CayleyFactor(OrthonormalFactor):
     def __init__(self, layout: Layout, dtype: torch.dtype, base: Tensor, terms: int | None, special: bool) -> None:
         super().__init__(layout, dtype, "cayley" if terms is None else "cayley-neumann", special)
         self.terms = terms
+        self.bases = _Rotations() if special else Stiefel()
         self.register_buffer("base", base)
 
     def forward(self, stored: Tensor) -> Tensor:

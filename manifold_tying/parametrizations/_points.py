@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from manifold_tying._geoopt import geoopt
 
 _WARNED = "_points_warned_of"  # attribute set on the optimizer; not pickled
-_lists: WeakSet[ParametrizationList] = WeakSet()
+_lists: WeakSet["KnownList"] = WeakSet()
 _lists_exist = False
 
 
@@ -27,12 +27,14 @@ class KnownList(ParametrizationList):
     Tensors carry no mark of their own: copying, loading, casting and sharding replace them.
     """
 
+    tensor_name: str  # of what it parametrizes
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         record(self)
 
 
-def record(parts: ParametrizationList) -> None:
+def record(parts: Any) -> None:
     """Record a list that says what its stored tensors are."""
     global _lists_exist
     _lists.add(parts)
@@ -54,7 +56,7 @@ def manifolds_in(parts: ParametrizationList) -> dict[str, geoopt.Manifold]:
     }
 
 
-Homes = dict[int, tuple[ParametrizationList, str]]
+Homes = dict[int, tuple[KnownList, str]]
 
 
 def homes() -> Homes:
@@ -82,7 +84,7 @@ def manifold_of(tensor: Tensor, known: Homes | None = None) -> geoopt.Manifold |
 def _watch_registration(module: Any, name: str, part: Any) -> None:
     """Record the parametrizations that others register by torch's register_parametrization."""
     if type(part) is ParametrizationList and manifolds_in(part):
-        part.__class__ = KnownList
+        part.__class__, part.tensor_name = KnownList, name  # type: ignore[assignment]  # torch's class lacks it
         record(part)
 
 
@@ -90,10 +92,9 @@ def _watch_removal(module: Any, layer_name: str, p: Tensor | None) -> None:
     """Forget a list whose stored tensor remove_parametrizations has made the plain parameter of its layer."""
     if p is not None and "parametrizations" in module._modules and id(p) in (known := homes()):
         parts, name = known[id(p)]
-        if layer_name in module._parameters or any(parts is own for own in module.parametrizations.values()):
-            return  # another name for the point, as prune and an assignment give it
-        _lists.discard(parts)
-        del parts._parameters[name]  # an optimizer may hold the list, which must not look like a tie
+        if layer_name == parts.tensor_name and layer_name not in module._parameters:  # not another name for the point
+            _lists.discard(parts)
+            del parts._parameters[name]  # an optimizer may hold the list, which must not look like a tie
 
 
 register_module_module_registration_hook(_watch_registration)

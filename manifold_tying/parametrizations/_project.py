@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from manifold_tying import autograd, distributed
 from manifold_tying._geoopt import geoopt
-from manifold_tying.parametrizations._orthonormal import CayleyFactor, nearest
+from manifold_tying.parametrizations._orthonormal import CayleyFactor
 from manifold_tying.parametrizations._points import manifold_of, manifolds_in
 
 M = TypeVar("M", bound=nn.Module)
@@ -20,7 +20,7 @@ _OFF = 1e-3  # an optimizer refuses a point that is further off, too
 def points(module: nn.Module) -> Iterator[tuple[str, Tensor, geoopt.Manifold]]:
     """(full name of the weight, stored tensor, manifold) of every point in module.
 
-    Points of this package, of any other parametrization with an attribute ``manifold``, and geoopt.ManifoldParameters.
+    Points of this package, of others' parametrizations with a ``manifold``, geoopt.ManifoldParameters, bases of Cayley maps.
     """
     for prefix, owner in module.named_modules():
         if not isinstance(owner, ParametrizationList):
@@ -31,6 +31,8 @@ def points(module: nn.Module) -> Iterator[tuple[str, Tensor, geoopt.Manifold]]:
                 for key, manifold in manifolds_in(cast(ParametrizationList, parts)).items()
             ]
             found += [(name, p, manifold_of(p, {})) for name, p in owner.named_parameters(recurse=False)]
+            for name, parts in lists.items():
+                found += [(name, part.base, part.bases) for part in parts.children() if isinstance(part, CayleyFactor)]
             for name, tensor, manifold in found:
                 if tensor is not None and manifold is not None:
                     yield (f"{prefix}.{name}" if prefix else name), tensor, manifold
@@ -65,9 +67,6 @@ def project(module: M) -> M:
             )
     for _, point, manifold in found:  # again: all projections at once may not fit into memory
         point.copy_(manifold.projx(point))
-    for part in module.modules():
-        if isinstance(part, CayleyFactor):  # whose base is averaged like a point
-            part.base.copy_(nearest(part.base, part.special))
     return module
 
 

@@ -170,7 +170,7 @@ def register(module: M, name: str, constraint: Constraint) -> M:
         raise
     parts = cast(Float32ParametrizationList, parametrized(module)[name])
     parts.__class__ = Float32ParametrizationList
-    parts.label, parts.weight_shape = label, weight_shape
+    parts.label, parts.weight_shape, parts.tensor_name = label, weight_shape, name
     if not parts.is_tensor:
         with torch.no_grad():
             _replace_stored(weight, parts.stored[0].data)

@@ -86,21 +86,20 @@ def export_lora(model: PeftModel, path: str | os.PathLike[str], adapter_name: st
     """
     configs = cast(Any, model.peft_config)
     if not isinstance(config := configs.get(adapter_name), StiefelLoraConfig):
-        raise ValueError(
-            f"expected a StiefelLora adapter, got {config!r:.80} as {adapter_name!r} of {', '.join(configs)}"
-        )
-    names = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - {"peft_type"}
-    plain = LoraConfig(**{name: getattr(config, name) for name in names})
-    plain.inference_mode = True
+        raise ValueError(f"expected a StiefelLora adapter, got {config!r:.80} as {adapter_name!r} of {[*configs]}")
+    names = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - {"peft_type", "inference_mode"}
+    plain = LoraConfig(**{name: getattr(config, name) for name in names}, inference_mode=True)
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)  # with biases, magnitudes and modules_to_save
-    state = {key: value for key, value in state.items() if not re.search(r"\.lora_[AB]\.parametrizations\.", key)} | {
+    kept = [key for key in state if not re.search(r"\.lora_[AB]\.parametrizations\.", key)]
+    state = {key: state[key].clone() for key in kept} | {  # copies: safetensors refuses a tied table and head
         f"{name}.{side}.weight": getattr(layer, side)[adapter_name].weight.detach().contiguous()
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer) and adapter_name in getattr(layer, "lora_A", ())
         for side in ("lora_A", "lora_B")
     }
-    plain.save_pretrained(os.fspath(path))
+    Path(path).mkdir(parents=True, exist_ok=True)
     save_file(state, Path(path) / "adapter_model.safetensors")
+    plain.save_pretrained(os.fspath(path))
 
 
 register_peft_method(

@@ -29,7 +29,7 @@ def poet_linear(
 
     Input-centric: ((x Pᵀ) W0ᵀ) Rᵀ never forms W; it saves x and x Pᵀ W0ᵀ for the backward. Weight-centric: forms W in the
     skew parameters' dtype, casts it to x's, and forms it again in the backward; it saves x. Both agree to rounding.
-    ``places`` are those of the rows and columns, see :func:`places`; ``triton``: input-centric by kernels.
+    ``places`` are those of the rows and columns in rotation order; ``triton``: input-centric by kernels.
     """
     x = x.to(precision.autocast_dtype(x))
     if input_centric:

@@ -13,7 +13,7 @@ from manifold_tying.parametrizations import Constraint, Layout, constraints, par
 from manifold_tying.poet.columns import uses_triton
 from manifold_tying.poet.linear import arrange, arrange_back, poet_linear, poet_weight, prefers_input_centric
 from manifold_tying.poet.rotation import Side, both_blocks, deviation
-from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order, places
+from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order
 
 _MAX_DEVIATION = 1e-3
 
@@ -42,9 +42,8 @@ class Equivalence(Constraint):
         self.register_buffer("seed", torch.tensor(seed, device=like.device))
         self.register_buffer("merges", torch.tensor(0, device=like.device))
         for name, side in (("out_places", spec.R), ("in_places", spec.P)):
-            self.register_buffer(
-                name, torch.empty(side.n * bool(side.num_rotated), dtype=torch.int64, device=like.device)
-            )
+            size = side.n if side.num_rotated else 0
+            self.register_buffer(name, torch.empty(size, dtype=torch.int64, device=like.device))
         self._set_places(seed, 0)
         self.register_buffer("ordered_base", torch.empty(layout.matrix_shape, dtype=dtype, device=like.device))
 
@@ -80,8 +79,8 @@ class Equivalence(Constraint):
         kept = found is None or found.shape != self.ordered_base.shape or not autograd.has_data(found)
         base = self.base if kept and f"{prefix}out_places" in state else None
         for side in ("out_places", "in_places"):
-            found = state.get(f"{prefix}{side}")
-            if found is not None and autograd.has_data(found) and len(found.unique()) != len(found):
+            place = state.get(f"{prefix}{side}")
+            if place is not None and autograd.has_data(place) and len(place.unique()) != len(place):
                 rest[-1].append(f"{prefix}{side}: a place is taken twice; were integer buffers averaged?")
                 return
         super()._load_from_state_dict(state, prefix, *rest)
@@ -124,8 +123,8 @@ class Equivalence(Constraint):
                 low_precision=dtype.itemsize < stored.dtype.itemsize,
             )
         )
-        base, spec, order = self.ordered_base, self.spec, (self.out_places, self.in_places)
-        return poet_linear(x, base, stored, spec, order, bias, input_centric=input_centric, triton=triton)
+        base, spec, both = self.ordered_base, self.spec, (self.out_places, self.in_places)
+        return poet_linear(x, base, stored, spec, both, bias, input_centric=input_centric, triton=triton)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Make the weight the new base, with R and P the identity."""
@@ -150,8 +149,8 @@ class Equivalence(Constraint):
 
     def _set_places(self, seed: int, count: int) -> None:
         """Draw the dimensions that rotate after ``count`` merges."""
-        self.out_places.copy_(places(self.spec.R.sample_permutation(seed, count, "out"), self.spec.R.n))
-        self.in_places.copy_(places(self.spec.P.sample_permutation(seed, count, "in"), self.spec.P.n))
+        self.out_places.copy_(inverse_order(self.spec.R.sample_permutation(seed, count, "out")))
+        self.in_places.copy_(inverse_order(self.spec.P.sample_permutation(seed, count, "in")))
 
     def extra_repr(self) -> str:
         R, P = self.spec.R, self.spec.P
@@ -173,11 +172,7 @@ def equivalences(module: nn.Module) -> list[tuple[str, Equivalence, Tensor]]:
     return found
 
 
-Found = Sequence[tuple[str, Equivalence, Tensor]]
-"""(full name, constraint, stored vector), the result of :func:`equivalences`."""
-
-
-def merge_all(found: Found) -> None:
+def merge_all(found: Sequence[tuple[str, Equivalence, Tensor]]) -> None:
     """Merge all, or none if a vector is not finite; warn about the worst if one is not orthogonal to within 1e-3."""
     # Every rank has all of W0: gather the sharded vectors, then each rank merges identically.
     vectors = [(path, part, distributed.full_tensor(stored.detach())) for path, part, stored in found]
@@ -190,7 +185,7 @@ def merge_all(found: Found) -> None:
         stored.grad = None
 
 
-def check_drift(found: Found) -> None:
+def check_drift(found: Sequence[tuple[str, Equivalence, Tensor]]) -> None:
     """Warn about the equivalence whose R and P are furthest from orthogonal, if by more than 1e-3."""
     deviations = [
         (deviation(part.spec, distributed.full_tensor(stored)), path)

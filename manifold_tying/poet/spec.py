@@ -62,12 +62,12 @@ class BlockSpec:
         return parts
 
     def sample_permutation(self, seed: int, count: int, side: str) -> Tensor:
-        """The dimensions that rotate, in order: the first ``num_rotated`` entries of a random permutation, int64 on the CPU.
+        """All dimensions in random order, int64 on the CPU; the first ``num_rotated`` rotate. Empty if none does.
 
         Depends on the arguments only, so all ranks and resumed runs agree.
         """
         generator = torch.Generator("cpu").manual_seed(hash_seed(seed, side, count))
-        return torch.randperm(self.n, generator=generator, device="cpu")[: self.num_rotated].clone()
+        return torch.randperm(self.n if self.num_rotated else 0, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -118,16 +118,8 @@ class Permutations(NamedTuple):
 
     @classmethod
     def of(cls, rows_inverse: Tensor, columns_inverse: Tensor) -> "Permutations":
-        """From the inverses, see :func:`places`."""
+        """From the place of each row and column."""
         return cls(inverse_order(rows_inverse), inverse_order(columns_inverse), rows_inverse, columns_inverse)
-
-
-def places(order: Tensor, n: int) -> Tensor:
-    """The place of each of n dimensions in rotation order: those of ``order`` first, the others follow in ascending order."""
-    if 0 < len(order) < n:
-        others = torch.ones(n, dtype=torch.uint8, device=order.device).index_fill(0, order, 0)
-        order = torch.cat([order, others.argsort(descending=True, stable=True)[: n - len(order)]])
-    return inverse_order(order)
 
 
 def inverse_order(order: Tensor) -> Tensor:

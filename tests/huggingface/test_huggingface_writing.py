@@ -43,6 +43,16 @@ def test_a_model_with_adapters_is_refused_and_the_folder_stays(writer: Any, adap
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("writer", [mt.save, mt.export])
+def test_a_folder_with_an_adapter_is_refused_and_stays(writer: Any, tmp_path: Path) -> None:
+    model: Any = peft.get_peft_model(mt.convert(build()), peft.LoraConfig(**LORA))
+    model.save_pretrained(tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="holds an adapter, which transformers would apply"):
+        writer(model.merge_and_unload(), tmp_path)
+    assert tree(tmp_path) == before
+
+
 def test_nothing_goes_unless_new_weights_are_there(tmp_path: Path) -> None:
     write(build(), tmp_path)
     before = tree(tmp_path)

@@ -151,15 +151,8 @@ def test_the_linear_layer_and_its_gradients(
     turn(module, size=0.1)
     part, vector = constraint(module), stored(module)
     x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    y = poet_linear(
-        x,
-        part.ordered_base,
-        vector,
-        part.spec,
-        (part.out_places, part.in_places),
-        module.bias,
-        input_centric=input_centric,
-    )
+    places = part.out_places, part.in_places
+    y = poet_linear(x, part.ordered_base, vector, part.spec, places, module.bias, input_centric=input_centric)
     C = torch.randn_like(y)
     leaves = [x, vector, module.bias] if bias else [x, vector]
     dense = F.linear(x, dense_weight(module, vector), module.bias)
@@ -329,7 +322,11 @@ def test_orders_come_from_the_seed_and_the_count() -> None:
 
     assert orders(1, 2) == orders(1, 2)
     assert len({orders(seed, merges) for seed in (1, 2, None, None) for merges in range(3)}) == 12
-    assert BlockSpec(9, 3, 3).sample_permutation(7, 0, "out").tolist() == [2, 5, 4]  # fixed for all processes and runs
+    assert BlockSpec(9, 3, 3).sample_permutation(7, 0, "out")[:3].tolist() == [
+        2,
+        5,
+        4,
+    ]  # fixed for all processes and runs
 
 
 # Of the first block of R and of the last one of P.

@@ -1,5 +1,6 @@
 """Points that are off their manifold: projected by one call, and warned of where they are used."""
 
+import copy
 import math
 from typing import Any
 
@@ -157,7 +158,18 @@ def test_averaged_cayley_maps_are_orthonormal_once_projected(special: bool, wide
     layers = [mt.orthogonal(nn.Linear(16, wide), map="cayley", special=special) for _ in range(2)]
     first, second = (layer.state_dict() for layer in layers)
     layers[0].load_state_dict({key: (first[key] + second[key]) / 2 for key in first})
-    assert mt.linalg.defect(layers[0].weight.mT if wide < 16 else layers[0].weight) > 0.1
+    assert mt.linalg.defect(layers[0].weight) > 0.1 and mt.optim.drift(layers[0])["weight"] > 0.1
+    with pytest.warns(UserWarning, match=r"off the manifold: weight .*project"):
+        mt.materialize(copy.deepcopy(layers[0]))
     W = mt.project(layers[0]).weight.double()
     torch.testing.assert_close(W @ W.mT, torch.eye(wide, dtype=W.dtype), rtol=0, atol=1e-5)
     assert not special or torch.linalg.det(W) > 0
+
+
+def test_a_base_with_nan_is_refused_before_any_point_is_projected() -> None:
+    model: Any = nn.Sequential(mt.stiefel(nn.Linear(8, 8)), mt.orthogonal(nn.Linear(8, 8), map="cayley"))
+    model[0].weight.data.mul_(2)
+    model[1].parametrizations.weight[0].base[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"1.weight contain NaN or Inf; nothing was projected"):
+        mt.project(model)
+    assert mt.linalg.defect(model[0].weight) > 1
