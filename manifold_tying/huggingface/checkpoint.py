@@ -74,7 +74,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: the model is not converted or no longer tied, has adapters or constrained weights, which a transformers
-            checkpoint cannot store, or a table that is not finite or not of full rank.
+            checkpoint cannot store, or a table that is not finite or not of full rank; or the folder holds an adapter.
     """
     check_model(model)
     check_adapters(model)
