@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -197,13 +197,6 @@ class Sphere(Matrices):
         products = self.local(x).dot(distributed.to_local(x), distributed.to_local(u))
         count = distributed.row_reduce(x)((~(products.abs() <= atol)).sum())
         return (True, None) if not count else (False, f"<x, u> is not 0 for all {self.of}, allowed is {atol:.1e}")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        was_meta = isinstance(self.radius, Tensor) and self.radius.is_meta
-        super()._apply(fn, recurse)
-        if was_meta and isinstance(self.radius, Tensor) and not self.radius.is_meta:
-            self.radius.fill_(torch.nan)  # unknown until a state is loaded
-        return self
 
     def extra_repr(self) -> str:
         return f"of={self.of!r}, radius={'tensor' if isinstance(self.radius, Tensor) else self.radius}"

@@ -16,6 +16,7 @@ from manifold_tying.parametrizations._register import register
 M = TypeVar("M", bound=nn.Module)
 Spectrum = Literal["free", "fixed", "equal"]
 _OVERSAMPLING, _ITERATIONS = 8, 4
+_ROUNDING = 1e-14  # of singular vectors
 
 
 class LowRank(Constraint):
@@ -97,8 +98,10 @@ def largest_singular(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
             Q = torch.linalg.qr(wide @ torch.linalg.qr(wide.mT @ Q).Q).Q
         U, s, Vh = torch.linalg.svd(Q.mT @ wide, full_matrices=False)
         U = Q @ U
-    U, s, V = (factor.to(W.dtype).contiguous() for factor in (U[..., :rank], s[..., :rank], Vh[..., :rank, :].mT))
-    return U, s, V
+    # A zero row of W is one of U. Rounding must not hide this from an optimizer, which divides by the size of gradients.
+    U, s, V = U[..., :rank], s[..., :rank], Vh[..., :rank, :].mT
+    U, V = (torch.where(factor.abs() < _ROUNDING, 0, factor) for factor in (U, V))
+    return U.to(W.dtype), s.to(W.dtype).contiguous(), V.to(W.dtype)
 
 
 def low_rank(module: M, name: str = "weight", *, rank: int | None = None, spectrum: Spectrum = "free") -> M:

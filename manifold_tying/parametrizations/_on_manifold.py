@@ -1,6 +1,7 @@
 """Weights that are points of a manifold, which a Riemannian optimizer moves."""
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,23 @@ class OnManifold(Constraint):
     def forward(self, stored: Tensor) -> Tensor:
         return self.layout.to_weight(stored).to(self.weight_dtype(stored))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before, was_meta = self.manifold.state_dict(), self.form.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.form.is_meta:  # to_empty: keep what is known, and mark the rest
+            for key, tensor in self.manifold.state_dict().items():
+                tensor.fill_(torch.nan) if before[key].is_meta else tensor.copy_(before[key])
+        return self
+
     def right_inverse(self, weight: Tensor) -> Tensor:
         matrix = self.layout.to_matrix(weight)
         if not autograd.has_data(matrix):
             return torch.empty_like(matrix)
+        if unknown := [key for key, tensor in self.manifold.state_dict().items() if tensor.isnan().any()]:
+            raise ValueError(
+                f"expected {self.manifold} to know its {', '.join(unknown)}, got NaN: made on the meta device, they have no "
+                "values. Load a state dict, or give them to the constraint"
+            )
         try:
             point: Tensor = self.manifold.projx(matrix)
             ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)

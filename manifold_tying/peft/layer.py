@@ -9,7 +9,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check
 from torch import Tensor, nn
 
 from manifold_tying import precision
-from manifold_tying.poet import Blocks, RotationSpec, both_blocks, inverse_order, permute, transposed
+from manifold_tying.peft._blocks import Rotation, blocks_of
+from manifold_tying.poet import Blocks, RotationSpec, inverse_order, permute, transposed
 
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 
@@ -21,7 +22,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     """W = diag(1 + g) R W0 P for each active adapter, around nn.Linear, transformers' Conv1D, a quantized linear layer or a
     convolution, of which R and P rotate the channels.
 
-    ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then turns blocks of any size b alike,
+    ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then sides blocks of any size b alike,
     and a learning rate does not depend on b (POET's tables have rates proportional to 1 / b). ``poet_magnitude`` is g.
     """
 
@@ -75,8 +76,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """y (..., m) of x (..., n), in the base layer's dtype."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        names = [name for name in self.active_adapters if name in self.specs]
-        if self.disable_adapters or self.merged or not names:
+        names = self.names_in_use
+        if not names:
             y: Tensor = self.base_layer(x, *args, **kwargs)
             return y
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
@@ -91,6 +92,12 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         y = y if bias is None else y + bias.to(y.dtype)
         return y.movedim(-1, self.channels)
 
+    @property
+    def names_in_use(self) -> list[str]:
+        """The adapters that :meth:`forward` applies."""
+        off = self.disable_adapters or self.merged
+        return [] if off else [name for name in self.active_adapters if name in self.specs]
+
     def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x W0ᵀ without the bias, and the bias; channels last."""
         bias = getattr(self.base_layer, "bias", None)
@@ -99,12 +106,13 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         y = self.base_layer(x.movedim(-1, self.channels), *args, **kwargs).movedim(self.channels, -1)
         return (y, None) if bias is None else (y - bias, bias)
 
+    def rotation(self, name: str) -> Rotation:
+        """What :func:`blocks_of` takes for an adapter."""
+        return self.poet_skew[name], self.specs[name], REFERENCE / self.configs[name].block_size
+
     def _sides(self, name: str) -> tuple[Blocks, Blocks]:
-        skew, config = self.poet_skew[name], self.configs[name]
-        with precision.full_precision(skew.device):
-            wide = skew.to(precision.compute_dtype(skew.dtype))
-            R, P = both_blocks(self.specs[name], wide * (REFERENCE / config.block_size))
-        if config.block_share:
+        R, P = blocks_of(self.rotation(name))
+        if self.configs[name].block_share:
             R, P = (
                 [G.expand(n // G.shape[-1], -1, -1) for G in side]
                 for side, n in ((R, self.out_features), (P, self.in_features))

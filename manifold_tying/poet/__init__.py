@@ -9,10 +9,11 @@ from manifold_tying.poet.parametrization import Equivalence as Equivalence
 from manifold_tying.poet.parametrization import check_drift as check_drift
 from manifold_tying.poet.parametrization import equivalences as equivalences
 from manifold_tying.poet.parametrization import merge_all as merge_all
+from manifold_tying.poet.parametrization import version_of as version_of
 from manifold_tying.poet.rotation import Blocks as Blocks
 from manifold_tying.poet.rotation import Side as Side
-from manifold_tying.poet.rotation import both_blocks as both_blocks
 from manifold_tying.poet.rotation import deviation as deviation
+from manifold_tying.poet.rotation import orthogonal as orthogonal
 from manifold_tying.poet.rotation import permute as permute
 from manifold_tying.poet.rotation import rotated_columns as rotated_columns
 from manifold_tying.poet.rotation import rotated_rows as rotated_rows

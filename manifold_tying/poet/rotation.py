@@ -23,14 +23,19 @@ def orthogonal_blocks(side: BlockSpec, skew_params: Tensor, terms: Terms, low: t
 
     Differentiable to any order. ``low`` is the ``matmul_dtype`` of :func:`linalg.cayley_neumann`.
     """
-    if terms == 2 and low is not None and skew_params.dtype == torch.float32 and kernels.runs_triton(skew_params):
-        return [_two_terms(v.flatten(0, -2), b, low).unflatten(0, v.shape[:-1]) for v, b in side.split(skew_params)]
-    skews = [linalg.skew(v, b) for v, b in side.split(skew_params)]
-    if terms is None:
-        return [linalg.cayley(A) for A in skews]
+    return [orthogonal(v, b, terms, low) for v, b in side.split(skew_params)]
+
+
+def orthogonal(vectors: Tensor, b: int, terms: Terms, low: torch.dtype | None = None) -> Tensor:
+    """Orthogonal matrices (..., b, b) from the b(b-1)/2 entries above the diagonal of skew ones."""
+    if terms == 2 and low is not None and vectors.dtype == torch.float32 and kernels.runs_triton(vectors):
+        blocks: Tensor = _two_terms(vectors.flatten(0, -2), b, low).unflatten(0, vectors.shape[:-1])
+        return blocks
+    A = linalg.skew(vectors, b)
     if terms == "exp":
-        return [torch.linalg.matrix_exp(2 * A) for A in skews]
-    return [linalg.cayley_neumann(A, terms, matmul_dtype=low) for A in skews]
+        exponential: Tensor = torch.linalg.matrix_exp(2 * A)
+        return exponential
+    return linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms, matmul_dtype=low)
 
 
 class _TwoTerms(Function):

@@ -169,7 +169,7 @@ def _subtract_targets_(
     total = x.sub_(largest).exp_().sum(1, keepdim=True)
     total, target, *rest = vocabulary.all_reduce(total, *sums)
     lse = total.log() + largest
-    loss = lse - (1 - smoothing) * target + z * lse.square()
+    loss = lse - (1 - smoothing) * target + z * lse * lse
     if rest:
         loss = loss - smoothing / V * rest[0]
     if write:
@@ -231,7 +231,7 @@ def _with_all_logits(
         lse = vocabulary.reduce_from_ranks((x - largest).exp().sum(1, keepdim=True)).log() + largest
         aims = (1 - smoothing) * vocabulary.gather(x, index, is_local)
         aims = aims + smoothing / V * x.sum(1, keepdim=True) if smoothing else aims
-        losses = (weights * (lse - vocabulary.reduce_from_ranks(aims) + z * lse.square())).squeeze(1)
+        losses = (weights * (lse - vocabulary.reduce_from_ranks(aims) + z * lse * lse)).squeeze(1)
         return losses if each else losses.sum() * scale
 
 

@@ -183,3 +183,15 @@ def test_a_zero_weight_can_start_to_grow() -> None:
         optimizer.step()
         first = loss.detach() if first is None else first
     assert first is not None and loss < 0.1 * first
+
+
+@pytest.mark.parametrize("constrain", [mt.isospectral, lambda layer: mt.low_rank(layer, rank=4)])
+def test_an_embedding_keeps_its_padding(constrain: Any) -> None:
+    torch.manual_seed(0)
+    table = constrain(nn.Embedding(20, 8, padding_idx=0))
+    optimizer = RiemannianAdam(table.parameters(), lr=0.05)
+    for _ in range(6):
+        optimizer.zero_grad()
+        table(torch.randint(1, 20, (30,))).sin().sum().backward()
+        optimizer.step()
+    assert not table.weight[0].any() and table.weight[1:].norm(dim=1).min() > 0.01

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from layers import stored
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from manifold_tying import PIT, TransposeTying, equivalence, isospectral, low_rank, orthogonal, spd, stiefel
+from manifold_tying import PIT, TransposeTying, constrain, equivalence, isospectral, low_rank, orthogonal, spd, stiefel
 from manifold_tying.parametrizations import materialize
 
 V, D = 50, 8
@@ -91,6 +92,17 @@ def test_an_equivalence_from_the_meta_device_without_a_state() -> None:
     assert torch.isfinite(model.weight).all()
     for name, buffer in real.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer) or name.endswith("ordered_base")
+
+
+def test_the_tensors_of_a_manifold_are_kept_or_unknown() -> None:
+    ball = geoopt.PoincareBall(c=0.5)
+    with torch.device("meta"):
+        layer = nn.Linear(8, 8)
+    constrain(layer, "weight", ball).to_empty(device="cpu").reset_parameters()
+    assert float(ball.c) == pytest.approx(0.5)
+    layer.to("meta").to_empty(device="cpu")
+    with pytest.raises(ValueError, match="to know its isp_c, got NaN"):
+        layer.reset_parameters()
 
 
 def test_an_assigned_state_brings_the_dtype_of_W0() -> None:
