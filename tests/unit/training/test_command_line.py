@@ -69,6 +69,7 @@ def test_the_folder_is_checked_before_the_corpus_is_prepared(
     for out, expected in ((corpus / "out", "is not a folder"), (somebodys, "not a file that manifold-tying wrote")):
         status, said = run([command, *settings, str(out)], capsys)
         assert status == 2 and expected in said and "choose" in said
+    assert {path.read_text() for path in somebodys.iterdir()} == {"{}"}
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     status, said = run([command, *settings, str(tmp_path / "new" / "out")], capsys)
     assert status == 2 and f"{tmp_path} is read-only for you; choose a folder that is writable" in said
