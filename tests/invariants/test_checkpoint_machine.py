@@ -210,7 +210,9 @@ def test_any_order_of_events_ends_where_an_undisturbed_run_does(undisturbed: lis
     try:
         Checkpoints.expected = undisturbed
         machine: Any = Checkpoints.TestCase
-        machine.settings = settings(stateful_step_count=10, suppress_health_check=list(HealthCheck))
+        machine.settings = settings(
+            max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+        )
         machine().runTest()
     finally:
         dist.destroy_process_group()
