@@ -41,6 +41,15 @@ def test_what_the_system_refuses_is_said(
     assert run(["train", "--out", "runs/x"], capsys) == (2, f"error: {said}")
 
 
+def test_the_comparisons_need_a_checkout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no part of the package, as its distributions show."""
+    monkeypatch.setattr("manifold_tying.cli.__file__", str(tmp_path / "manifold_tying/cli.py"))
+    status, said = run(["reproduce", "--help"], capsys)
+    assert status == 2 and "in a checkout" in said
+
+
 def test_an_encoding_without_greek_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     with pytest.raises(SystemExit, match=r"^0$"):
