@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ import manifold_tying as mt
 
 PATIENCE = 900  # seconds; on an idle machine they take one minute
 
-# A few fixed examples for `make test`, and 20 times as many for `make test-thorough`, which sets the seed.
-settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True, database=None)
+# A few fixed examples for `make test`, and 40 times as many for `make test-thorough`, which sets the seed.
+settings.register_profile("quick", max_examples=5, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=200, deadline=None, database=None)
 settings.load_profile("quick")
 
@@ -46,14 +47,24 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+def changed_profile(**changes: Any) -> Iterator[None]:
+    before = settings.get_current_profile_name()
+    settings.register_profile(f"{before}, changed", settings.get_profile(before), **changes)
+    settings.load_profile(f"{before}, changed")
+    yield
+    settings.load_profile(before)
+
+
 @pytest.fixture
 def without_shrinking() -> Iterator[None]:
     """For failures that are meant: to find the smallest example takes most of their time."""
-    before = settings.get_current_profile_name()
-    settings.register_profile("without shrinking", settings.get_profile(before), phases=[Phase.generate])
-    settings.load_profile("without shrinking")
-    yield
-    settings.load_profile(before)
+    yield from changed_profile(phases=[Phase.generate])
+
+
+@pytest.fixture
+def few_examples() -> Iterator[None]:
+    """For what has its examples in another test."""
+    yield from changed_profile(max_examples=3)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
     "hsdp": ((4,), "pit-trainable", {"parallel": "hsdp"}),
     "parts": ((2,), "pit-frozen", {"parallel": "ddp", "accumulate": 2, "batch_size": 6}),
     "untied": ((3,), "untied", {}),
-    "free": ((3,), "pit-free", {"parallel": "fsdp"}),
+    "free": ((2,), "pit-free", {"parallel": "fsdp"}),
     "tied": ((2,), "transpose", {"second_moment": "row", "accumulate": 2, "batch_size": 6}),
     "row": ((2,), "pit-trainable", {"second_moment": "row", "parallel": "fsdp"}),
     "poet-fsdp": ((2,), "untied", {"body": "poet-block", "body_lr": 2e-3, "parallel": "fsdp"}),

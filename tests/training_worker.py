@@ -175,16 +175,14 @@ def main(rank: int, folder: Path) -> None:
             if size == 2:
                 found = errors(folder, corpus, rank)
             else:
-                for name, parallel in (("fsdp", "fsdp"), ("poet-fsdp", "ddp")):
-                    if (name, size) == ("poet-fsdp", 4):
-                        continue
-                    copy = folder / f"{name} 2 at {size}"
-                    if rank == 0:
-                        shutil.copytree(folder / f"{name} 2", copy)
-                    dist.barrier()
-                    _, interface, settings = RUNS[name]
-                    settings = {**settings, "parallel": parallel}
-                    train(config(copy, corpus, interface, resume_from="step-00000006", **settings))
+                name, parallel = ("poet-fsdp", "ddp") if size == 3 else ("fsdp", "fsdp")
+                copy = folder / f"{name} 2 at {size}"
+                if rank == 0:
+                    shutil.copytree(folder / f"{name} 2", copy)
+                dist.barrier()
+                _, interface, settings = RUNS[name]
+                settings = {**settings, "parallel": parallel}
+                train(config(copy, corpus, interface, resume_from="step-00000006", **settings))
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

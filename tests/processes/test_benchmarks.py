@@ -20,6 +20,7 @@ from benchmarks._harness import Contender, Row, Step, Unavailable, measure_row
 from benchmarks.page import main as page
 from benchmarks.page import render
 from manifold_tying.models import PRESETS
+from manifold_tying.training.data.corpus import open_corpus
 
 PEER_MODULES = ("geotorch", "pogo", "pogo.base", "transformers", "liger_kernel.transformers", "peft")
 
@@ -123,13 +124,13 @@ def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def test_riemannian_step_runs(tmp_path: Path) -> None:
-    names = ("floor", "floor (fused Adam)", "ours", "ours, project_every=8", "geoopt", "torch orthogonal")
+    """Of a batch; the contenders of one matrix run below. Each one's memory is measured in a process of its own."""
     several = ("ours, 4 parameters", "ours, Python loop")
-    (row,) = run("riemannian_step", tmp_path / "result.json", "--rows", "4 x", "--only", *names, *several)
-    for name in names:
-        assert row["contenders"][name]["memory_bytes"] >= 0
+    (row,) = run("riemannian_step", tmp_path / "result.json", "--rows", "4 x", "--only", *several)
+    assert set(row["contenders"]) == {"floor", *several}
+    assert all(values["memory_bytes"] >= 0 for values in row["contenders"].values())
     defects = row["extra"]["defect"]
-    assert all(defect < 1e-6 for name, defect in defects.items() if name.startswith("ours"))
+    assert max(defects.values()) < 1e-6
     # the same steps, however the matrices are handed over
     assert defects["ours, 4 parameters"] == pytest.approx(defects["ours, Python loop"], rel=0.3)
 
@@ -143,7 +144,9 @@ def test_optimizers_are_compared_at_steps_of_the_same_length(label: str) -> None
     for contender in row.contenders:
         with suppress(Unavailable):
             step = contender.build()
-            if isinstance(step, Optimizing):
+            if not isinstance(step, Optimizing):
+                step()
+            else:
                 (X,) = step.parameters
                 before = X.detach().clone()
                 step()
@@ -168,10 +171,9 @@ def test_interfaces_run(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_constraints_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    batches, square, *others = run("constraints", tmp_path / "result.json")
-    for row in (batches, square):
-        assert row["contenders"]["20 rounds, compiled"]["ratio"] == 1
-        assert row["extra"]["off"]["ours"] < 1e-6 and row["extra"]["off"]["ours, compiled"] < 1e-6
+    row, *others = run("constraints", tmp_path / "result.json", "--rows", "8 x 4", "low_rank", "sphere of")
+    assert row["contenders"]["20 rounds, compiled"]["ratio"] == 1
+    assert row["extra"]["off"]["ours"] < 1e-6 and row["extra"]["off"]["ours, compiled"] < 1e-6
     assert [row["row"].split()[0] for row in others] == ["low_rank", "sphere", "sphere", "sphere"]
 
 
@@ -214,11 +216,13 @@ def test_singular_values_over_a_hundred_merges(terms: int | None, least: float, 
     assert least < found[100] < most and list(found) == list(MERGES)
 
 
-def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path) -> None:
-    out = tmp_path / "clip.json"
+def test_merge_clip_compares_policies_on_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, out = import_module("benchmarks.merge_clip"), tmp_path / "clip.json"
+    monkeypatch.setattr(module, "open_corpus", lambda name: open_corpus(f"text:{text(tmp_path)}"))
+    monkeypatch.setattr(module, "HELD_OUT", 4)
     small = {"steps": 6, "every": 3, "seeds": 1, "hidden-size": 16, "block-size": 8, "norms": 0.1, "batch-size": 2}
     options = [word for name, value in small.items() for word in (f"--{name}", str(value))]
-    import_module("benchmarks.merge_clip").main([*options, "--sequence-length", "8", "--out", str(out)])
+    module.main([*options, "--sequence-length", "8", "--out", str(out)])
     losses = {row["clipping"]: row["losses"][0] for row in json.loads(out.read_text())["rows"]}
     assert list(losses) == ["constant", "ten times the norm", "ramp"] and len(set(losses.values())) == 3
 

@@ -71,7 +71,8 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
         save_run(tmp_path / "runs/course" / f"{arm}-0", arm, steps=(36, 72))
     page = program("docs/diagnostics.md")
     assert page.count('prepare("stdlib"') == 1  # a smaller corpus does here: some of the tests
-    page = page.replace('"stdlib"', TEXT)
+    assert page.count("held_out.split(32)") == 1
+    page = page.replace('"stdlib"', TEXT).replace("held_out.split(32)", "held_out[:128].split(32)")
     names = run_page("docs/diagnostics.md", page)
     assert names["consistency"]["pit-trainable"].delta_ti < 1e-4 < names["consistency"]["transpose"].delta_ti
     assert [path.name for path in names["course"]["transpose"]] == ["step-00000036", "step-00000072"]
@@ -79,7 +80,7 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_readme_runs() -> None:
-    names = run_page("README.md", program("README.md"))
+    names = run_page("README.md", program("README.md").replace("32000", "3200"))
     E, W_out = names["E"], names["W_out"]
     assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized
@@ -163,7 +164,7 @@ def test_poet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("one_layer")
 def test_the_page_on_pit_runs_and_has_the_recipe_of_the_command() -> None:
-    names = run_page("docs/pit.md", program("docs/pit.md"))
+    names = run_page("docs/pit.md", program("docs/pit.md").replace("32000", "3200"))
     E, W_out, Z, T = (names[name].detach().double() for name in ("E", "W_out", "Z", "T"))
     assert torch.dist(W_out @ E, torch.eye(512)) < 1e-4 and torch.dist(Z @ T, W_out.mT) < 1e-4
     config = resolve(TrainConfig(out=Path("unused"), interface="pit-free"))
@@ -273,7 +274,8 @@ def test_sentences_are_short() -> None:
         assert sum(words) <= 22 * len(words), (page.name, sum(words) / len(words))
 
 
-def test_testing_runs(capsys: pytest.CaptureFixture[str], without_shrinking: None) -> None:
+@pytest.mark.usefixtures("without_shrinking", "few_examples")
+def test_testing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_page("docs/testing.md", program("docs/testing.md"))
     assert "retr lands on the manifold" in capsys.readouterr().out
     atoms, codes, signals = names["atoms"], names["codes"], names["signals"]

@@ -78,18 +78,6 @@ def test_an_editable_install_shows_the_package_alone(tmp_path: Path) -> None:
     assert run(sys.executable, "-P", "-c", program, cwd=tmp_path).strip() == "['manifold_tying']"
 
 
-def test_the_comparisons_need_a_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import manifold_tying.cli as cli; print(cli.__file__)\n"
-        "cli.main(['reproduce', '--help'])"
-    )
-    command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(str(tmp_path)), done.stderr
-    assert done.returncode == 2 and "in a checkout" in done.stderr  # the comparisons are no part of the package
-
-
 def test_the_wheel_works_without_the_extras(wheel: Path, tmp_path: Path) -> None:
     """Unpacked, with the packages that it requires and none of those that its extras do."""
     zipfile.ZipFile(wheel).extractall(tmp_path)

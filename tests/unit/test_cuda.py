@@ -1,6 +1,7 @@
 """On a CUDA device: the numbers that a CPU gives, and steps that nobody waits for."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import manifold_tying as mt
 from manifold_tying import PIT, kernels, linalg
+from manifold_tying.models import PRESETS
 from manifold_tying.optim import MergeSchedule, RiemannianAdam, param_groups
 from manifold_tying.parametrizations import manifold_of
 from manifold_tying.training import Settings, TrainConfig, resolve
@@ -313,9 +315,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("interface", ["transpose", "untied", "pit-frozen", "pit-trainable", "pit-free"])
 @pytest.mark.parametrize("body", BODIES)
 def test_a_whole_training_step_never_waits_for_the_gpu(
-    interface: Any, body: str, errors_on_sync: Callable[[str], None]
+    interface: Any, body: str, errors_on_sync: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, backward, step and the merge schedule where nothing is due, as ``manifold-tying train`` builds them."""
+    monkeypatch.setitem(PRESETS, "bytes", dataclasses.replace(PRESETS["bytes"], num_layers=1))
     settings = Settings(preset="bytes", device="cuda", **BODIES[body])
     config = resolve(TrainConfig(out=Path("unused"), interface=interface, settings=settings))
     model = build_model(config)

@@ -20,13 +20,34 @@ from manifold_tying.cli import main
 from manifold_tying.training import train
 
 
-def test_a_disk_that_is_full_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), "[Errno 28] No space left on device: 'runs/x'"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/cache"),
+            "[Errno 13] Permission denied: '/cache'. Change its permissions, or choose another path; "
+            "MANIFOLD_TYING_CACHE moves prepared corpora",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_said(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> None:
+        raise error
 
-    monkeypatch.setattr("manifold_tying.training.commands.run_train", full)
-    said = "error: [Errno 28] No space left on device: 'runs/x'"
-    assert run(["train", "--out", "runs/x"], capsys) == (2, said)
+    monkeypatch.setattr("manifold_tying.training.commands.run_train", refused)
+    assert run(["train", "--out", "runs/x"], capsys) == (2, f"error: {said}")
+
+
+def test_the_comparisons_need_a_checkout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no part of the package, as its distributions show."""
+    monkeypatch.setattr("manifold_tying.cli.__file__", str(tmp_path / "manifold_tying/cli.py"))
+    status, said = run(["reproduce", "--help"], capsys)
+    assert status == 2 and "in a checkout" in said
 
 
 def test_an_encoding_without_greek_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,21 +90,11 @@ def test_the_folder_is_checked_before_the_corpus_is_prepared(
     for out, expected in ((corpus / "out", "is not a folder"), (somebodys, "not a file that manifold-tying wrote")):
         status, said = run([command, *settings, str(out)], capsys)
         assert status == 2 and expected in said and "choose" in said
+    assert {path.read_text() for path in somebodys.iterdir()} == {"{}"}
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     status, said = run([command, *settings, str(tmp_path / "new" / "out")], capsys)
     assert status == 2 and f"{tmp_path} is read-only for you; choose a folder that is writable" in said
     assert not (tmp_path / "cache").exists() and not (tmp_path / "new").exists()
-
-
-def test_a_file_without_permission_comes_with_advice(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*args: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "/cache")
-
-    monkeypatch.setattr("manifold_tying.training.commands.run_train", denied)
-    _, said = run(["train", "--out", "runs/x"], capsys)
-    assert said.startswith("error: [Errno 13] Permission denied: '/cache'. Change its permissions") and "CACHE" in said
 
 
 @pytest.mark.parametrize("use", ["import manifold_tying", "from manifold_tying.cli import main; main(['--help'])"])
@@ -118,11 +129,10 @@ def test_the_terminal_compares_what_the_page_compares(
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    """As in ``manifold-tying ablate --help | head -1``."""
+    """As in ``manifold-tying --help | head -1``."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "manifold_tying", "ablate", "--help"], stdout=write, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "manifold_tying", "--help"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert done.returncode == 128 + signal.SIGPIPE and done.stderr == ""

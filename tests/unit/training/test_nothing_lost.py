@@ -133,7 +133,7 @@ def test_interrupts_that_are_ignored_stay_so(tmp_path: Path, corpus: Path) -> No
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    found = random_kills(KillOptions(kills=4, seed=1), tmp_path)
+    found = random_kills(KillOptions(kills=4, seed=1, steps=12), tmp_path)
     assert found["kills"] == 4 and found["runs"] >= 1
 
 

@@ -80,7 +80,7 @@ def test_poet_comparisons_have_a_line_for_every_arm(
 
 @pytest.mark.parametrize("h", [8, 3])
 def test_a_budget_is_one_number_of_parameters(h: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRESETS, "mini", dataclasses.replace(PRESETS["mini"], num_layers=1))
+    monkeypatch.setitem(PRESETS, "mini", dataclasses.replace(PRESETS["mini"], num_layers=1, vocab_size=300))
     counts = []
     for arm in poet.budget_arms(h):
         interface, settings = parse_arm(arm.spec or "", Settings(preset="mini"))

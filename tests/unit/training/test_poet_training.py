@@ -153,7 +153,7 @@ def test_a_compiled_run_has_the_same_losses_across_a_merge(
     losses = {}
     for compiled in (False, True):
         out = tmp_path / str(compiled)
-        shared = settings(corpus, body="poet-block", compile=compiled, steps=2, merge_every=1)
+        shared = settings(corpus, body="poet-block", block_size=16, compile=compiled, steps=2, merge_every=1)
         train(TrainConfig(out=out, interface="pit-trainable", settings=shared))
         losses[compiled] = [line["loss"] for line in lines(out)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)

@@ -96,8 +96,8 @@ def test_compiled_is_eager(name: str, tokens: int) -> None:
 
 # torch's own, where it traces an autograd.Function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", INTERFACES)
+# Strict export traces as torch.compile does, which the test above has of the others.
+@pytest.mark.parametrize(("name", "strict"), [*((name, False) for name in INTERFACES), ("transpose", True)])
 def test_an_exported_graph_takes_any_number_of_tokens(name: str, strict: bool) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
