@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -104,6 +104,12 @@ def check_int(name: str, value: object, least: int, otherwise: str = "") -> None
     """ValueError unless value is an integer >= least; a bool is not an integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"expected {name} to be an integer >= {least}{otherwise}, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """ValueError unless value is one of the words of a Literal."""
+    if value not in get_args(choices):
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(get_args(choices))}")
 
 
 def gram(Y: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from manifold_tying import precision
 from manifold_tying.huggingface.native import is_built_again, mark, tie, unhooked
 from manifold_tying.huggingface.rotation import check_plain, rotate, rotation
 from manifold_tying.huggingface.tables import Source, StockTables, is_called, read_tables, undisturbed
@@ -59,8 +60,7 @@ def convert(model: M, *, transform: Start = "head", source: Source | None = None
     if removed:
         name = next(iter(removed))
         raise ValueError(f"convert has no option {name}: {_REMOVED.get(name, 'see its documentation')}")
-    if transform not in get_args(Start):
-        raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Start))}")
+    precision.check_choice("transform", transform, Start)
     tables = read_tables(model, source)
     turned = None
     if transform == "rotation":

@@ -1,6 +1,6 @@
 """The Stiefel manifold of tall matrices with orthonormal columns."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,12 +9,6 @@ from manifold_tying import autograd, distributed, linalg, precision
 from manifold_tying.manifolds._matrices import Matrices
 
 Retraction = Literal["polar", "qr", "cayley", "cayley-neumann"]
-
-
-def check_retraction(retraction: str) -> None:
-    """ValueError that lists the choices unless retraction is one of them."""
-    if retraction not in get_args(Retraction):
-        raise ValueError(f"unknown retraction {retraction!r}; choose one of {', '.join(get_args(Retraction))}")
 
 
 class Stiefel(Matrices):
@@ -44,7 +38,7 @@ class Stiefel(Matrices):
 
     def __init__(self, retraction: Retraction = "polar", *, terms: int = 2) -> None:
         """See the class for the arguments."""
-        check_retraction(retraction)
+        precision.check_choice("retraction", retraction, Retraction)
         precision.check_int("terms", terms, 1)
         super().__init__()
         self.retraction = retraction

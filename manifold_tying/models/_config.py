@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from manifold_tying import precision
 
@@ -50,8 +50,7 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps", "initializer_std", "embedding_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
-        if self.norm not in get_args(NormName):
-            raise ValueError(f"unknown norm {self.norm!r}; choose one of {', '.join(get_args(NormName))}")
+        precision.check_choice("norm", self.norm, NormName)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}; each "

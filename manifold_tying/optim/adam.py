@@ -1,7 +1,7 @@
 """Riemannian Adam."""
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,9 +95,7 @@ class RiemannianAdam(RiemannianOptimizer):
             raise ValueError("foreach=True does not support a tensor lr; drop one of them")
         if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {group['betas']}")
-        if group["second_moment"] not in get_args(SecondMoment):
-            choices = ", ".join(get_args(SecondMoment))
-            raise ValueError(f"unknown second_moment {group['second_moment']!r}; choose one of {choices}")
+        precision.check_choice("second_moment", group["second_moment"], SecondMoment)
 
     def _new_state(self, p: Tensor, manifold: geoopt.Manifold, group: Group) -> dict[str, Any]:
         ours = isinstance(manifold, Stiefel | Sphere)

@@ -1,7 +1,7 @@
 """Riemannian Muon: steepest descent in the spectral norm."""
 
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -86,9 +86,7 @@ class RiemannianMuon(RiemannianAdam):
         precision.check_int("dual_steps", group["dual_steps"], 0)
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"expected momentum in [0, 1), got {group['momentum']}")
-        if group["adjust_lr_fn"] not in get_args(AdjustLr):
-            choices = ", ".join(get_args(AdjustLr))
-            raise ValueError(f"unknown adjust_lr_fn {group['adjust_lr_fn']!r}; choose one of {choices}")
+        precision.check_choice("adjust_lr_fn", group["adjust_lr_fn"], AdjustLr)
 
     def _by_muon(self, group: Group, p: Tensor) -> bool:
         manifold = self._manifolds.get(p)

@@ -3,13 +3,13 @@
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_args, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from manifold_tying import distributed
+from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim.checks import Group, check_point, checked_scale
@@ -36,8 +36,7 @@ class RiemannianOptimizer(Optimizer):
     follows_manifolds = True
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
-        if nonfinite not in get_args(NonFinite):
-            raise ValueError(f"unknown nonfinite {nonfinite!r}; choose one of {', '.join(get_args(NonFinite))}")
+        precision.check_choice("nonfinite", nonfinite, NonFinite)
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._homes: dict[Tensor, nn.Module | None] = {}
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others

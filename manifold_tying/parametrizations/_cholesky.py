@@ -1,6 +1,6 @@
 """Symmetric positive definite weights through a Cholesky factor with positive diagonal."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,7 @@ class CholeskyFactor(Constraint):
 
     def __init__(self, diagonal: Diagonal = "softplus", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
-        if diagonal not in get_args(Diagonal):
-            raise ValueError(f"unknown diagonal {diagonal!r}; choose one of {', '.join(get_args(Diagonal))}")
+        precision.check_choice("diagonal", diagonal, Diagonal)
         self.diagonal = diagonal
 
     def forward(self, stored: Tensor) -> Tensor:

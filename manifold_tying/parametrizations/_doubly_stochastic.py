@@ -1,6 +1,6 @@
 """Doubly stochastic weights: nonnegative, rows and columns sum to 1."""
 
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,7 @@ def doubly_stochastic(module: M, name: str = "weight", *, map: DoublyStochasticM
     Raises:
         ValueError: unknown map; the weight is not square or not finite; ``name`` as for :func:`stiefel`.
     """
-    if map not in get_args(DoublyStochasticMap):
-        raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(DoublyStochasticMap))}")
+    precision.check_choice("map", map, DoublyStochasticMap)
     Layout.of(module, name)
     precision.check_square(weight := getattr(module, name))
     return register(module, name, DoublyStochastic(weight.dtype, map))

@@ -1,7 +1,7 @@
 """The functions that make a weight the image of a free tensor, and :func:`materialize`, which removes every constraint."""
 
 from collections.abc import Iterator
-from typing import TypeVar, cast, get_args
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,7 @@ def orthogonal(
     Raises:
         ValueError: unknown map; ``special`` for other than square matrices; ``name`` and ``blocks`` as for :func:`stiefel`.
     """
-    if map not in get_args(OrthogonalMap):
-        raise ValueError(f"unknown map {map!r}; choose one of {', '.join(get_args(OrthogonalMap))}")
+    precision.check_choice("map", map, OrthogonalMap)
     layout = Layout.orthonormal(module, name, blocks)
     if special and layout.matrix_shape[-2] != layout.matrix_shape[-1]:
         raise ValueError(

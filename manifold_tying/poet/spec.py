@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,8 +176,7 @@ def check_options(
 ) -> None:  # fmt: skip
     """ValueError unless the options of :func:`equivalence` are valid."""
     for what, value, choices in (("scheme", scheme, Scheme), ("init", init, Init), ("sides", sides, Sides)):
-        if value not in get_args(choices):
-            raise ValueError(f"unknown {what} {value!r}; choose one of {', '.join(get_args(choices))}")
+        precision.check_choice(what, value, choices)
     precision.check_int("block_size", block_size, 2)
     if fraction is not None and scheme != "full":
         raise ValueError('fraction needs scheme="full"; scheme="block" rotates every dimension: choose block_size')

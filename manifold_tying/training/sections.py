@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
+from manifold_tying import precision
 from manifold_tying.huggingface.conversion import Start
 from manifold_tying.manifolds import Retraction
 from manifold_tying.parametrizations import Diagonal
@@ -203,8 +204,8 @@ def check_value(name: str, value: object, hint: Any) -> None:
     if value is None:
         return
     for kind in (hint, *get_args(hint)):
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(get_args(kind))}")
+        if get_origin(kind) is Literal:
+            precision.check_choice(name, value, kind)
         for bounds in filter(lambda found: isinstance(found, Bounds), getattr(kind, "__metadata__", ())):
             if not isinstance(value, int | float):
                 raise ValueError(f"expected {name} to be a number, got {value!r}")

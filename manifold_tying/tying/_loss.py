@@ -1,7 +1,7 @@
 """Cross-entropy of a vocabulary head that holds one chunk of the logits at a time."""
 
 import math
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +80,7 @@ def linear_cross_entropy(
     if targets.dtype != torch.int64:
         raise ValueError(f"expected int64 targets, got {targets.dtype}; convert them with targets.long()")
     precision.compute_dtype(table.dtype)
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"unknown reduction {reduction!r}; choose one of {', '.join(get_args(Reduction))}")
+    precision.check_choice("reduction", reduction, Reduction)
     if not (0 <= z_loss < math.inf and 0 <= label_smoothing <= 1 and (softcap is None or 0 < softcap < math.inf)):
         raise ValueError(
             "expected z_loss >= 0, label_smoothing from 0 to 1 and softcap > 0 or None, all finite, got "

@@ -1,7 +1,7 @@
 """Pseudo-Inverse Tying: embedding and head are coupled projections of one orthonormal token memory."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self, Unpack, cast, get_args
+from typing import Any, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -105,8 +105,7 @@ class PIT(TokenInterface):
             ValueError: as for :class:`PIT`; unknown transform; the table is not a floating (V, d) with V >= d, contains NaN
                 or Inf, or is rank-deficient.
         """
-        if transform not in get_args(Transform):
-            raise ValueError(f"unknown transform {transform!r}; choose one of {', '.join(get_args(Transform))}")
+        precision.check_choice("transform", transform, Transform)
         form = _pit_class(memory, options)
         U, H = _decompose(weight)
         T = precision.eye_like(H)
@@ -211,8 +210,7 @@ def check_hidden(hidden: Tensor, hidden_size: int) -> None:
 
 def _pit_class(memory: Memory, options: Mapping[str, Any]) -> type[PIT]:
     """The class for this memory; ValueError if it is unknown or does not have one of the options."""
-    if memory not in get_args(Memory):
-        raise ValueError(f"unknown memory {memory!r}; choose one of {', '.join(get_args(Memory))}")
+    precision.check_choice("memory", memory, Memory)
     others = ("retraction", "diagonal") if memory == "free" else ("std",)
     if given := [name for name in others if name in options]:
         raise ValueError(f"memory={memory!r} has no {', '.join(given)}; leave it out, or choose another memory")
