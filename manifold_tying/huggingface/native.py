@@ -103,21 +103,25 @@ def is_guard(entry: Any) -> bool:
     return isinstance(entry, Mapping) and "quant_method" not in entry and entry.get("requires") == GUARD["requires"]
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Whether the model's embedding divides."""
+def embedding_of(model: nn.Module) -> Any:
+    """The model's token embedding, or None."""
     get: Any = getattr(model, "get_input_embeddings", None)
     with suppress(NotImplementedError):  # transformers raises this if there is none
-        return get is not None and isinstance(get(), PITEmbedding)
-    return False
+        return None if get is None else get()
+    return None
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether the model's embedding divides."""
+    return isinstance(embedding_of(model), PITEmbedding)
 
 
 def pit_embedding(model: nn.Module) -> PITEmbedding:
     """The embedding of a converted model; ValueError if the model is not converted, or no longer tied."""
     wrong = f"expected a model converted by manifold_tying.convert, got {type(model).__name__}"
-    if not is_converted(model):
-        raise ValueError(f"{wrong} with its own embedding")
     owner: Any = model
-    embedding: PITEmbedding = owner.get_input_embeddings()
+    if not isinstance(embedding := embedding_of(owner), PITEmbedding):
+        raise ValueError(f"{wrong} with its own embedding")
     head = owner.get_output_embeddings()
     if getattr(head, "weight", None) is not embedding.weight and not embedding.weight.is_meta:  # offloaded: one each
         raise ValueError(f"{wrong} whose head has another weight than its embedding, so W_out E = I does not hold")
@@ -166,11 +170,7 @@ def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any,
             f"config.json has both {MARK} and tie_word_embeddings=false. Set the second to true for a converted model, or "
             f"remove {MARK} and quantization_config for a stock one"
         )
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:
-        return
-    if isinstance(embedding, nn.Embedding):
+    if isinstance(embedding := embedding_of(model), nn.Embedding):
         PITEmbedding.adopt(embedding, entry["scale"])
         tie(model)
 

@@ -61,11 +61,25 @@ def rotation(model: "PreTrainedModel", table: Tensor) -> Rotation:
 
 
 def rotate(model: "PreTrainedModel", by: Rotation, install: Callable[[], None]) -> None:
-    """Rotate the body, and ``install`` embedding and head; ValueError if the logits do not stay."""
-    reference = _logits_with_gain(model, _even_gain(by))
+    """Rotate the body, and ``install`` embedding and head; ValueError if the logits do not stay.
+
+    Compares them with an even gain, for which the rotation is exact, of about the true gain's size, to stay in its range.
+    """
+    even = float(by.gain.abs().max() / by.squares.max())
+    reference = _logits_with_gain(model, even)
     install()
     _rotate_body(model, by)
-    _check_rotated(model, by, reference)
+    dtype, error = final_norm(model).weight.dtype, _logits_with_gain(model, by.squares * even) - reference
+    relative = float(error.norm() / reference.norm())
+    bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+    if not relative <= bound:
+        raise ValueError(
+            f"expected transform='rotation' to change logits by at most {bound:g} (relative, on random tokens), got "
+            f"{relative:.2g}: {type(model).__name__} uses the residual stream where it cannot be rotated, for instance "
+            'between the final norm and the head. Choose transform="head" or "identity"'
+        )
+    if not torch.isfinite(_logits_with_gain(model, by.gain)).all():
+        raise ValueError(f"transform='rotation' makes activations overflow {dtype}; convert in bfloat16 or float32")
 
 
 def _logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
@@ -83,26 +97,6 @@ def _logits_with_gain(model: "PreTrainedModel", gain: Tensor | float) -> Tensor:
         ) from error
     finally:
         final.data = before
-
-
-def _check_rotated(model: "PreTrainedModel", by: Rotation, reference: Tensor) -> None:
-    """ValueError unless rotation preserved the logits, compared with an even gain, for which it is exact."""
-    dtype, error = final_norm(model).weight.dtype, _logits_with_gain(model, by.squares * _even_gain(by)) - reference
-    relative = float(error.norm() / reference.norm())
-    bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
-    if not relative <= bound:
-        raise ValueError(
-            f"expected transform='rotation' to change logits by at most {bound:g} (relative, on random tokens), got "
-            f"{relative:.2g}: {type(model).__name__} uses the residual stream where it cannot be rotated, for instance "
-            'between the final norm and the head. Choose transform="head" or "identity"'
-        )
-    if not torch.isfinite(_logits_with_gain(model, by.gain)).all():
-        raise ValueError(f"transform='rotation' makes activations overflow {dtype}; convert in bfloat16 or float32")
-
-
-def _even_gain(by: Rotation) -> float:
-    """A scalar gain of about the true gain's size, so that the check runs in the same range."""
-    return float(by.gain.abs().max() / by.squares.max())
 
 
 @torch.no_grad()
@@ -138,7 +132,7 @@ def final_norm(model: "PreTrainedModel") -> Any:
 
 
 def _parts(model: "PreTrainedModel") -> tuple[nn.ModuleList, Any]:
-    """The blocks and the final norm; ValueError for other names than Llama's. :func:`_check_rotated` tests the rest."""
+    """The blocks and the final norm; ValueError for other names than Llama's. :func:`rotate` tests the rest."""
     body = getattr(model, model.base_model_prefix, None)
     blocks: Any = getattr(body, "layers", None)
     final = getattr(body, "norm", None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from manifold_tying.huggingface.native import import_transformers
+from manifold_tying.huggingface.native import embedding_of, import_transformers
 from manifold_tying.tying import PITEmbedding
 
 if TYPE_CHECKING:
@@ -63,10 +63,9 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
         raise ValueError(f"unknown source {source!r}; choose {', '.join(get_args(Source))}, or None for a tied model")
     check_model(model)
     kind = type(model).__name__
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError as error:  # transformers raises this if there is none
-        raise ValueError(f"expected a model with a token embedding, but {kind} has none: {error}") from error
+    if (embedding := embedding_of(model)) is None:
+        raise ValueError(f"expected a model with a token embedding, but {kind} has none")
+    head = model.get_output_embeddings()
     if isinstance(embedding, PITEmbedding):
         raise ValueError(f"{kind} is already converted; export it first to convert it with other options")
     if head is None:
@@ -94,16 +93,14 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
 
 def _other_names(model: "PreTrainedModel", embedding: nn.Module, head: nn.Module) -> list[str]:
     """Names of further modules with the embedding's table, or in an encoder-decoder with another one of its shape."""
-    table = embedding.weight
-    two = getattr(model.config, "is_encoder_decoder", False)
-    return [
-        name
-        for name, module in model.named_modules()
-        if module not in (embedding, head)
-        and ((weight := module._parameters.get("weight")) is table or two)
-        and weight is not None
-        and (weight is table or (isinstance(module, nn.Embedding) and weight.shape == table.shape))
-    ]
+    table, two = embedding.weight, getattr(model.config, "is_encoder_decoder", False)
+
+    def is_table(module: nn.Module) -> bool:
+        weight = module._parameters.get("weight")
+        alike = two and isinstance(module, nn.Embedding) and weight is not None and weight.shape == table.shape
+        return weight is table or alike
+
+    return [name for name, module in model.named_modules() if module not in (embedding, head) and is_table(module)]
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
