@@ -12,7 +12,7 @@ from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.checks import Group, check_range
 from manifold_tying.optim.nonfinite import NonFinite, is_captured
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -82,7 +82,6 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,

@@ -13,12 +13,6 @@ from manifold_tying.optim.rules import is_polar
 Group = dict[str, Any]
 
 
-def check_kernels(foreach: bool | None, fused: bool | None) -> None:
-    """ValueError for what torch.optim's kernels would reject at the first step."""
-    if fused and foreach:
-        raise ValueError("fused=True does not support foreach=True; drop one of them")
-
-
 def check_range(group: Group, **minimum: float) -> None:
     """ValueError unless every named option of the group is a number >= its minimum."""
     for name, low in minimum.items():

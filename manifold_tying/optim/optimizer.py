@@ -37,6 +37,8 @@ class RiemannianOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], nonfinite: NonFinite) -> None:
         precision.check_choice("nonfinite", nonfinite, NonFinite)
+        if defaults["fused"] and defaults["foreach"]:  # torch's kernels would refuse at the first step
+            raise ValueError("fused=True does not support foreach=True; drop one of them")
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._homes: dict[Tensor, nn.Module | None] = {}
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others

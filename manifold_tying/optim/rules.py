@@ -76,13 +76,6 @@ def project_written_(X: Tensor) -> None:
         linalg.reorthonormalize_(X)
 
 
-def riemannian_gradient(
-    manifold: geoopt.Manifold | Spheres, X: Tensor, G: Tensor, reduce: distributed.Reduce
-) -> Tensor:
-    """G projected to the tangent space at X: on Stiefel G - X sym(XᵀG)."""
-    return tangent_part(reduce, X, G) if is_polar(manifold) else manifold.egrad2rgrad(X, G)
-
-
 def retract(
     manifold: geoopt.Manifold | Spheres,
     X: Tensor,
@@ -165,7 +158,9 @@ def riemannian_step_(
             project_written_(X)
         if maximize:
             G = -G
-        R = riemannian_gradient(part.manifold, X, G, part.reduce) if part.project else G
+        R = G
+        if part.project:
+            R = tangent_part(part.reduce, X, G) if is_polar(part.manifold) else part.manifold.egrad2rgrad(X, G)
         step = lr * direction(part, X, R, state)
         if part.scale is not None:
             step = scaled_tangent_part(part.reduce, X, step, part.scale)

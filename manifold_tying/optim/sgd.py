@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_kernels, check_range
+from manifold_tying.optim.checks import Group, check_range
 from manifold_tying.optim.nonfinite import NonFinite
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -51,7 +51,6 @@ class RiemannianSGD(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        check_kernels(foreach, fused)
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
             "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
