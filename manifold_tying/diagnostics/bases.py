@@ -75,12 +75,12 @@ def nearest_anchors(states: Tensor, anchors: Tensor, k: int = 1) -> Anchors:
         raise ValueError(f"expected states (n, d) and anchors (V, d), got {shapes}")
     if not 1 <= k <= len(anchors):
         raise ValueError(f"expected k in [1, {len(anchors)}], got {k}")
-    directions = _directions(states.detach().double())
+    directions = normalized(states.detach().double())
     ids = torch.zeros(len(states), 0, dtype=torch.int64, device=states.device)
     cosines = torch.zeros(len(states), 0, dtype=torch.float64, device=states.device)
     start = 0
     for block in table_blocks(anchors):
-        found, places = (directions @ _directions(block).mT).topk(min(k, len(block)))
+        found, places = (directions @ normalized(block).mT).topk(min(k, len(block)))
         cosines, ids = torch.cat([cosines, found], 1), torch.cat([ids, places + start], 1)
         cosines, order = cosines.topk(min(k, cosines.shape[1]))
         ids = ids.gather(1, order)
@@ -88,5 +88,6 @@ def nearest_anchors(states: Tensor, anchors: Tensor, k: int = 1) -> Anchors:
     return Anchors(ids, cosines)
 
 
-def _directions(rows: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(rows, eps=1e-300)  # zero stays zero
+def normalized(rows: Tensor) -> Tensor:
+    """Rows of norm 1; zero stays zero."""
+    return torch.nn.functional.normalize(rows, eps=1e-300)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import precision
-from manifold_tying.diagnostics.bases import check_table, polar_scale, table_blocks
+from manifold_tying.diagnostics.bases import check_table, normalized, polar_scale, table_blocks
 from manifold_tying.tying import TokenInterface
 
 
@@ -151,7 +151,5 @@ def _check_shapes(E: Tensor, W_out: Tensor) -> None:
 
 def _cosine_distance(a: Tensor, b: Tensor) -> Tensor:
     """1 - cos of the rows of a and b, (n, d) to (n,), as half the squared distance of unit vectors: accurate near 0."""
-    norms = torch.linalg.vector_norm(a, dim=1), torch.linalg.vector_norm(b, dim=1)
-    units = [rows / torch.where(norm == 0, 1, norm)[:, None] for rows, norm in zip((a, b), norms, strict=True)]
-    none = (norms[0] == 0) | (norms[1] == 0)
-    return torch.where(none, (norms[0] != norms[1]).double(), (units[0] - units[1]).square().sum(1) / 2)
+    a, b = normalized(a), normalized(b)
+    return torch.where(a.any(1) == b.any(1), (a - b).square().sum(1) / 2, 1.0)

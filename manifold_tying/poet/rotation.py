@@ -83,7 +83,7 @@ def block_matmul_rows(x: Tensor, blocks: Blocks) -> Tensor:
     """G_j x_j block by block, x (..., n, T), blocks with the same leading dimensions; remaining rows are unchanged."""
     if not blocks:
         return x
-    pairs, done = list(zip(blocks, rows_of(x, blocks), strict=True)), num_rotated(blocks)
+    pairs, done = list(zip(blocks, rows_of(x, blocks), strict=True)), sum(G.shape[-3] * G.shape[-1] for G in blocks)
     if x.is_cpu and x.ndim == 2 and not autograd.is_tracing() and (len(blocks) > 1 or done < len(x)):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)  # concatenation would copy it once more
         for (G, x_j), y_j in zip(pairs, rows_of(y, blocks), strict=True):
@@ -108,11 +108,6 @@ def rows_of(x: Tensor, blocks: Blocks) -> Iterator[Tensor]:
         k, b = G.shape[-3], G.shape[-1]
         yield x[..., start : start + k * b, :].unflatten(-2, (k, b))
         start += k * b
-
-
-def num_rotated(blocks: Blocks) -> int:
-    """Number of dimensions that the blocks rotate."""
-    return sum(G.shape[-3] * G.shape[-1] for G in blocks)
 
 
 class _Permute(Function):
