@@ -15,7 +15,6 @@ from manifold_tying.huggingface.tables import undisturbed
 from manifold_tying.tying import TokenInterface
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -176,6 +175,7 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
     if not traces:
         raise ValueError("expected at least one trace to draw, got none")
     bands = {name: _bands(trace) for name, trace in traces.items()}
@@ -186,7 +186,18 @@ def draw_traces(traces: Mapping[str, TransitionTrace], decode: Decode = str) -> 
     figure = Figure(figsize=(1.6 + 0.85 * layers, 0.6 + 1.5 * len(traces)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (name, panel) in zip(figure.subplots(len(traces), 1, squeeze=False)[:, 0], bands.items(), strict=True):
-        _panel(axes, panel, colours, decode)
+        for row, (ids, strengths) in enumerate(panel.values()):
+            for layer, (token, strength) in enumerate(zip(ids, strengths, strict=True)):
+                style: dict[str, Any] = {"facecolor": colours[token], "edgecolor": "#d8dee4", "linewidth": 0.5}
+                axes.add_patch(Rectangle((layer - 0.5, row - 0.5), 1, 1, alpha=0.15 + 0.85 * strength, **style))
+                # At most ten letters fit a cell. An unescaped dollar sign would start a formula.
+                text = decode(token).strip()[:10].replace("$", r"\$") or repr(decode(token))[1:-1]
+                axes.text(layer, row, text, ha="center", va="center", fontsize=7, clip_on=True)
+        axes.set(xlim=(-0.5, layer + 0.5), ylim=(len(panel) - 0.5, -0.5))
+        axes.set_xticks(range(layer + 1), [str(i) for i in range(layer + 1)], fontsize=8)
+        axes.set_yticks(range(len(panel)), list(panel), fontsize=8)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
         smooth = traces[name].smoothness
         numbers = f"label changes {smooth.label_changes:.2f}, sides differ {smooth.side_disagreement:.2f}"
         axes.set_title(f"{name}: {numbers}", fontsize=9)
@@ -199,25 +210,3 @@ def _bands(trace: TransitionTrace) -> dict[str, tuple[list[int], list[float]]]:
     sides = {"input side": trace.input_anchors, "output side": trace.output_anchors}
     bands = {name: (side.ids[:, 0].tolist(), side.cosines[:, 0].clamp(0, 1).tolist()) for name, side in sides.items()}
     return bands | {"logit lens": (trace.top[:, 0].tolist(), trace.probabilities[:, 0].tolist())}
-
-
-def _panel(
-    axes: "Axes",
-    bands: Mapping[str, tuple[list[int], list[float]]],
-    colours: Mapping[int, tuple[float, float, float, float]],
-    decode: Decode,
-) -> None:
-    from matplotlib.patches import Rectangle
-
-    for row, (tokens, strengths) in enumerate(bands.values()):
-        for layer, (token, strength) in enumerate(zip(tokens, strengths, strict=True)):
-            style: dict[str, Any] = {"facecolor": colours[token], "edgecolor": "#d8dee4", "linewidth": 0.5}
-            axes.add_patch(Rectangle((layer - 0.5, row - 0.5), 1, 1, alpha=0.15 + 0.85 * strength, **style))
-            # At most ten letters fit a cell. An unescaped dollar sign would start a formula.
-            text = decode(token).strip()[:10].replace("$", r"\$") or repr(decode(token))[1:-1]
-            axes.text(layer, row, text, ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set(xlim=(-0.5, layer + 0.5), ylim=(len(bands) - 0.5, -0.5))
-    axes.set_xticks(range(layer + 1), [str(i) for i in range(layer + 1)], fontsize=8)
-    axes.set_yticks(range(len(bands)), list(bands), fontsize=8)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)

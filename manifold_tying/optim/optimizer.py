@@ -84,7 +84,10 @@ class RiemannianOptimizer(Optimizer):
             for i, p in enumerate(added["params"]):
                 name = (names or added.get("param_names") or {i: f"{i} of group {len(self.param_groups) - 1}"})[i]
                 self._names[p] = name
-                self._add_point(p, manifold or manifold_of(p, known), added)
+                own = manifold or manifold_of(p, known)
+                if own is not None and not isinstance(own, geoopt.Euclidean):
+                    check_point(p, own, f"on-manifold parameter {name}", added)
+                    self._manifolds[p], self._versions[p] = own, p._version
                 if scale is not None:
                     self._scales[p] = checked_scale(p, scale, name, self._manifolds.get(p), added)
                 self._homes[p] = home_of(p, known)
@@ -94,13 +97,6 @@ class RiemannianOptimizer(Optimizer):
                 for recorded in (self._names, self._manifolds, self._scales, self._homes):
                     recorded.pop(p, None)
             raise
-
-    def _add_point(self, p: Tensor, manifold: geoopt.Manifold | None, group: Group) -> None:
-        if manifold is None or isinstance(manifold, geoopt.Euclidean):
-            return
-        check_point(p, manifold, f"on-manifold parameter {self._names[p]}", group)
-        self._manifolds[p] = manifold
-        self._versions[p] = p._version
 
     @overload
     def step(self, closure: None = None) -> None: ...

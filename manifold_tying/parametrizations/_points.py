@@ -120,8 +120,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         names = group.get("names") or group.get("param_names")
         for i, p in enumerate(group["params"]):
-            if p.grad is None or id(p) in warned or manifold_of(p, known) is None or _retracts(optimizer, p):
+            if p.grad is None or id(p) in warned or manifold_of(p, known) is None:
                 continue
+            if isinstance(optimizer, geoopt.optim.mixin.OptimMixin) and isinstance(p, geoopt.ManifoldParameter):
+                continue  # geoopt steps only its own parameter class on its manifold
             warned.add(id(p))
             kind = "a point" if id(p) in known else "a geoopt.ManifoldParameter"
             label = getattr(known.get(id(p), [None])[0], "label", f"{kind} of shape {tuple(p.shape)}")
@@ -141,8 +143,3 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 register_optimizer_step_post_hook(_after_step)
 # Dynamo cannot trace weak references; torch.compiler.disable would import Dynamo, which doubles the import time of torch.
 _check_untraced = torch._disable_dynamo(_check_optimizer)
-
-
-def _retracts(optimizer: Optimizer, p: Tensor) -> bool:
-    """Whether a geoopt optimizer steps p on its manifold: only for its own parameter class."""
-    return isinstance(optimizer, geoopt.optim.mixin.OptimMixin) and isinstance(p, geoopt.ManifoldParameter)

@@ -104,7 +104,10 @@ def materialize(module: M) -> M:
         for _, owner, name in found:
             value = getattr(owner, name)
             own_class(owner)
-            _keep_first(cast(Float32ParametrizationList, parametrized(owner)[name]))
+            parts = cast(Float32ParametrizationList, parametrized(owner)[name])
+            weight = cast(nn.Parameter, parts.stored[0])  # the layer's own parameter: torch would leave another one
+            parts._parameters.clear()
+            parts.is_tensor, parts.ntensors, parts.original = True, 1, weight
             parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
             _replace_stored(getattr(owner, name), value.clone(memory_format=torch.contiguous_format))
     _release_others(module)
@@ -123,14 +126,6 @@ def _release_others(module: nn.Module) -> None:
                 if manifold_of(p, {}) is not None:
                     p.__dict__.pop("manifold", None)
                     p.__class__ = nn.Parameter  # the same object, which an optimizer may hold
-
-
-def _keep_first(parts: Float32ParametrizationList) -> None:
-    """Reduce several stored tensors to the first, the layer's own parameter: torch would leave another one."""
-    weight = parts.stored[0]
-    parts._parameters.clear()
-    parts.is_tensor, parts.ntensors = True, 1
-    parts.register_parameter("original", cast(nn.Parameter, weight))
 
 
 def _replace_stored(weight: Tensor, value: Tensor) -> None:

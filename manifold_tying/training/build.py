@@ -56,19 +56,16 @@ def build_model(config: TrainConfig) -> Model:
         torch.manual_seed(config.seed)
         model = Llama(shape, build_interface(config.interface, shape.vocab_size, shape.hidden_size, config.settings))
     if config.settings.poet:
-        equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **_equivalence_options(config.settings))
+        s = config.settings
+        scheme: dict[str, Any] = {"scheme": "block", "block_size": s.block_size}
+        if s.body == "poet-full":
+            scheme = {"scheme": "full", "fraction": s.fraction}
+        options: dict[str, Any] = {"terms": s.cayley_terms, "init": s.init, "out_share": s.out_share}
+        equivalence_(model, BLOCKS, seed=config.seed, verbose=False, **scheme, **options)
     if constraint := CONSTRAINTS.get(config.settings.body):
         for layer in [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]:
             constraint(layer)
     return model.to(config.settings.device)
-
-
-def _equivalence_options(settings: Settings) -> dict[str, Any]:
-    if settings.body == "poet-full":
-        scheme: dict[str, Any] = {"scheme": "full", "fraction": settings.fraction}
-    else:
-        scheme = {"scheme": "block", "block_size": settings.block_size}
-    return {**scheme, "terms": settings.cayley_terms, "init": settings.init, "out_share": settings.out_share}
 
 
 def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
