@@ -1,6 +1,5 @@
 """The folder of a transformers checkpoint: its config and its model's class; nothing in it is executed."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(file, DAMAGED)
 
 
-def recorded_mark(folder: Path) -> Mapping[str, Any] | None:
+def recorded_mark(folder: Path) -> Any:
     """The validated mark of a converted checkpoint in config.json; None if the checkpoint is not converted."""
-    entry = read_config(folder).get(MARK)
-    try:
-        return None if entry is None else check_mark(entry)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    if (entry := read_config(folder).get(MARK)) is not None:
+        try:
+            check_mark(entry)
+        except ValueError as error:
+            raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    return entry
 
 
 def model_class(folder: Path) -> Any:

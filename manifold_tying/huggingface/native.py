@@ -85,7 +85,7 @@ def _owners(config: Any) -> list[Any]:
     return [config] if text is config else [config, text]
 
 
-def check_mark(entry: Any) -> Mapping[str, Any]:
+def check_mark(entry: Any) -> None:
     """Validate the config's entry; ValueError for a wrong one."""
     known = isinstance(entry, Mapping) and entry.keys() == {"scale", "rotated"} and isinstance(entry["rotated"], bool)
     scale = entry["scale"] if known else None
@@ -94,8 +94,6 @@ def check_mark(entry: Any) -> Mapping[str, Any]:
             f'expected {MARK} in config.json to be {{"scale": a finite number other than 0, "rotated": true or false}}, got '
             f"{entry!r:.80}; convert the model again, or install a newer manifold-tying"
         )
-    mark: Mapping[str, Any] = entry
-    return mark
 
 
 def is_guard(entry: Any) -> bool:
@@ -162,9 +160,9 @@ def tie(model: "PreTrainedModel") -> None:
 def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any, kwargs: Any) -> None:
     """Give a newly built model with a marked config its embedding; parts without an embedding are left as they are."""
     wrapped(*args, **kwargs)
-    if not hasattr(model.config, MARK):
+    if (entry := getattr(model.config, MARK, None)) is None:
         return
-    entry = check_mark(getattr(model.config, MARK))
+    check_mark(entry)
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
             f"config.json has both {MARK} and tie_word_embeddings=false. Set the second to true for a converted model, or "
