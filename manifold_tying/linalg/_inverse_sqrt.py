@@ -161,10 +161,5 @@ def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, floa
     return S, size
 
 
-def converges(size: float, eps: float) -> bool:
-    """Whether :func:`series` is as precise as eps for ‖E‖₂ <= size."""
-    return bool(size < (4 * eps) ** (1 / 9))
-
-
 def _norm(A: Tensor) -> float:
     return float(torch.linalg.vector_norm(A) if A.ndim == 2 else torch.linalg.vector_norm(A, dim=(-2, -1)).amax())

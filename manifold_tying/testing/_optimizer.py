@@ -229,14 +229,6 @@ OPTIMIZER_LAWS: tuple[Law[Subject], ...] = (
 )
 
 
-def _some_shape(manifold: geoopt.Manifold) -> tuple[int, ...]:
-    shapes: tuple[tuple[int, ...], ...] = ((5,),) if manifold.ndim == 1 else ((5, 2), (4, 4))
-    fitting = [shape for shape in shapes if manifold.check_point(torch.empty(shape))]
-    if not fitting:
-        raise ValueError(f"{manifold} accepts none of the default shapes {shapes}; pass shape=")
-    return fitting[0]
-
-
 def check_optimizer(
     make: Make, manifold: geoopt.Manifold, shape: tuple[int, ...] | None = None, *, skip: Collection[str] = ()
 ) -> None:
@@ -256,5 +248,9 @@ def check_optimizer(
     >>> check_optimizer(lambda params: RiemannianAdam(params, lr=0.05), Stiefel())
     """
     __tracebackhide__ = True
-    subject = Subject(make, manifold, shape or _some_shape(manifold))
+    shapes: tuple[tuple[int, ...], ...] = ((5,),) if manifold.ndim == 1 else ((5, 2), (4, 4))
+    fitting = [shape] if shape else [fits for fits in shapes if manifold.check_point(torch.empty(fits))]
+    if not fitting:
+        raise ValueError(f"{manifold} accepts none of the default shapes {shapes}; pass shape=")
+    subject = Subject(make, manifold, fitting[0])
     check(OPTIMIZER_LAWS, subject, f"{type(subject.start(0)[1]).__name__} on {manifold} at {subject.shape}", skip)

@@ -91,7 +91,12 @@ class PITEmbedding(nn.Embedding):
             e = torch.where((ids == self.padding_idx)[..., None], e.detach(), e)
         # The factor has the model's dtype, as in Gemma 3.
         e = e if self.scale == 1.0 else e * torch.full((), self.scale, dtype=e.dtype, device=e.device)
-        return e if input is ids else _distributed_like(input, e)
+        if input is ids:
+            return e
+        from torch.distributed.tensor import DTensor  # torch's tensor parallelism has made the ids one
+
+        sharded: Any = input
+        return DTensor.from_local(e, sharded.device_mesh, sharded.placements, run_check=False)
 
     def materialize(self, dtype: torch.dtype | None = None) -> Tensor:
         """E (V, d) without the scale, computed in float64 and cast once, by default to the dtype of W."""
@@ -102,10 +107,3 @@ class PITEmbedding(nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}" + (
             "" if self.scale == 1.0 else f", scale={self.scale:g}"
         )
-
-
-def _distributed_like(ids: Any, e: Tensor) -> Tensor:
-    """The result for ids that torch's tensor parallelism has made a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(e, ids.device_mesh, ids.placements, run_check=False)

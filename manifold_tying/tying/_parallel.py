@@ -58,8 +58,13 @@ def shard_model(
         raise ValueError(f"a {type(model).__name__} has no method {', '.join(missing)}; name those that it has")
     low = policy.param_dtype is not None and policy.param_dtype.itemsize < 4
     interfaces = [module for module in model.modules() if isinstance(module, TokenInterface)]
-    if low:
-        _check_trivializations(model, interfaces)
+    apart = {module for interface in interfaces for module in interface.modules()}
+    for path, owner, name in constraints(model) if low else ():
+        if owner not in apart and not isinstance(parametrized(owner)[name][0], OnManifold):
+            raise ValueError(
+                f"mp_policy.param_dtype would cast the stored tensor of {path} below float32; omit the policy and run under "
+                "torch.autocast"
+            )
     for interface in interfaces:
         wide = isinstance(interface, PIT) or any(True for _ in constraints(interface))
         if isinstance(interface, PIT) and policy.param_dtype is not None:
@@ -106,13 +111,3 @@ def shard_vocabulary(interface: I_, mesh: "DeviceMesh") -> I_:
                 rows = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
                 setattr(module, name, nn.Parameter(rows, requires_grad=p.requires_grad))
     return interface
-
-
-def _check_trivializations(model: nn.Module, interfaces: list[TokenInterface]) -> None:
-    apart = {module for interface in interfaces for module in interface.modules()}
-    for path, owner, name in constraints(model):
-        if owner not in apart and not isinstance(parametrized(owner)[name][0], OnManifold):
-            raise ValueError(
-                f"mp_policy.param_dtype would cast the stored tensor of {path} below float32; omit the policy and run under "
-                "torch.autocast"
-            )
