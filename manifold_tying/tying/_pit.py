@@ -53,12 +53,6 @@ class PIT(TokenInterface):
     memory: Tensor
     cholesky_factor: Tensor
     embedding_dtype: torch.dtype
-    _table: Callable[[], Tensor]
-    """The stored matrix (V, d) that tokens index."""
-    _divide: Callable[[Tensor, bool], Tensor]
-    """Map rows of the table (n, d) to rows of E, by split products if the flag is true."""
-    _factors: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Matrices (..., d), in the dtype of hidden, and (V, d), whose product is the logits."""
 
     # copy and pickle call __new__ without arguments, hence the defaults.
     def __new__(cls, vocab_size: int = 0, hidden_size: int = 0, *, memory: Memory = "free", **options: Any) -> Self:
@@ -156,12 +150,24 @@ class PIT(TokenInterface):
             e = distinct_rows(ids, table, lambda rows: self._divide(rows, split))
         return e.to(self.embedding_dtype)
 
+    def _table(self) -> Tensor:
+        """The stored matrix (V, d) that tokens index."""
+        raise NotImplementedError
+
+    def _divide(self, rows: Tensor, split: bool) -> Tensor:
+        """Map rows of the table (n, d) to rows of E, if ``split`` by split products."""
+        raise NotImplementedError
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden W_out, (..., V)."""
         return vocab_logits(*self._factors(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor, **options: Unpack[LossOptions]) -> Tensor:
         return linear_cross_entropy(*self._factors(hidden), targets, **options)
+
+    def _factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Matrices (..., d), in the dtype of hidden, and (V, d), whose product is the logits."""
+        raise NotImplementedError
 
     def materialize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """(E, W_out), computed in float64 and cast once, by default to the parameters' dtype."""
