@@ -38,7 +38,7 @@ class Counted(TorchDispatchMode):
 
 def adapted(layers: int = 2, **options: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 32}
+    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "vocab_size": 32}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes))
     found = get_peft_model(model, PoetConfig(target_modules="all-linear", init_weights=False, **options))
     return found.train()

@@ -27,7 +27,7 @@ ALLOWED = {
     "models": {*SHARED, "linalg", "manifolds", "parametrizations", "tying"},
     "optim": {*SHARED, "linalg", "manifolds", "parametrizations", "poet", "_extra", "_geoopt"},
     "recipe": {"precision", "optim", "tying"},
-    "peft": {"precision", "parametrizations", "poet", "_extra"},
+    "peft": {"autograd", "precision", "parametrizations", "poet", "_extra"},
     "lightning": {"optim", "_extra"},
     "diagnostics": {*SHARED, "linalg", "tying", "huggingface", "_extra", "_json", "_safetensors"},
     "testing": {*SHARED, "linalg", "manifolds", "parametrizations", "tying", "optim", "_extra"},
