@@ -52,6 +52,6 @@ def load_data(
         )
     )
     available, wanted = (len(tokens.val) - 1) // length * length, wanted // length * length
-    if progress and available < wanted:
+    if progress and 0 < available < wanted:
         progress(f"{settings.data} is small: evaluating on {available:,} held-out tokens, not on {wanted:,}")
     return tokens

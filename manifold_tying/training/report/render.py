@@ -13,7 +13,7 @@ from urllib.parse import quote
 import jinja2
 from plotly.offline import get_plotlyjs
 
-from manifold_tying.training.files import write_atomic
+from manifold_tying.training.files import write_atomic, writing_to
 from manifold_tying.training.numbers import DASH
 from manifold_tying.training.report import figures as plots
 from manifold_tying.training.report.comparison import APART, comparable, differences
@@ -35,8 +35,8 @@ def write_report(experiment: Experiment, out: str | Path) -> Path:
     written, path = page(experiment).encode(), Path(out) / "report.html"
     if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:4096]):
         raise ValueError(f"{path} is not a report of manifold-tying; move it, or choose another folder with --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_atomic(path, written)
+    with writing_to(path.parent):
+        return write_atomic(path, written)
 
 
 def page(experiment: Experiment) -> str:

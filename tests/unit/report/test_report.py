@@ -294,6 +294,8 @@ def test_no_file_that_is_not_ours_is_replaced_or_removed(tmp_path: Path, mark: b
     else:
         with pytest.raises(ValueError, match=r"report\.html is not a report of manifold-tying; move it"):
             write_report(load_experiment(tmp_path), tmp_path)
+    with pytest.raises(ValueError, match=r"cannot write to \S+defect\.png: \w+"):
+        write_report(load_experiment(tmp_path), tmp_path / "defect.png")
     after = tree(tmp_path)
     assert before.items() <= after.items() and len(after) - len(before) == bool(mark)
 
