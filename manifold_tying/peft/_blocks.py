@@ -1,13 +1,13 @@
 """Orthogonal blocks of one layer, or of all layers of a model by one map for all blocks of a size."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from manifold_tying import autograd, precision
 from manifold_tying.poet import Blocks, RotationSpec, orthogonal, version_of
@@ -15,26 +15,22 @@ from manifold_tying.poet import Blocks, RotationSpec, orthogonal, version_of
 Rotation = tuple[Tensor, RotationSpec, float]
 """A vector of stored numbers, the sizes of its blocks, and the factor that makes the numbers skew entries."""
 
-_known = ContextVar[dict[int, tuple[Tensor, int, bool, tuple[Blocks, Blocks]]]]("blocks of a model's layers in a call")
+Known = dict[Rotation, tuple[int, tuple[Blocks, Blocks]]]
+"""Version of the vector, and blocks of R and P, for each rotation."""
+
+_known = ContextVar[Callable[[], Known]]("blocks of a model's layers in a call", default=dict)
 
 
 def blocks_of(rotation: Rotation) -> tuple[Blocks, Blocks]:
-    """Blocks of R and of P; those of the :func:`batched` call around, if they are of this vector as it is now."""
-    if torch.compiler.is_compiling() or autograd.in_transform():
-        return all_blocks([rotation])[0]
-    vector, nothing = rotation[0], (None, 0, False, None)
-    of, version, has_grad, known = _known.get({}).get(id(vector), nothing)
-    needs_grad = _needs_grad(vector)
-    if known and of is vector and version == version_of(vector) and has_grad >= needs_grad:
-        return known
-    # A checkpoint around the layer compares what its two runs save for the backward. The second run is after that call and
-    # comes here, so what is saved here must not count.
-    with saved_tensors_hooks(lambda x: x, lambda x: x) if needs_grad else nullcontext():
-        return all_blocks([rotation])[0]
+    """Blocks of R and of P; without gradients those of the :func:`batched` call around, if the vector is as it was.
 
-
-def _needs_grad(vector: Tensor) -> bool:
-    return vector.requires_grad and torch.is_grad_enabled()
+    With gradients each layer has a graph of its own: others free, checkpoint, shard and reduce layers one by one.
+    """
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or autograd.in_transform()):
+        version, known = _known.get()().get(rotation, (0, None))
+        if known is not None and version == version_of(rotation[0]):
+            return known
+    return all_blocks([rotation])[0]
 
 
 def all_blocks(rotations: Sequence[Rotation]) -> list[tuple[Blocks, Blocks]]:
@@ -45,11 +41,11 @@ def all_blocks(rotations: Sequence[Rotation]) -> list[tuple[Blocks, Blocks]]:
         keys.append(([], []))
         for side, of_side, entries in zip((spec.R, spec.P), keys[-1], spec.split(vector), strict=True):
             for v, b in side.split(entries):
-                of_side.append((b, spec.terms, factor, v.dtype, v.device, v.requires_grad))
+                of_side.append((b, spec.terms, factor, v.dtype, v.device))
                 groups.setdefault(of_side[-1], []).append(v)
     found = {}
     for key, vectors in groups.items():
-        b, terms, factor, dtype, device, _ = key
+        b, terms, factor, dtype, device = key
         with precision.full_precision(device):
             wide = torch.cat(vectors).to(precision.compute_dtype(dtype)) * factor
             found[key] = iter(orthogonal(wide, b, terms).split([len(v) for v in vectors]))
@@ -57,14 +53,21 @@ def all_blocks(rotations: Sequence[Rotation]) -> list[tuple[Blocks, Blocks]]:
 
 
 @contextmanager
-def batched(rotations: Iterable[Rotation]) -> Iterator[None]:
-    """Compute the blocks of all rotations together, and use them in calls of :func:`blocks_of` until the exit."""
-    if torch.compiler.is_compiling() or autograd.in_transform():
+def batched(rotations: Callable[[], Iterable[Rotation]]) -> Iterator[None]:
+    """Until the exit, :func:`blocks_of` computes the blocks of all rotations at its first call without gradients."""
+    if torch.compiler.is_compiling():
         yield
         return
-    whole = [each for each in rotations if type(each[0]) is nn.Parameter and each[0].numel() == each[1].num_params]
-    found = zip(whole, all_blocks(whole), strict=True)
-    token = _known.set({id(v): (v, version_of(v), _needs_grad(v), blocks) for (v, *_), blocks in found})
+
+    @cache
+    def known() -> Known:
+        whole = [
+            each for each in rotations() if type(each[0]) is nn.Parameter and each[0].numel() == each[1].num_params
+        ]
+        found = zip(whole, all_blocks(whole), strict=True)
+        return {rotation: (version_of(rotation[0]), blocks) for rotation, blocks in found}
+
+    token = _known.set(known)
     try:
         yield
     finally:

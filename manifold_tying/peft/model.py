@@ -9,7 +9,7 @@ from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 
-from manifold_tying.peft._blocks import batched
+from manifold_tying.peft._blocks import Rotation, batched
 from manifold_tying.peft._method import peft_type
 from manifold_tying.peft.layer import Convolution, PoetLayer
 from manifold_tying.poet import check_options
@@ -93,9 +93,13 @@ class PoetModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("PoetConfig does not mix adapters within a batch; set one adapter, or merge it")
-        layers = (layer for layer in self.model.modules() if isinstance(layer, PoetLayer))
-        with batched(layer.rotation(name) for layer in layers for name in layer.names_in_use):
+        with batched(self._rotations):
             yield
+
+    def _rotations(self) -> Iterator[Rotation]:
+        for layer in self.model.modules():
+            if isinstance(layer, PoetLayer):
+                yield from map(layer.rotation, layer.names_in_use)
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()

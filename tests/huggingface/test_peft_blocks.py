@@ -1,4 +1,4 @@
-"""The blocks of all layers of a model with PoetConfig, computed together for a call of the model."""
+"""The blocks of all layers of a model with PoetConfig, computed together for a call of the model without gradients."""
 
 import copy
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,6 +86,29 @@ def test_a_vector_that_changes_in_the_call_counts_as_it_is() -> None:
         double(layers[1])
         layers[0].register_forward_pre_hook(double)
         torch.testing.assert_close(model(input_ids=IDS).logits, changed(input_ids=IDS).logits)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_layers_have_graphs_of_their_own() -> None:
+    model: Any = get_peft_model(Two(), PoetConfig(block_size=4, target_modules=["first", "second"], init_weights=False))
+    vectors = [p for p in model.parameters() if p.requires_grad]
+
+    def reached() -> list[bool]:
+        return [p.grad is not None and bool(p.grad.any()) for p in vectors]
+
+    first, second = model(torch.randn(3, 8))
+    first.square().sum().backward()
+    assert reached() == [True, False] and vectors[1].grad is None
+    second.square().sum().backward()
+    assert reached() == [True, True]
 
 
 def test_a_layer_that_turns_gradients_on_gets_them() -> None:
