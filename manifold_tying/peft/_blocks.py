@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from manifold_tying import autograd, precision
-from manifold_tying.poet import Blocks, RotationSpec, orthogonal, version_of
+from manifold_tying.poet import Blocks, RotationSpec, both_blocks, orthogonal, version_of
 
 Rotation = tuple[Tensor, RotationSpec, float]
 """A vector of stored numbers, the sizes of its blocks, and the factor that makes the numbers skew entries."""
@@ -30,7 +30,9 @@ def blocks_of(rotation: Rotation) -> tuple[Blocks, Blocks]:
         version, known = _known.get()().get(rotation, (0, None))
         if known is not None and version == version_of(rotation[0]):
             return known
-    return all_blocks([rotation])[0]
+    vector, spec, factor = rotation
+    with precision.full_precision(vector.device):
+        return both_blocks(spec, vector.to(precision.compute_dtype(vector.dtype)) * factor)
 
 
 def all_blocks(rotations: Sequence[Rotation]) -> list[tuple[Blocks, Blocks]]:

@@ -12,6 +12,7 @@ from manifold_tying.poet.parametrization import merge_all as merge_all
 from manifold_tying.poet.parametrization import version_of as version_of
 from manifold_tying.poet.rotation import Blocks as Blocks
 from manifold_tying.poet.rotation import Side as Side
+from manifold_tying.poet.rotation import both_blocks as both_blocks
 from manifold_tying.poet.rotation import deviation as deviation
 from manifold_tying.poet.rotation import orthogonal as orthogonal
 from manifold_tying.poet.rotation import permute as permute
