@@ -37,7 +37,7 @@ wheels:
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --durations 40
 
-# All property tests with 40 times the examples and a new seed. Repeat a failure with SEED=. An hour; not in CI.
+# All property tests with 20 times the examples and a new seed. Repeat a failure with SEED=. An hour; not in CI.
 SEED ?= $(shell date +%s)
 PROPERTIES = $$(grep -lE "hypothesis|manifold_tying.testing|testing as mtt" -r tests --include="test_*.py")
 test-thorough: $(READY)

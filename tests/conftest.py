@@ -17,8 +17,8 @@ import manifold_tying as mt
 
 PATIENCE = 900  # seconds; on an idle machine they take one minute
 
-# A few fixed examples for `make test`, and 40 times as many for `make test-thorough`, which sets the seed.
-settings.register_profile("quick", max_examples=5, deadline=None, derandomize=True, database=None)
+# A few fixed examples for `make test`, and 20 times as many for `make test-thorough`, which sets the seed.
+settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", max_examples=200, deadline=None, database=None)
 settings.load_profile("quick")
 

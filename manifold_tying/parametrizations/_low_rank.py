@@ -99,9 +99,9 @@ def largest_singular(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         U, s, Vh = torch.linalg.svd(Q.mT @ wide, full_matrices=False)
         U = Q @ U
     # A zero row of W is one of U. Rounding must not hide this from an optimizer, which divides by the size of gradients.
-    U, s, V = U[..., :rank], s[..., :rank], Vh[..., :rank, :].mT
-    U, V = (torch.where(factor.abs() < _ROUNDING, 0, factor) for factor in (U, V))
-    return U.to(W.dtype), s.to(W.dtype).contiguous(), V.to(W.dtype)
+    factors = (torch.where(factor.abs() < _ROUNDING, 0, factor) for factor in (U[..., :rank], Vh[..., :rank, :].mT))
+    U, V = (factor.to(W.dtype).contiguous() for factor in factors)
+    return U, s[..., :rank].to(W.dtype).contiguous(), V
 
 
 def low_rank(module: M, name: str = "weight", *, rank: int | None = None, spectrum: Spectrum = "free") -> M:

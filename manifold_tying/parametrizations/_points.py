@@ -83,8 +83,9 @@ def manifold_of(tensor: Tensor, known: Homes | None = None) -> geoopt.Manifold |
 
 def _watch_registration(module: Any, name: str, part: Any) -> None:
     """Record the parametrizations that others register by torch's register_parametrization."""
-    if type(part) is ParametrizationList and manifolds_in(part):
-        part.__class__, part.tensor_name = KnownList, name  # type: ignore[assignment]  # torch's class lacks it
+    kind = type(part)
+    if kind is ParametrizationList and manifolds_in(part):
+        part.__class__, part.tensor_name = KnownList, name
         record(part)
 
 

@@ -22,7 +22,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     """W = diag(1 + g) R W0 P for each active adapter, around nn.Linear, transformers' Conv1D, a quantized linear layer or a
     convolution, of which R and P rotate the channels.
 
-    ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then sides blocks of any size b alike,
+    ``poet_skew`` are the skew entries of R's and P's blocks times b / 32: an Adam step then turns blocks of any size b alike,
     and a learning rate does not depend on b (POET's tables have rates proportional to 1 / b). ``poet_magnitude`` is g.
     """
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ def orthogonal(vectors: Tensor, b: int, terms: Terms, low: torch.dtype | None = 
         return blocks
     A = linalg.skew(vectors, b)
     if terms == "exp":
-        exponential: Tensor = torch.linalg.matrix_exp(2 * A)
-        return exponential
+        return cast(Tensor, torch.linalg.matrix_exp(2 * A))
     return linalg.cayley(A) if terms is None else linalg.cayley_neumann(A, terms, matmul_dtype=low)
 
 

@@ -80,7 +80,7 @@ def test_diagnostics_run_after_an_ablation(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_readme_runs() -> None:
-    names = run_page("README.md", program("README.md").replace("32000", "3200"))
+    names = run_page("README.md", program("README.md"))
     E, W_out = names["E"], names["W_out"]
     assert torch.allclose(W_out @ E, torch.eye(512), atol=1e-4)
     assert type(names["layer"]) is torch.nn.Linear  # materialized

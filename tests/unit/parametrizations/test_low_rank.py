@@ -47,7 +47,9 @@ def test_a_weight_becomes_the_nearest_one(kind: str, spectrum: Any) -> None:
     kept = np.linalg.svd(before, compute_uv=False)[..., :3]
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert mt.low_rank(layer, rank=3, spectrum=spectrum) is layer
-    assert (layer.weight.dtype, layer.weight.shape) == (dtype, shape)
+    assert (layer.weight.dtype, layer.weight.shape) == (dtype, shape) and all(
+        p.is_contiguous() for p in layer.parameters()
+    )
     np.testing.assert_allclose(flat(layer.weight), nearest(before, 3, spectrum, None), atol=bound)
     assigned = torch.randn(shape).to(dtype)
     layer.weight = assigned
