@@ -66,7 +66,7 @@ class OnManifold(Constraint):
                 f"off by more than {_OFF}: {reason}. Give the weight values that have a nearest point (zeros may have none), "
                 "or correct the manifold; manifold_tying.testing.check_manifold tests it"
             )
-        return point.contiguous()
+        return point.clone(memory_format=torch.contiguous_format)  # projx may have returned the weight itself
 
 
 def constrain(module: M, name: str, manifold: geoopt.Manifold, *, blocks: int | None = None) -> M:

@@ -45,7 +45,7 @@ def cached_weights(model: nn.Module) -> Iterator[None]:
             parts, vectors = zip(*found, strict=True)
             dtype = precision.autocast_dtype(parts[0].ordered_base)
             with precision.disable_autocast(parts[0].ordered_base.device):  # it stacks no other 16-bit dtype
-                places = zip(*((part.out_places, part.in_places) for part in parts), strict=True)
+                places = zip(*(part.places for part in parts), strict=True)
                 perms = Permutations.of(*map(torch.stack, places))
                 bases = torch.stack([part.ordered_base for part in parts])
                 weights = plain_weight(bases, torch.stack(vectors), spec, perms, matmul_dtype(dtype)).to(dtype)

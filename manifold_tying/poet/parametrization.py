@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
@@ -16,6 +17,11 @@ from manifold_tying.poet.rotation import Side, both_blocks, deviation
 from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order
 
 _MAX_DEVIATION = 1e-3
+_TWICE = (
+    "a place is taken twice; were integer buffers averaged? Average the parameters alone, and none across a merge "
+    "(AveragedModel without use_buffers)"
+)
+_valid = WeakIdKeyDictionary()  # versions of the places that are known to be permutations
 
 
 class Equivalence(Constraint):
@@ -60,9 +66,17 @@ class Equivalence(Constraint):
         return [self.ordered_base]
 
     @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """``out_places`` and ``in_places``. ValueError if someone wrote to them what are no permutations."""
+        both = self.out_places, self.in_places
+        if not (torch.compiler.is_compiling() or autograd.in_transform()) and any(map(_taken_twice, both)):
+            raise ValueError(f"{self.describe()}: {_TWICE}")
+        return both
+
+    @property
     def perms(self) -> Permutations:
         """Permutations of W's rows and columns to rotation order."""
-        return Permutations.of(self.out_places, self.in_places)
+        return Permutations.of(*self.places)
 
     @property
     def base(self) -> Tensor:
@@ -80,8 +94,8 @@ class Equivalence(Constraint):
         base = self.base if kept and f"{prefix}out_places" in state else None
         for side in ("out_places", "in_places"):
             place = state.get(f"{prefix}{side}")
-            if place is not None and autograd.has_data(place) and len(place.unique()) != len(place):
-                rest[-1].append(f"{prefix}{side}: a place is taken twice; were integer buffers averaged?")
+            if place is not None and _taken_twice(place):
+                rest[-1].append(f"{prefix}{side}: {_TWICE}")
                 return
         super()._load_from_state_dict(state, prefix, *rest)
         self.dtype = self.ordered_base.dtype  # assign=True may have brought another
@@ -92,7 +106,7 @@ class Equivalence(Constraint):
         """Blocks and orders of R and P, without gradients."""
         with torch.no_grad():
             R, P = both_blocks(self.spec, stored)
-        rows, columns = inverse_order(self.out_places), inverse_order(self.in_places)
+        rows, columns = map(inverse_order, self.places)
         return (R, rows[: self.spec.R.num_rotated]), (P, columns[: self.spec.P.num_rotated])
 
     def forward(self, stored: Tensor) -> Tensor:
@@ -123,8 +137,9 @@ class Equivalence(Constraint):
                 low_precision=dtype.itemsize < stored.dtype.itemsize,
             )
         )
-        base, spec, both = self.ordered_base, self.spec, (self.out_places, self.in_places)
-        return poet_linear(x, base, stored, spec, both, bias, input_centric=input_centric, triton=triton)
+        return poet_linear(
+            x, self.ordered_base, stored, self.spec, self.places, bias, input_centric=input_centric, triton=triton
+        )
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Make the weight the new base, with R and P the identity."""
@@ -156,6 +171,14 @@ class Equivalence(Constraint):
         R, P = self.spec.R, self.spec.P
         rows, columns = f"{R.num_rotated}/{R.n} by {R.block}", f"{P.num_rotated}/{P.n} by {P.block}"
         return f"rows={rows}, columns={columns}, terms={self.spec.terms}"
+
+
+def _taken_twice(place: Tensor) -> bool:
+    if autograd.has_data(place) and (new := version_of(place)) != _valid.get(place):
+        if len(place.unique()) != len(place):
+            return True
+        _valid[place] = new
+    return False
 
 
 def version_of(x: Tensor) -> int:

@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import geoopt
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
@@ -38,9 +40,7 @@ def test_an_assigned_weight_is_projected(name: str, as_parameter: bool) -> None:
     expected = nearest(drawn, 4 if "blocks" in name else 1).to(drawn.dtype)
     torch.testing.assert_close(layer.weight, expected, rtol=0, atol=accuracy)
     assert set(dict(layer.named_parameters())) == {"bias", "parametrizations.weight.original"}
-    layer.weight = (
-        nn.init.kaiming_normal_(layer.weight) if name == "stiefel, tall" else drawn
-    )  # it is the stored tensor
+    layer.weight = nn.init.kaiming_normal_(layer.weight) if name == "stiefel, tall" else drawn  # the stored memory
     assert mt.linalg.defect(layer.parametrizations.weight.original).max() < 1e-6 or name == "orthogonal"
 
 
@@ -64,6 +64,31 @@ def test_a_write_in_place_takes_effect_or_is_warned_of(name: str) -> None:
     assert not caught or ("written in place" in str(caught[0].message) and "layer.weight = " in str(caught[0].message))
     kept = layer.weight.clone().mul_(2)  # one's own copy
     assert layer.weight.shape == kept.shape
+
+
+@pytest.mark.parametrize("name", {**WRITTEN, "square": None})
+def test_a_weight_that_was_swapped_out_comes_back(name: str) -> None:
+    layer = WRITTEN[name]() if name in WRITTEN else mt.stiefel(nn.Linear(8, 8))
+    old, before = layer.weight, layer.weight.detach().clone()
+    drawn = torch.randn_like(before)
+    new = drawn @ drawn.mT if name == "spd" else drawn
+    functional_call(layer, {"weight": new}, torch.randn(layer.weight.shape[1:], dtype=before.dtype))
+    layer.weight = new
+    assert not torch.equal(layer.weight, before)
+    layer.weight = old
+    accuracy = 1e-2 if before.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(layer.weight, before, rtol=accuracy, atol=accuracy)
+
+
+def test_an_assigned_tensor_is_copied() -> None:
+    class Ball(geoopt.PoincareBall):
+        def projx(self, x: Tensor) -> Tensor:
+            return x if self._check_point_on_manifold(x)[0] else super().projx(x)
+
+    layer, drawn = mt.constrain(nn.Linear(3, 3), "weight", Ball()), torch.zeros(3, 3)
+    layer.weight = drawn
+    nn.init.constant_(layer.weight, 0.1)
+    assert not drawn.any() and layer.weight.all()
 
 
 def test_a_constrained_weight_cannot_be_tied() -> None:

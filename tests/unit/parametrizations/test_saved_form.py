@@ -118,3 +118,8 @@ def test_averaged_places_of_an_equivalence_are_refused() -> None:
     with pytest.raises(RuntimeError, match="in_places: a place is taken twice"):
         model.load_state_dict(state | {key: state[key] // 2})
     assert torch.equal(model.weight, before)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(10):
+        average.update_parameters(model)
+    with pytest.raises(ValueError, match="a place is taken twice; were integer buffers averaged"):
+        average.module(torch.randn(2, 8))
