@@ -8,12 +8,14 @@ READY := $(VENV)/.ready
 
 install: $(READY)
 
-# torch first, pinned: whatever comes after finds it and asks for no other build. pip compiles all files, since a test's processes
-# would each compile what they import where PYTHONDONTWRITEBYTECODE is set.
+# torch first, pinned: whatever comes after finds it and asks for no other build. All files are compiled, since a test's processes
+# would each compile what they import where PYTHONDONTWRITEBYTECODE is set; on all cores, as pip does not. torch has a file for
+# newer Pythons, which cannot be compiled.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(READY)
 
 ablation: $(READY)
