@@ -1,6 +1,7 @@
 """How far constrained weights of a model are from their manifolds."""
 
 import math
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ def drift(module: nn.Module) -> dict[str, float]:
 
     For a point X, or the base of a Cayley map, it is ‖X - projx(X)‖_F / ‖X‖_F; the distances of several points under one weight
     are added as squares. For a weight R W0 P of POET it is the largest ‖GᵀG - I‖₂ of the blocks of R and P since the last
-    merge, which a series (``terms=k``) makes large. Both are infinite for NaN, Inf, a point without a nearest one (a zero row
-    on a sphere), and overflow. Other maps cannot leave the manifold and are not listed. Collective for sharded points.
+    merge, which a series (``terms=k``) makes large; an adapter of PoetConfig is listed by the names of its layer and its own.
+    All are infinite for NaN, Inf, a point without a nearest one (a zero row on a sphere), and overflow. Other maps cannot leave
+    the manifold and are not listed. Collective for sharded points.
 
     Raises:
         ValueError: such a weight is on the meta device.
@@ -26,8 +28,13 @@ def drift(module: nn.Module) -> dict[str, float]:
     True
     """
     distributed.reshard_fsdp(module)
-    on_manifolds, rotated = list(points(module)), list(equivalences(module))
-    stored = [(name, X) for name, X, _ in on_manifolds] + [(name, skew) for name, _, skew in rotated]
+    on_manifolds = list(points(module))
+    rotated = [(name, part.spec, skew) for name, part, skew in equivalences(module)]
+    for path, layer in module.named_modules():
+        for adapter in getattr(layer, "poet_skew", ()):  # of PoetConfig
+            skew, spec, factor = cast(Any, layer).rotation(adapter)
+            rotated.append((f"{path}.{adapter}", spec, skew * factor))
+    stored = [(name, X) for name, X, *_ in on_manifolds] + [(name, skew) for name, _, skew in rotated]
     if unknown := [name for name, tensor in stored if tensor.is_meta]:
         raise ValueError(f"expected weights in memory, but {', '.join(unknown)} are on the meta device; load them")
     found: dict[str, float] = {}
@@ -38,6 +45,6 @@ def drift(module: nn.Module) -> dict[str, float]:
             size = torch.linalg.vector_norm(X).clamp_min(torch.finfo(X.dtype).tiny)
             off = float(torch.linalg.vector_norm(X - manifold.projx(X)) / size)
         found[name] = math.hypot(found.get(name, 0.0), off)
-    for name, part, skew in rotated:
-        found[name] = deviation(part.spec, distributed.full_tensor(skew))
+    for name, spec, skew in rotated:
+        found[name] = deviation(spec, distributed.full_tensor(skew))
     return {name: off if math.isfinite(off) else math.inf for name, off in found.items()}

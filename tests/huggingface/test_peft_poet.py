@@ -14,6 +14,7 @@ from peft import OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import manifold_tying as mt
 from manifold_tying.peft import PoetConfig, PoetLayer, convert_oft
 
 TARGETS = ["q_proj", "up_proj", "down_proj", "c_attn", "first", "last"]
@@ -191,6 +192,18 @@ def test_one_side_is_orthogonal_finetuning() -> None:
         W = model.merge_and_unload()[0].weight.detach()
         kept.append(float((W @ W.T - before @ before.T).abs().max()))
     assert counts[0] == counts[1] == 3 * 28 and kept[0] < 1e-5
+
+
+@pytest.mark.parametrize("block", [4, 32])
+def test_drift_of_a_series_is_that_of_the_singular_values(block: int) -> None:
+    square: Any = nn.Sequential(OrderedDict(first=nn.Linear(block, block)))
+    nn.init.eye_(square.first.weight)
+    model = adapted(square, block_size=block, sides="in", map="series")
+    found = mt.optim.drift(model)
+    values = torch.linalg.svdvals(model.merge_and_unload().first.weight)
+    off = float((values**2 - 1).abs().max())
+    assert off > 1e-5 and list(found) == ["base_model.model.first.default"]
+    assert 0.99 * off < next(iter(found.values())) < 2 * off
 
 
 def test_dropped_blocks_are_the_identity_in_training_only() -> None:
