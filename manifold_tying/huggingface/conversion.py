@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying import precision
-from manifold_tying.huggingface.native import is_built_again, mark, tie, unhooked
+from manifold_tying.huggingface.native import is_built_again, mark, tie
 from manifold_tying.huggingface.rotation import check_plain, rotate, rotation
 from manifold_tying.huggingface.tables import Source, StockTables, is_called, read_tables, undisturbed
 from manifold_tying.tying import PIT, FreePIT, PITEmbedding, Transform
@@ -104,8 +104,9 @@ def _install(tables: StockTables, W: Tensor) -> None:
     tables.weight.data = W
     tables.embedding.weight = tables.weight
     tables.head.weight = tables.weight
-    with unhooked(tables.embedding):
-        PITEmbedding.adopt(tables.embedding, tables.scale)
+    adopted = PITEmbedding.adopt(tables.embedding, tables.scale)
+    if "_old_forward" in vars(adopted):  # accelerate's hook calls the forward of the class that it found
+        vars(adopted)["_old_forward"] = PITEmbedding.forward.__get__(adopted)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,22 +124,6 @@ def pit_embedding(model: nn.Module) -> PITEmbedding:
     if getattr(head, "weight", None) is not embedding.weight and not embedding.weight.is_meta:  # offloaded: one each
         raise ValueError(f"{wrong} whose head has another weight than its embedding, so W_out E = I does not hold")
     return embedding
-
-
-@contextmanager
-def unhooked(module: nn.Module) -> Iterator[None]:
-    """Take off accelerate's hook, which holds the forward of the module's class, while the class changes."""
-    if (hook := getattr(module, "_hf_hook", None)) is None:
-        yield
-        return
-    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-
-    remove_hook_from_module(module)
-    vars(module).pop("forward", None)  # accelerate leaves the old class's method there
-    try:
-        yield
-    finally:
-        add_hook_to_module(module, hook)
 
 
 def tie(model: "PreTrainedModel") -> None:
