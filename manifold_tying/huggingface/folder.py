@@ -18,10 +18,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def recorded_mark(folder: Path) -> Any:
     """The validated mark of a converted checkpoint in config.json; None if the checkpoint is not converted."""
     if (entry := read_config(folder).get(MARK)) is not None:
-        try:
-            check_mark(entry)
-        except ValueError as error:
-            raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        check_mark(entry, folder / "config.json")
     return entry
 
 

@@ -85,13 +85,13 @@ def _owners(config: Any) -> list[Any]:
     return [config] if text is config else [config, text]
 
 
-def check_mark(entry: Any) -> None:
-    """Validate the config's entry; ValueError for a wrong one."""
+def check_mark(entry: Any, file: object) -> None:
+    """Validate the config's entry; ValueError that names the file for a wrong one."""
     known = isinstance(entry, Mapping) and entry.keys() == {"scale", "rotated"} and isinstance(entry["rotated"], bool)
     scale = entry["scale"] if known else None
     if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale) or scale == 0:
         raise ValueError(
-            f'expected {MARK} in config.json to be {{"scale": a finite number other than 0, "rotated": true or false}}, got '
+            f'expected {MARK} in {file} to be {{"scale": a finite number other than 0, "rotated": true or false}}, got '
             f"{entry!r:.80}; convert the model again, or install a newer manifold-tying"
         )
 
@@ -146,7 +146,7 @@ def _post_init(wrapped: Callable[[], None], model: "PreTrainedModel", args: Any,
     wrapped(*args, **kwargs)
     if (entry := getattr(model.config, MARK, None)) is None:
         return
-    check_mark(entry)
+    check_mark(entry, "config.json")
     if not getattr(model.config, "tie_word_embeddings", False):
         raise ValueError(
             f"config.json has both {MARK} and tie_word_embeddings=false. Set the second to true for a converted model, or "

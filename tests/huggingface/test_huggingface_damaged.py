@@ -120,12 +120,12 @@ STOCK: dict[str, tuple[Damage, str]] = {
 }
 CONVERTED: dict[str, tuple[Damage, str]] = {
     "mark is missing": (config(manifold_tying=...), "not a converted model"),
-    "mark is a list": (config(manifold_tying=[1]), "expected manifold_tying in config.json to be"),
-    "unknown entry": (marked(colour="red"), "expected manifold_tying in config.json to be"),
-    "scale missing": (marked(scale=...), "expected manifold_tying in config.json to be"),
-    "scale is 0": (marked(scale=0), "expected manifold_tying in config.json to be"),
-    "scale is NaN": (marked(scale=float("nan")), "expected manifold_tying in config.json to be"),
-    "rotated is None": (marked(rotated=None), "expected manifold_tying in config.json to be"),
+    "mark is a list": (config(manifold_tying=[1]), 'config.json to be {"scale"'),
+    "unknown entry": (marked(colour="red"), 'config.json to be {"scale"'),
+    "scale missing": (marked(scale=...), 'config.json to be {"scale"'),
+    "scale is 0": (marked(scale=0), 'config.json to be {"scale"'),
+    "scale is NaN": (marked(scale=float("nan")), 'config.json to be {"scale"'),
+    "rotated is None": (marked(rotated=None), 'config.json to be {"scale"'),
     "tie flag": (config(tie_word_embeddings=False), "tie_word_embeddings"),
     "table is NaN": (tensors(**{EMBEDDING: spoiled}), "NaN"),
     "table lost its rank": (tensors(**{EMBEDDING: torch.zeros_like}), "full column rank"),
