@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying._safetensors import check_readable, weight_map, whole_shapes
-from manifold_tying.huggingface.folder import model_class, read_config, read_transformers_config, recorded_mark
+from manifold_tying.huggingface.folder import model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
@@ -135,22 +135,18 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    kind, config = model_class(folder), read_transformers_config(folder)
-    try:  # fails early and names config.json; transformers would fail while reading the weights
-        with torch.device("meta"):
-            kind(config)
-    except Exception as error:
-        raise ValueError(
-            f"transformers cannot build a {kind.__name__} from {folder / 'config.json'}: {type(error).__name__}: {error}"
-        ) from error
+    kind = model_class(folder)
     check_readable(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
     model: PreTrainedModel
     try:
         model, report = kind.from_pretrained(folder, output_loading_info=True, **options)
-    except (RuntimeError, TypeError, KeyError, AttributeError) as error:  # also of a damaged generation_config.json
-        raise ValueError(f"transformers cannot read {folder}: {error}") from error
+    except Exception as error:  # a damaged config.json or generation_config.json can raise any
+        raise ValueError(
+            f"transformers cannot build a {kind.__name__} from config.json and the other files in {folder}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     unexpected = wrong.get("unexpected_keys", [])
     if spare and unexpected and all(_is_spare(model, folder, name) for name in unexpected):

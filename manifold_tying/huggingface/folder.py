@@ -24,16 +24,15 @@ def recorded_mark(folder: Path) -> Any:
 
 def model_class(folder: Path) -> Any:
     """The class named under ``architectures`` in config.json: from transformers or registered with AutoModelForCausalLM."""
-    transformers = import_transformers()
-    file = folder / "config.json"
-    names = read_config(folder).get("architectures")
+    transformers, config, file = import_transformers(), read_transformers_config(folder), folder / "config.json"
+    names = config.architectures
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(
             f'expected {file} to name the model\'s class, as in "architectures": ["LlamaForCausalLM"], got {names!r:.80}'
         )
     kind = getattr(transformers, names[0], None)
     if kind is None:
-        registered = transformers.AutoModelForCausalLM._model_mapping.get(type(read_transformers_config(folder)), None)
+        registered = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
         kind = registered if getattr(registered, "__name__", None) == names[0] else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
@@ -45,8 +44,7 @@ def model_class(folder: Path) -> Any:
 
 
 def read_transformers_config(folder: Path) -> Any:
-    """config.json as transformers' configuration object."""
-    read_config(folder)
+    """config.json, which :func:`recorded_mark` has read, as transformers' configuration object."""
     try:
         return import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # damaged fields can make a config class raise any exception

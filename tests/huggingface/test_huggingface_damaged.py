@@ -95,7 +95,7 @@ ANY: dict[str, tuple[Damage, str]] = {  # of a stock checkpoint and of a convert
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config is a list": (text("config.json", "[]"), "expected a JSON object"),
     "config is deep": (text("config.json", DEEP), "config.json is not JSON"),
-    "generation config is null": (text("generation_config.json", "null"), "transformers cannot read"),
+    "generation config is null": (text("generation_config.json", "null"), "transformers cannot build a LlamaForCausalLM"),
     "entry is a list": (config(quantization_config=[1]), "quantization_config"),
     "architectures missing": (config(architectures=...), "to name the model's class"),
     "architectures function": (config(architectures=["pipeline"]), "not a model class of transformers"),

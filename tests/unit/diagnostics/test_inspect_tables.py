@@ -104,7 +104,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
     config.write_text("[]")
     failing("expected a JSON object")
     config.write_text(json.dumps({"tie_word_embeddings": False}))
-    failing("to name the model's class")
+    failing("does not know the model")
     model = build(tie_word_embeddings=False)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
