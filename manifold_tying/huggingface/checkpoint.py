@@ -19,7 +19,7 @@ from manifold_tying.huggingface.tables import check_adapters, check_model
 from manifold_tying.parametrizations import constraints
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 ASSUME_TYING = ("gemma", "cohere")  # model families whose serving converters assume tied tables
@@ -84,8 +84,7 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             "constraints: call manifold_tying.materialize on those layers, or save model.state_dict() instead"
         )
     _check_table(model)
-    known = getattr(model.config, MARK)
-    mark(model.config, known["scale"], known["rotated"])  # again: PEFT unties the config when it merges
+    mark(model.config, **getattr(model.config, MARK))  # again: PEFT unties the config when it merges
     write(model, Path(path))
     model.name_or_path = model.config.name_or_path = os.fspath(path)
 
@@ -192,7 +191,6 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             "without a device map"
         )
     config = unmarked(model.config)
-    _parse_dtypes(config)
     with torch.device("meta"):
         stock = type(model)(config)
     stock.load_state_dict(_plain_state(model, stock.state_dict().keys()), assign=True)
@@ -205,15 +203,6 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
             stacklevel=2,
         )
     write(stock, Path(path))
-
-
-def _parse_dtypes(config: "PreTrainedConfig") -> None:
-    """Convert the config's dtype names to torch dtypes: ``save_pretrained`` leaves names, and Apertus passes them to torch."""
-    if isinstance(dtype := getattr(config, "dtype", None), str):
-        config.dtype = getattr(torch, dtype)
-    for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
-            _parse_dtypes(part)
 
 
 def _plain_state(model: "PreTrainedModel", names_of_stock: Collection[str]) -> dict[str, Tensor]:

@@ -77,6 +77,8 @@ def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
         if is_guard(getattr(owner, "quantization_config", None)):
             del owner.quantization_config
         owner.tie_word_embeddings = False
+        if isinstance(owner.dtype, str):  # save_pretrained leaves a name, which Apertus passes to torch
+            owner.dtype = getattr(torch, owner.dtype)
     return copied
 
 
