@@ -15,7 +15,7 @@ from torch import Tensor
 from manifold_tying._safetensors import check_readable, weight_map, whole_shapes
 from manifold_tying.huggingface.folder import model_class, read_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
-from manifold_tying.huggingface.tables import check_adapters, check_model
+from manifold_tying.huggingface.tables import check_adapters
 from manifold_tying.parametrizations import constraints
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def save(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         ValueError: the model is not converted or no longer tied, has adapters or constrained weights, which a transformers
             checkpoint cannot store, or a table that is not finite or not of full rank; or the folder holds an adapter.
     """
-    check_model(model)
     check_adapters(model)
     if constrained := [name for name, *_ in constraints(model)]:
         raise ValueError(
@@ -180,7 +179,6 @@ def export(model: "PreTrainedModel", path: str | os.PathLike[str]) -> None:
         model: a model converted by :func:`convert`; not changed.
         path: output folder, created if missing.
     """
-    check_model(model)
     check_adapters(model)
     pit_embedding(model)
     if getattr(model, "is_quantized", False):

@@ -43,7 +43,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_adapters(model: "PreTrainedModel") -> None:
-    """ValueError for a model with PEFT layers: ``save_pretrained`` would write only the adapter, or PEFT's names."""
+    """ValueError as :func:`check_model`, or for PEFT layers: ``save_pretrained`` would write them alone, or PEFT's names."""
+    check_model(model)
     kinds = {type(module) for module in model.modules()}
     if any(base.__module__.startswith("peft.") for kind in kinds for base in kind.__mro__):
         raise ValueError(
@@ -63,15 +64,13 @@ def read_tables(model: "PreTrainedModel", source: Source | None = None) -> Stock
         raise ValueError(f"unknown source {source!r}; choose {', '.join(get_args(Source))}, or None for a tied model")
     check_model(model)
     kind = type(model).__name__
-    if (embedding := embedding_of(model)) is None:
-        raise ValueError(f"expected a model with a token embedding, but {kind} has none")
-    head = model.get_output_embeddings()
+    embedding = embedding_of(model)
     if isinstance(embedding, PITEmbedding):
         raise ValueError(f"{kind} is already converted; export it first to convert it with other options")
-    if head is None:
-        raise ValueError(f"expected a causal language model, but {kind} has no head (get_output_embeddings)")
     if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
-        raise ValueError(f"expected an nn.Embedding without max_norm, got {embedding}")
+        raise ValueError(f"expected a token embedding, an nn.Embedding without max_norm, but {kind} has {embedding}")
+    if (head := model.get_output_embeddings()) is None:
+        raise ValueError(f"expected a causal language model, but {kind} has no head (get_output_embeddings)")
     table, out = _weight(embedding), _weight(head)
     if others := _other_names(model, embedding, head):
         raise ValueError(
