@@ -1,8 +1,10 @@
 """Tiny untrained models of each kind that the tests convert, built from their configurations, without a network."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -203,3 +205,22 @@ def round_trip(model: Any, folder: Path, **inputs: Tensor) -> None:
     exported, report = kind.from_pretrained(folder / "exported", output_loading_info=True)
     assert not any(report.values()), report
     assert difference(computed(exported, **inputs), before) <= 1e-5
+
+
+def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
+    """A conversion that is refused changes nothing: modules, modes, names, config, parameters, the random generator."""
+    model.train()
+    next(model.children()).eval()
+    modules, modes = [(m, type(m)) for m in model.modules()], [module.training for module in model.modules()]
+    config, described, names = model.config, model.config.to_dict(), dict(model.all_tied_weights_keys)
+    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    parameters = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=reason):
+        mt.convert(model, **options)
+    assert [(m, type(m)) for m in model.modules()] == modules and [
+        module.training for module in model.modules()
+    ] == modes
+    assert model.config is config and config.to_dict() == described
+    assert model.all_tied_weights_keys == names and torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(p is parameters[name][0] and p.data_ptr() == parameters[name][1] for name, p in model.named_parameters())

@@ -77,8 +77,9 @@ def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
         if is_guard(getattr(owner, "quantization_config", None)):
             del owner.quantization_config
         owner.tie_word_embeddings = False
-        if isinstance(owner.dtype, str):  # save_pretrained leaves a name, which Apertus passes to torch
-            owner.dtype = getattr(torch, owner.dtype)
+    for part in (copied, *(getattr(copied, name, None) for name in copied.sub_configs)):
+        if isinstance(dtype := getattr(part, "dtype", None), str):
+            part.dtype = getattr(torch, dtype)  # save_pretrained leaves a name, which Apertus passes to torch
     return copied
 
 

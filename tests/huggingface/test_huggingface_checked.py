@@ -1,6 +1,5 @@
 """A conversion is run on a few tokens before it is kept: what does not run, or rotates into another function, is put back."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from huggingface_models import (
     logits,
     make,
     round_trip,
+    stays_as_it_was,
 )
 from torch import nn
 
@@ -72,26 +72,6 @@ def learns_positions() -> Any:
     model = build()
     model.model.layers[0].register_forward_pre_hook(lambda module, given: (given[0] + torch.ones(16), *given[1:]))
     return model
-
-
-def stays_as_it_was(model: Any, reason: str, **options: Any) -> None:
-    model.train()
-    next(model.children()).eval()
-    modules, modes = [(m, type(m)) for m in model.modules()], [module.training for module in model.modules()]
-    config, names = model.config, dict(model.all_tied_weights_keys)
-    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    parameters = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=reason):
-        mt.convert(model, **options)
-    assert [(m, type(m)) for m in model.modules()] == modules and [
-        module.training for module in model.modules()
-    ] == modes
-    assert (
-        model.config is config and not hasattr(config, "quantization_config") and not hasattr(config, "manifold_tying")
-    )
-    assert model.all_tied_weights_keys == names and torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(p is parameters[name][0] and p.data_ptr() == parameters[name][1] for name, p in model.named_parameters())
 
 
 def test_a_model_that_computes_with_its_table_is_refused() -> None:

@@ -69,13 +69,3 @@ def test_other_bodies_are_saved_loaded_and_exported(tmp_path: Path) -> None:
         "vocab_size": V, "d_model": D, "n_head": 2, "d_head": 8, "d_inner": D, "block_sizes": [1, 1], "num_decoder_layers": 1
     }  # fmt: skip
     round_trip(mt.convert(make("FunnelForMaskedLM", "FunnelConfig", settings)), tmp_path)
-
-
-def test_a_stiefel_head_is_refused(tmp_path: Path) -> None:
-    model = mt.convert(build())
-    mt.materialize(model)  # nothing of it is constrained
-    assert interface(model)
-    mt.stiefel(model.model.layers[0].mlp.up_proj)
-    with pytest.raises(ValueError, match="materialize"):
-        mt.save(model, tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
