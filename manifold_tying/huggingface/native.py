@@ -77,7 +77,7 @@ def unmarked(config: "PreTrainedConfig") -> "PreTrainedConfig":
         if is_guard(getattr(owner, "quantization_config", None)):
             del owner.quantization_config
         owner.tie_word_embeddings = False
-    for part in (copied, *(getattr(copied, name, None) for name in copied.sub_configs)):
+    for part in list[Any]([copied, *(getattr(copied, name, None) for name in copied.sub_configs)]):
         if isinstance(dtype := getattr(part, "dtype", None), str):
             part.dtype = getattr(torch, dtype)  # save_pretrained leaves a name, which Apertus passes to torch
     return copied
