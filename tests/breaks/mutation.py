@@ -34,7 +34,8 @@ from run import COPIED, ROOT
 
 PACKAGES = ("linalg", "manifolds", "optim", "parametrizations", "poet", "tying")
 TESTS = [f"tests/unit/{name}" for name in (*PACKAGES, "kernels", "models", "diagnostics") if name != "poet"]
-TESTS += ["tests/unit/training/test_poet_trainer.py", "tests/huggingface/test_peft_poet.py", "tests/invariants"]
+TESTS += [f"tests/unit/training/test_{name}.py" for name in ("drift", "poet_trainer")]
+TESTS += ["tests/huggingface/test_peft_poet.py", "tests/invariants"]
 # cosmic-ray replaces each operator by each other one; tensors of floats have none of these
 FOREIGN = ("_Is", "_IsNot", "_LShift", "_RShift", "_BitOr", "_BitAnd", "_BitXor")
 
@@ -119,8 +120,8 @@ def main() -> int:
     package = ROOT / "manifold_tying"
     files = chosen.files or [f"{p}/{file.name}" for p in PACKAGES for file in sorted((package / p).glob("*.py"))]
     listed = tomllib.loads(Path(__file__).with_name("survivors.toml").read_text("utf-8")).values()
-    for name in ("geoopt", "hypothesis.stateful", "torch._dynamo"):  # what every test needs, before the forks
-        importlib.import_module(name)
+    for name in ("geoopt", "hypothesis.stateful", "lightning.pytorch", "torch._dynamo", "transformers.trainer"):
+        importlib.import_module(name)  # what many tests need, before the forks
     gc.freeze()
     known, killed, made, new = {(s["file"], s["old"], s["new"]) for s in listed}, Counter[str](), Counter[str](), 0
     with tempfile.TemporaryDirectory() as name:
