@@ -92,7 +92,7 @@ def tests_of(contexts: Iterable[str], file: Path, line: str) -> list[str]:
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
     order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in contexts if t)
     also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
-    if file.name in ("_parallel.py", "_vocabulary.py") or "reduce" in line or "distributed" in line:
+    if file.name in ("_parallel.py", "_vocabulary.py", "rules.py") or "reduce" in line or "distributed" in line:
         also.append("tests/processes/test_distributed.py")
     return [key[-1] for key in order[:100]] + also
 
