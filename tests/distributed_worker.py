@@ -461,6 +461,7 @@ def scores_of(group: Group) -> dict[str, Any]:
             interface = build(arm).interface
             if split:
                 shard_vocabulary(interface, group.mesh)
+                assert any(distributed.is_dtensor(p) for p in interface.parameters())
             hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
             logits = distributed.full_tensor(interface.logits(hidden))
             losses = interface.loss(hidden, targets, reduction="none", **OPTIONS)

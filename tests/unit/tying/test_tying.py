@@ -207,13 +207,15 @@ def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:
 
 
 def test_tables_that_pit_cannot_start_from() -> None:
-    zero, nan = table(), table()
+    zero, long, nan = table(), table(), table()
     zero[:, 2] = 0
+    long[:, 2] *= 1e7
     nan[3, 3] = float("nan")
     for weight, message in (
         (table(4, 8), "V >= d"),
         (torch.ones(V, D), "column rank"),
         (zero, "column rank"),
+        (long, "column rank"),
         (nan, "finite"),
         (torch.ones(V, D, dtype=torch.long), "floating"),
         (torch.ones(V, D, 2), "table"),
