@@ -206,6 +206,12 @@ def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:
     torch.testing.assert_close(pit.materialize()[1].double(), before.double().T, rtol=0, atol=1e-5)
 
 
+def test_plain_tables_start_with_normal_entries() -> None:
+    for interface in (Untied(500, 20, std=0.5), TransposeTying(500, 20, std=0.5)):
+        for p in interface.parameters():
+            assert abs(p.mean().item()) < 0.05 and p.std().item() == pytest.approx(0.5, rel=0.05)
+
+
 def test_tables_that_pit_cannot_start_from() -> None:
     zero, long, nan = table(), table(), table()
     zero[:, 2] = 0
