@@ -23,7 +23,6 @@ from distributed_models import (
     RUNS,
     SHAPES,
     SOME,
-    D,
     V,
     build,
     gradient,
@@ -454,14 +453,17 @@ OPTIONS: Any = {"z_loss": 0.1, "label_smoothing": 0.2, "softcap": 3.0}
 def scores_of(group: Group) -> dict[str, Any]:
     """Logits, losses, their clipped gradients and tables with the vocabulary split, against whole ones."""
     result = {}
-    targets = torch.tensor([[0, V - 1, 3], [-100, 5, 0]])
-    for arm in ("transpose", "pit-trainable"):
+    for arm in ("transpose", "pit-trainable", "two rows"):  # of the latter a rank has one or none
         found = []
         for split in (False, True):
-            interface = build(arm).interface
+            torch.manual_seed(1)
+            interface = build(arm).interface if arm != "two rows" else mt.TransposeTying(2, 1, std=1.0)
             if split:
                 shard_vocabulary(interface, group.mesh)
-            hidden = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+                assert any(distributed.is_dtensor(p) for p in interface.parameters())
+            seeded, d = torch.Generator().manual_seed(0), interface.hidden_size
+            hidden = torch.randn(2, 3, d, generator=seeded, requires_grad=True)
+            targets = torch.tensor([[0, interface.vocab_size - 1, 1], [-100, 1, 0]])
             logits = distributed.full_tensor(interface.logits(hidden))
             losses = interface.loss(hidden, targets, reduction="none", **OPTIONS)
             (logits.square().mean() + losses.square().sum() + interface.loss(hidden, targets, **OPTIONS)).backward()

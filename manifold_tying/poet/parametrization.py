@@ -17,9 +17,7 @@ from manifold_tying.poet.rotation import Side, both_blocks, deviation
 from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order
 
 _MAX_DEVIATION = 1e-3
-_TWICE = (
-    "a place is taken twice; were integer buffers averaged? Average plain weights, mt.materialize(copy.deepcopy(model))"
-)
+_TWICE = "a place is taken twice; were integer buffers averaged? Average mt.materialize(copy.deepcopy(model))"
 _valid = WeakIdKeyDictionary()  # versions of the places that are known to be permutations
 
 

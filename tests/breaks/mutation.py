@@ -34,7 +34,8 @@ from run import COPIED, ROOT
 
 PACKAGES = ("linalg", "manifolds", "optim", "parametrizations", "poet", "tying")
 TESTS = [f"tests/unit/{name}" for name in (*PACKAGES, "kernels", "models", "diagnostics") if name != "poet"]
-TESTS += ["tests/unit/training/test_poet_trainer.py", "tests/huggingface/test_peft_poet.py", "tests/invariants"]
+TESTS += [f"tests/unit/training/test_{name}.py" for name in ("drift", "plain_baselines", "poet_trainer")]
+TESTS += ["tests/huggingface/test_peft_poet.py", "tests/invariants"]
 # cosmic-ray replaces each operator by each other one; tensors of floats have none of these
 FOREIGN = ("_Is", "_IsNot", "_LShift", "_RShift", "_BitOr", "_BitAnd", "_BitXor")
 
@@ -87,11 +88,12 @@ def mutants(text: str, number: int, seed: str) -> list[tuple[int, str]]:
     return sorted(made)
 
 
-def tests_of(contexts: Iterable[str], file: Path, line: str) -> list[str]:
+def tests_of(contexts: Iterable[str], file: Path, line: str, executed: bool) -> list[str]:
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
     order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in contexts if t)
     also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
-    if file.name in ("_parallel.py", "_vocabulary.py") or "reduce" in line or "distributed" in line:
+    sharded = file.name in ("_parallel.py", "_vocabulary.py", "rules.py") or "reduce" in line or "distributed" in line
+    if sharded or not executed:
         also.append("tests/processes/test_distributed.py")
     return [key[-1] for key in order[:100]] + also
 
@@ -101,10 +103,11 @@ def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, see
     path = folder / "manifold_tying" / file
     text, lines = path.read_text("utf-8"), measure.get_data().contexts_by_lineno(str(path))
     for line, mutant in mutants(text, number, f"{seed} {file}"):
-        # of what runs at import, all tests of the file
-        contexts = lines[line] if any(lines.get(line, ())) else {c for contexts in lines.values() for c in contexts}
+        # of what runs at import, or in other processes alone, all tests of the file
+        executed = any(lines.get(line, ()))
+        contexts = lines[line] if executed else {c for contexts in lines.values() for c in contexts}
         path.write_text(mutant, "utf-8")
-        noticed = not passed(folder, tests_of(contexts, Path(file), text.splitlines()[line - 1]))
+        noticed = not passed(folder, tests_of(contexts, Path(file), text.splitlines()[line - 1], executed))
         path.write_text(text, "utf-8")
         pairs = zip(text.splitlines(), [*mutant.splitlines(), ""], strict=False)
         yield noticed, *next((old.strip(), new.strip()) for old, new in pairs if old != new)
@@ -119,8 +122,8 @@ def main() -> int:
     package = ROOT / "manifold_tying"
     files = chosen.files or [f"{p}/{file.name}" for p in PACKAGES for file in sorted((package / p).glob("*.py"))]
     listed = tomllib.loads(Path(__file__).with_name("survivors.toml").read_text("utf-8")).values()
-    for name in ("geoopt", "hypothesis.stateful", "torch._dynamo"):  # what every test needs, before the forks
-        importlib.import_module(name)
+    for name in ("geoopt", "hypothesis.stateful", "lightning.pytorch", "torch._dynamo", "transformers.trainer"):
+        importlib.import_module(name)  # what many tests need, before the forks
     gc.freeze()
     known, killed, made, new = {(s["file"], s["old"], s["new"]) for s in listed}, Counter[str](), Counter[str](), 0
     with tempfile.TemporaryDirectory() as name:

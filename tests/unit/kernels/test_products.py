@@ -108,6 +108,9 @@ def test_interfaces_under_autocast(memory: Any, cond: float, dtype: torch.dtype,
     assert products.call_count >= 6
     narrow = torch.tensor([a.dtype == torch.bfloat16 for a in results[0]])
     assert (errors <= torch.where(narrow, 4e-3, 1e-4)).all()
+    with torch.autocast("cpu", torch.bfloat16):  # a transform takes the plain form
+        readout = torch.func.vmap(lambda h: pit._factors(h)[0])(hidden[None])[0]
+    assert error(readout, results[1][1]) <= (4e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_the_head_stays_the_inverse_of_a_free_embedding() -> None:

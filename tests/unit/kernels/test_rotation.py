@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import as_if_compiled
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import manifold_tying as mt
 from manifold_tying import kernels, linalg
-from manifold_tying.poet import cached_weights, linear
+from manifold_tying.poet import RotationSpec, cached_weights, columns, linear
 
 pytest.importorskip("triton")
 from manifold_tying.poet.compiled import compiled_linear
@@ -90,6 +92,19 @@ def test_so_it_is_by_the_operation_of_compiled_code(name: str, monkeypatch: pyte
     test_a_layer_is_the_product_with_its_weight(name)
 
 
+def test_compiled_code_on_a_gpu_has_kernels_for_two_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_compiled(monkeypatch)
+    with FakeTensorMode():
+        x = torch.empty(3, 8, device="cuda")
+
+    def uses(terms: int | None, skew_params: Tensor) -> bool:
+        return columns.uses_triton(x, skew_params, RotationSpec.of(8, 8, "block", 4, None, None, terms=terms))
+
+    vector = torch.zeros(24)
+    assert uses(2, vector) and not uses(4, vector) and not uses(2, vector.double())
+    assert not torch.func.vmap(lambda v: v + uses(2, v))(vector[None]).any()  # a transform needs the plain form
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_low_precision_rounds_activations_only() -> None:
     layer: Any = mt.equivalence(nn.Linear(40, 24), seed=1, block_size=8, terms=2)
@@ -104,7 +119,7 @@ def test_low_precision_rounds_activations_only() -> None:
         assert torch.dist(own.float(), full) < 2e-3 * full.norm()
 
 
-@pytest.mark.parametrize("name", ["equal", "ragged", "inputs", "two sizes"])
+@pytest.mark.parametrize("name", ["equal", "ragged", "inputs", "two sizes", "four terms"])
 def test_weights_computed_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = nn.Sequential(*(mt.equivalence(nn.Linear(24, 24), seed=seed, **LAYERS[name]) for seed in (1, 2)))
     stored = [p for key, p in layers.named_parameters() if "original" in key]

@@ -109,7 +109,7 @@ def test_one_column_moves_as_on_geoopts_sphere() -> None:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"adjust_lr_fn": "original", "nesterov": False, "momentum": 0.5},
-    {"weight_decay": 0.1, "maximize": True},
+    {"weight_decay": 0.1, "maximize": True, "momentum": 0.0},
 ]
 
 
@@ -168,7 +168,7 @@ def test_heads_of_other_models_are_found_and_can_be_asked_for(head: str, positio
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.positions = nn.Embedding(40, 6), nn.Embedding(positions, 6)
+            self.embed, self.positions = nn.Embedding(40, 6), nn.Embedding(positions, 6)
             self.up = nn.Linear(6, positions, bias=False)  # the shape of the positions
             self.turned = mt.equivalence(nn.Linear(6, 6, bias=False), block_size=3)
             self.constrained = mt.orthogonal(nn.Linear(6, 6, bias=False))

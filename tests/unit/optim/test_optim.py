@@ -441,17 +441,17 @@ def test_a_state_with_plain_numbers_as_steps_is_continued(name: str, number: Any
 
 @pytest.mark.parametrize(
     ("kind", "copied"),
-    [(RiemannianAdam, "load"), (RiemannianAdam, "pickle"), (RiemannianSGD, "deepcopy")],
+    [(RiemannianAdam, "load"), (RiemannianAdam, "pickle"), (RiemannianSGD, "load"), (RiemannianSGD, "deepcopy")],
 )
-def test_a_restored_optimizer_has_the_options_that_it_had(kind: Any, copied: str) -> None:
-    optimizer, params = named(kind)
+def test_a_restored_optimizer_has_the_options_and_the_state_that_it_had(kind: Any, copied: str) -> None:
+    optimizer, params = named(kind, **({"momentum": 0.9} if kind is RiemannianSGD else {}))
     drive(optimizer, params, 1, seeded)
-    options = set(optimizer.param_groups[0])
+    options, states = set(optimizer.param_groups[0]), str(optimizer.state_dict()["state"])
     if copied == "load":
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     else:
         optimizer = copy.deepcopy(optimizer) if copied == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-    assert set(optimizer.param_groups[0]) == options
+    assert set(optimizer.param_groups[0]) == options and str(optimizer.state_dict()["state"]) == states
     optimizer.add_param_group({"params": [("later", nn.Parameter(torch.randn(2)))]})
     assert set(optimizer.param_groups[1]) == options - {"steps_taken"}
 

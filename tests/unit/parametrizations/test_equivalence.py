@@ -14,11 +14,12 @@ from layers import Stack, assert_one_graph, stored
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from manifold_tying import Untied, equivalence, equivalence_, materialize, merge, orthogonal
 from manifold_tying.models import Llama, preset
-from manifold_tying.poet import Equivalence, columns
-from manifold_tying.poet.linear import poet_linear, prefers_input_centric
+from manifold_tying.poet import Equivalence, both_blocks, columns
+from manifold_tying.poet.linear import linear_flops, poet_linear, prefers_input_centric
 from manifold_tying.poet.spec import BlockSpec, RotationSpec
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -189,6 +190,25 @@ def test_parameter_counts_of_the_papers_table_2(family: str, scheme: Any) -> Non
                 RotationSpec.of(layer.out_features, layer.in_features, scheme, b, fraction, None) for layer in layers
             )
             assert round(sum(spec.num_params for spec in found) / 1e6, 2) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("input_centric", [True, False])
+def test_the_operations_of_a_layer_are_those_that_torch_counts(input_centric: bool, training: bool) -> None:
+    module = equivalence(nn.Linear(16, 32, bias=False), block_size=4)
+    part, vector, x = constraint(module), stored(module), torch.randn(7, 16, requires_grad=training)
+    spec, places = part.spec, (part.out_places, part.in_places)
+
+    def counted(run: Callable[[], Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            y = run()
+            if training:
+                y.sum().backward()
+        return counter.get_total_flops()
+
+    layer = counted(lambda: poet_linear(x, part.ordered_base, vector, spec, places, input_centric=input_centric))
+    maps = counted(lambda: torch.cat([G for side in both_blocks(spec, vector) for G in side]))
+    assert layer - maps == linear_flops(7, spec, input_centric=input_centric, training=training)
 
 
 @pytest.mark.parametrize("scheme", ["block", "full"])
@@ -581,6 +601,7 @@ def test_a_model_keeps_its_heads_and_its_layers_differ(capsys: pytest.CaptureFix
     again = Model()
     equivalence_(again, seed=1, block_size=4, verbose=False)
     assert capsys.readouterr().out == ""
+    assert not any(name.endswith("query.weight") for name in model.state_dict())  # which transformers alone would read
     for (name, one), other in zip(model.named_buffers(), again.buffers(), strict=True):
         assert torch.equal(one, other) or name.endswith("base"), name
     assert equivalence_(model, verbose=False) == ([], [*BODY, "lm_head"])  # constrained already
@@ -604,6 +625,8 @@ def test_patterns() -> None:
         equivalence_(model, rank=3)
     with pytest.raises(ValueError, match="unknown scheme"):
         equivalence_(model, scheme="svd")
+    with pytest.raises(ValueError, match=r"no nn\.Linear is selected .* weight matrices are in Embedding: call"):
+        equivalence_(nn.Sequential(model.embedding, model.norm))
     assert not any(parametrize.is_parametrized(module) for module in model.modules())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import manifold_tying as mt
-from manifold_tying.optim import DriftCallback, RiemannianSGD, drift
+from manifold_tying.optim import RiemannianSGD, drift
 from manifold_tying.parametrizations import parametrized
 
 
@@ -70,7 +70,7 @@ def trained(out: Path, follows: bool, resume: str | None = None) -> tuple[list[f
     settings = arguments(out, 8)
     settings.logging_steps = 2
     trainer = Trainer(model, settings, train_dataset=Repeated(), callbacks=[report], optimizers=(optimizer, None))
-    trainer.add_callback(DriftCallback(trainer))
+    trainer.add_callback(mt.optim.DriftCallback(trainer))
     trainer.train(resume_from_checkpoint=resume)
     rows = trainer.state.log_history
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6, 8]
@@ -93,6 +93,6 @@ def test_the_trainer_logs_drift_and_a_resumed_run_keeps_it(tmp_path: Path) -> No
 
 def test_a_model_that_cannot_drift_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(build(), arguments(tmp_path, 1), train_dataset=Repeated())
-    trainer.add_callback(DriftCallback(trainer))
+    trainer.add_callback(mt.optim.DriftCallback(trainer))
     with pytest.raises(ValueError, match="no weight that can drift"):
         trainer.train()

@@ -10,7 +10,6 @@ from huggingface_models import Repeated, arguments, build, difference, logits
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import manifold_tying as mt
-from manifold_tying.optim import MergeCallback
 from manifold_tying.poet import equivalences
 
 
@@ -38,7 +37,7 @@ class Interrupt(TrainerCallback):
 
 def trained(out: Path, resume: str | None = None, steps: int = 10) -> tuple[Any, list[float], Trainer]:
     model, norms = rotating(terms=None), Norms()
-    callbacks = [MergeCallback(every=4, clip_ramp_steps=2), norms]
+    callbacks = [mt.optim.MergeCallback(every=4, clip_ramp_steps=2), norms]
     trainer = Trainer(model.train(), arguments(out, steps), train_dataset=Repeated(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return model.eval(), norms.seen, trainer
@@ -58,7 +57,7 @@ def test_trainer_merges_clips_and_resumes(tmp_path: Path) -> None:
 
 def test_an_interrupted_training_goes_on_with_the_users_norm(tmp_path: Path) -> None:
     norms = Norms()
-    callbacks = [MergeCallback(every=4, clip_ramp_steps=2), norms, Interrupt()]
+    callbacks = [mt.optim.MergeCallback(every=4, clip_ramp_steps=2), norms, Interrupt()]
     trainer = Trainer(rotating(), arguments(tmp_path, 6), train_dataset=Repeated(), callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()

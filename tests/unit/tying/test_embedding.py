@@ -56,12 +56,12 @@ def test_any_write_to_the_table_counts() -> None:
 def test_padding_scale_copies_and_pickles() -> None:
     embedding, _ = pair(padding_idx=2, scale=3.0)
     plain = PITEmbedding.adopt(nn.Embedding.from_pretrained(embedding.weight, freeze=False))
-    ids = torch.tensor([[2, 5], [7, 2]])
+    ids = torch.tensor([[2, 5], [1, 2]])
     assert torch.equal(embedding(ids), 3 * plain(ids)) and "padding_idx=2, scale=3" in repr(embedding)
     half = PITEmbedding.adopt(nn.Embedding.from_pretrained(embedding.weight), scale=0.5)
     assert torch.equal(half(ids), plain(ids) / 2) and "scale" not in repr(plain)
     (gradient,) = torch.autograd.grad(embedding(ids).sum(), embedding.weight)
-    (expected,) = torch.autograd.grad(3 * plain(torch.tensor([5, 7])).sum(), plain.weight)
+    (expected,) = torch.autograd.grad(3 * plain(torch.tensor([5, 1])).sum(), plain.weight)
     torch.testing.assert_close(gradient, expected)
     for twin in (copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
         assert torch.equal(twin(ids), embedding(ids)) and twin.weight is not embedding.weight

@@ -206,14 +206,22 @@ def test_from_embedding_does_not_touch_the_table_and_takes_its_dtype() -> None:
     torch.testing.assert_close(pit.materialize()[1].double(), before.double().T, rtol=0, atol=1e-5)
 
 
+def test_plain_tables_start_with_normal_entries() -> None:
+    for interface in (Untied(500, 20, std=0.5), TransposeTying(500, 20, std=0.5)):
+        for p in interface.parameters():
+            assert abs(p.mean().item()) < 0.05 and p.std().item() == pytest.approx(0.5, rel=0.05)
+
+
 def test_tables_that_pit_cannot_start_from() -> None:
-    zero, nan = table(), table()
+    zero, long, nan = table(), table(), table()
     zero[:, 2] = 0
+    long[:, 2] *= 1e7
     nan[3, 3] = float("nan")
     for weight, message in (
         (table(4, 8), "V >= d"),
         (torch.ones(V, D), "column rank"),
         (zero, "column rank"),
+        (long, "column rank"),
         (nan, "finite"),
         (torch.ones(V, D, dtype=torch.long), "floating"),
         (torch.ones(V, D, 2), "table"),
