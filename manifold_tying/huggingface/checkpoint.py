@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manifold_tying._safetensors import check_readable, weight_map, whole_shapes
-from manifold_tying.huggingface.folder import model_class, read_config, recorded_mark
+from manifold_tying.huggingface.folder import model_class, read_config, read_transformers_config, recorded_mark
 from manifold_tying.huggingface.native import MARK, import_transformers, mark, pit_embedding, unmarked
 from manifold_tying.huggingface.tables import check_adapters
 from manifold_tying.parametrizations import constraints
@@ -133,10 +133,12 @@ def load_stock(folder: Path, **options: Any) -> "PreTrainedModel":
 
 
 def _read(folder: Path, *, spare: bool = False, **options: Any) -> "PreTrainedModel":
-    kind = model_class(folder)
+    config = read_transformers_config(folder)
+    kind = model_class(config, folder / "config.json")
     check_readable(folder / file for file in dict.fromkeys(weight_map(folder).values()))
     # The report lists mismatched shapes. Without the option, transformers' error advises ignoring them.
     options = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
+    options["config"] = config  # transformers would read it as the class wants it, whatever its model_type
     model: PreTrainedModel
     try:
         model, report = kind.from_pretrained(folder, output_loading_info=True, **options)

@@ -22,10 +22,9 @@ def recorded_mark(folder: Path) -> Any:
     return entry
 
 
-def model_class(folder: Path) -> Any:
-    """The class named under ``architectures`` in config.json: from transformers or registered with AutoModelForCausalLM."""
-    transformers, config, file = import_transformers(), read_transformers_config(folder), folder / "config.json"
-    names = config.architectures
+def model_class(config: Any, file: Path) -> Any:
+    """The class that a config, read from a file, names: from transformers or registered with AutoModelForCausalLM."""
+    transformers, names = import_transformers(), config.architectures
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(
             f'expected {file} to name the model\'s class, as in "architectures": ["LlamaForCausalLM"], got {names!r:.80}'

@@ -100,6 +100,7 @@ ANY: dict[str, tuple[Damage, str]] = {  # of a stock checkpoint and of a convert
     "architectures missing": (config(architectures=...), "to name the model's class"),
     "architectures function": (config(architectures=["pipeline"]), "not a model class of transformers"),
     "architectures of no head": (config(architectures=["LlamaModel"]), ""),
+    "architectures of another family": (config(architectures=["GraniteForCausalLM"]), "cannot build a GraniteForCausalLM"),
     "model type unknown": (config(model_type="no such"), "does not know the model"),
     "sizes are text": (config(hidden_size="wide"), "config.json"),
     "fewer layers": (config(num_hidden_layers=1), "model.layers.1"),
