@@ -107,6 +107,8 @@ def _install(tables: StockTables, W: Tensor) -> None:
     adopted = PITEmbedding.adopt(tables.embedding, tables.scale)
     if "_old_forward" in vars(adopted):  # accelerate's hook calls the forward of the class that it found
         vars(adopted)["_old_forward"] = PITEmbedding.forward.__get__(adopted)
+    else:
+        vars(adopted).pop("forward", None)  # the old class's, which a removed hook leaves
 
 
 @contextmanager

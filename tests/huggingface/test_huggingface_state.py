@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from huggingface_models import _BODY, D, V, build, difference, ids, interface, logits, make, round_trip, turned
 from torch import nn
 
@@ -52,6 +52,12 @@ def test_hooks_of_a_device_map_stay_and_run() -> None:
     mt.convert(model)
     calls.clear()
     assert torch.equal(logits(model), logits(plain)) and calls == [model.get_input_embeddings()]
+
+
+def test_a_hook_that_was_removed_leaves_no_stock_forward() -> None:
+    model = build()
+    remove_hook_from_module(add_hook_to_module(model.get_input_embeddings(), ModelHook()))
+    assert torch.equal(logits(mt.convert(model)), logits(mt.convert(build())))
 
 
 def test_a_model_loaded_with_a_tight_device_map_computes_the_same(tmp_path: Path) -> None:
