@@ -102,8 +102,7 @@ def _start(table: Tensor, transform: Transform) -> Tensor:
 
 def _install(tables: StockTables, W: Tensor) -> None:
     tables.weight.data = W
-    tables.embedding.weight = tables.weight
-    tables.head.weight = tables.weight
+    tables.embedding.weight = tables.head.weight = tables.weight
     adopted = PITEmbedding.adopt(tables.embedding, tables.scale)
     if "_old_forward" in vars(adopted):  # accelerate's hook calls the forward of the class that it found
         vars(adopted)["_old_forward"] = PITEmbedding.forward.__get__(adopted)

@@ -71,11 +71,11 @@ def cayley_neumann(A: Tensor, terms: int = 2, *, matmul_dtype: torch.dtype | Non
         W = A.to(dtype)
         if terms == 2:
             return _cayley_neumann_2(W, matmul_dtype or dtype).to(A.dtype)
-        eye = eye_like(W)
+        W, eye = W.reshape(-1, *W.shape[-2:]), eye_like(W)
         S = eye + W
         for _ in range(terms - 1):
-            S = eye + W @ S
-        return (S + W @ S).to(A.dtype)
+            S = torch.baddbmm(eye, W, S)
+        return torch.baddbmm(S, W, S).view(A.shape).to(A.dtype)
 
 
 class _CayleyNeumann2(torch.autograd.Function):

@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from manifold_tying import precision
 from manifold_tying.peft._blocks import Rotation, blocks_of
 from manifold_tying.poet import Blocks, RotationSpec, inverse_order, permute, transposed
 
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
-
-
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -99,12 +97,14 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         return [] if off else [name for name in self.active_adapters if name in self.specs]
 
     def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """x W0ᵀ without the bias, and the bias; channels last."""
-        bias = getattr(self.base_layer, "bias", None)
-        if bias is not None and type(self.base_layer) is nn.Linear:
-            return F.linear(x, self.base_layer.weight), bias
-        y = self.base_layer(x.movedim(-1, self.channels), *args, **kwargs).movedim(self.channels, -1)
-        return (y, None) if bias is None else (y - bias, bias)
+        """x W0ᵀ and the bias; channels last. The base layer runs on a bias of zeros: to subtract it would add its rounding."""
+        base: Any = self.base_layer
+        bias: Any = getattr(base, "bias", None)
+        zeros = {name: torch.zeros_like(p) for name, p in base.named_parameters() if p is bias}
+        inputs = x.movedim(-1, self.channels), *args
+        y: Tensor = functional_call(base, zeros, inputs, kwargs) if zeros else base(*inputs, **kwargs)
+        y = y.movedim(self.channels, -1)
+        return (y - bias, bias) if bias is not None and not zeros else (y, bias)
 
     def rotation(self, name: str) -> Rotation:
         """What :func:`blocks_of` takes for an adapter."""

@@ -94,21 +94,22 @@ def linear_cross_entropy(
     weights = (targets != ignore_index).flatten().to(precision.compute_dtype(dtype))
     if token_weight is not None:
         weights = torch.where(weights != 0, token_weight.detach().flatten().to(weights.dtype), 0)  # 0 NaN is NaN
-    total = weights.sum()
-    scale = torch.where(total == 0, 0, 1 / total) if reduction == "mean" else torch.ones_like(total)
+    scale = weights.new_ones(())
+    if token_weight is not None and reduction != "none":  # their product with softmax has 16 bits in low precision
+        scale = torch.cat([weights.abs(), scale.new_full((1,), 1e-30)]).amax()
+        weights = weights / scale
+    if reduction == "mean":
+        scale = torch.where((total := weights.sum()) == 0, 0, 1 / total)
     form, each = LossForm(z_loss, label_smoothing, softcap), reduction == "none"
-    loss = _chunked(flat, rows, targets.flatten(), weights[:, None], scale, vocabulary, form, dtype, wanted, each)
+    loss = _chunked(flat, rows, targets.flatten(), weights[:, None], vocabulary, form, dtype, wanted, scale, each)
     return loss.reshape(targets.shape) if each else loss
 
 
 def _losses_and_gradients(
-    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, scale: Tensor,
-    vocabulary: VocabularyShard, form: LossForm, dtype: torch.dtype, wanted: tuple[bool, bool],
+    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocabulary: VocabularyShard,
+    form: LossForm, dtype: torch.dtype, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Weighted losses (n,) and, where wanted, the gradients of their sum for hidden and this rank's rows.
-
-    The gradient of a 16-bit table is multiplied by ``scale``.
-    """
+    """Weighted losses (n,) and, where wanted, the gradients of their sum for hidden and, in 32 bits, this rank's rows."""
     wide = weights.dtype
     product = precision.product_dtype(dtype, hidden.device)
     h, W = hidden.to(dtype).to(product), table.to(dtype).to(product)
@@ -144,8 +145,6 @@ def _losses_and_gradients(
             kernels.add_product_(grad_table, p.mT, h_part, beta=min(start, 1))
     if grad_hidden is not None:
         (grad_hidden,) = vocabulary.all_reduce(grad_hidden)
-    if grad_table is not None and table.dtype != wide:
-        grad_table = grad_table.mul_(scale).to(table.dtype)
     return torch.cat(losses), grad_hidden, grad_table
 
 
@@ -189,35 +188,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         """The losses of the arguments of :func:`_losses_and_gradients`, each or their scaled sum."""
         autograd.save(ctx, args)
-        *_, wanted, each = args
-        inputs = *args[:-2], (False, False) if each else wanted
+        *_, wanted, scale, each = args
+        inputs = *args[:-3], (False, False) if each else wanted
         with precision.disable_autocast(args[0].device):
             losses, *gradients = _losses_and_gradients(*inputs)
         ctx.gradients = None if each else gradients
-        return losses if each else losses.sum() * args[4]
+        return losses if each else losses.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in place and released, so that no second (V, d) tensor is held; a second backward recomputes them.
         gradients, ctx.gradients = ctx.gradients, None
-        (hidden, table, targets, weights, scale, *rest, each), _ = autograd.saved(ctx)
+        (hidden, table, targets, weights, *rest, scale, each), _ = autograd.saved(ctx)
         if each:
             weights, grad = weights * grad[:, None], torch.ones_like(scale)
         if gradients is None:
             with precision.disable_autocast(grad.device):
-                gradients = _losses_and_gradients(hidden, table, targets, weights, scale, *rest)[1:]
+                gradients = _losses_and_gradients(hidden, table, targets, weights, *rest)[1:]
         grad_hidden, grad_table = gradients
         scale = grad * scale
         if grad_hidden is not None:
             grad_hidden.mul_(scale)
         if grad_table is not None:
-            grad_table.mul_(scale if grad_table.dtype == scale.dtype else grad)
+            grad_table = grad_table.mul_(scale).to(table.dtype)
         return grad_hidden, grad_table, *[None] * 8
 
 
 def _with_all_logits(
-    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, scale: Tensor,
-    vocabulary: VocabularyShard, form: LossForm, dtype: torch.dtype, _: tuple[bool, bool], each: bool,
+    hidden: Tensor, table: Tensor, targets: Tensor, weights: Tensor, vocabulary: VocabularyShard,
+    form: LossForm, dtype: torch.dtype, _: tuple[bool, bool], scale: Tensor, each: bool,
 ) -> Tensor:  # fmt: skip
     (z, smoothing, cap), V = form, vocabulary.total
     counted = weights != 0

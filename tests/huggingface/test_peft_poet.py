@@ -12,7 +12,9 @@ import scipy.linalg
 import torch
 from peft import OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import manifold_tying as mt
 from manifold_tying.peft import PoetConfig, PoetLayer, convert_oft
@@ -266,6 +268,27 @@ def test_under_autocast_and_in_bfloat16() -> None:
         same(output(model).float(), exact, 0.05)
     low = copy.deepcopy(model).to(torch.bfloat16)
     same(output(low).float(), exact, 0.05)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 12), Conv1D(12, 8), nn.Conv1d(8, 12, 1)], ids=lambda layer: type(layer).__name__
+)
+def test_a_bias_is_added_to_the_rotated_product_alone(layer: nn.Module) -> None:
+    model: Any = adapted(nn.Sequential(OrderedDict(first=layer)), block_size=4).to(torch.bfloat16)
+    x = torch.randn(8, 8, dtype=torch.bfloat16)
+    bias = model.get_base_model().first.get_base_layer().bias.data
+    bias.zero_()
+    without = model(x)
+    bias[::4] = 1000.0  # in bfloat16 its neighbours are 4 away
+    same(model(x), without + (bias[:, None] if isinstance(layer, nn.Conv1d) else bias), 0)
+
+
+def test_hooks_of_a_base_layer_run() -> None:
+    base: Any = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # computes the weight in a hook
+    model = turned(get_peft_model(nn.Sequential(base), PoetConfig(block_size=4, target_modules=["0"])), "default")
+    with torch.no_grad():
+        base.weight_orig.zero_()
+    same(model(torch.ones(2, 8)), base.bias.expand(2, 8), 0)
 
 
 def test_a_rate_turns_blocks_of_any_size_alike() -> None:

@@ -306,11 +306,17 @@ def test_float64_stays_under_autocast() -> None:
     assert torch.equal(loss, linear_cross_entropy(hidden, table, targets)) and loss.dtype == torch.float64
 
 
-def test_float16_gradients_do_not_underflow_before_they_are_scaled() -> None:
+@pytest.mark.parametrize("size", [None, 1e-6, 1e5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_keep_their_range_until_they_are_scaled(reduction: Any, size: float | None) -> None:
+    """The loss may be divided later, and the weights of the tokens have any size."""
     h, W, targets = problem(20_000, 16, 40, dtype=torch.float32)
-    W = 0.05 * W.detach()
-    (expected,) = torch.autograd.grad(dense(h, W, targets), h)
-    low = h.detach().half().requires_grad_()
-    (found,) = torch.autograd.grad(2.0**16 * linear_cross_entropy(low, W.half(), targets), low)
-    assert found.dtype == torch.float16
-    assert (found.float() / 2**16 - expected).norm() < 2e-3 * expected.norm()
+    h, W, targets = (4 + h).detach().requires_grad_(), (0.05 * W).detach().requires_grad_(), 0 * targets
+    options: dict[str, Any] = {} if size is None else {"token_weight": size * torch.rand(len(h))}
+    by = 1.0 if reduction == "mean" else float(options.get("token_weight", torch.ones(len(h))).sum())
+    low = h.detach().half().requires_grad_(), W.detach().half().requires_grad_()
+    options["reduction"] = reduction
+    expected = torch.autograd.grad(dense(h, W, targets, **options) / by, (h, W))
+    found = torch.autograd.grad(linear_cross_entropy(*low, targets, **options) * (2.0**10 / by), low)
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float16 and relative(ours.float() / 2**10, exact) < 3e-3
