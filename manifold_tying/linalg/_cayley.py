@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from manifold_tying.autograd import custom_gradient, in_transform, save, saved
+from manifold_tying.autograd import custom_gradient, save, saved
 from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
 SMALL = 64 * 64
+_LARGEST_KEPT = 1024  # b up to which the places of entries are kept, 13 bytes for each of b²
+_kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 _LEAF = 128  # torch's batched LU of larger matrices may be wrong on several CPU threads, and is slow on a GPU
 
 
@@ -161,20 +163,28 @@ def skew(vector: Tensor, b: int) -> Tensor:
         raise ValueError(f"expected {b * (b - 1) // 2} entries for b={b}, got {vector.shape[-1]}")
     if vector.numel() == 0:
         return vector.new_zeros(*vector.shape[:-1], b, b)
-    rows, columns = torch.triu_indices(b, b, offset=1, device=vector.device)
-    upper = vector.new_zeros(*vector.shape[:-1], b * b)
-    order = rows * b + columns
-    if in_transform():  # vmap has no rule for index_copy_
-        upper = upper.scatter(-1, order.expand(vector.shape), vector)
-    else:
-        upper.index_copy_(-1, order, vector)  # 3x faster than upper[..., rows, columns] = vector
-    square: Tensor = upper.unflatten(-1, (b, b))
-    return square - square.mT
+    source, sign, _ = _places(vector, b)
+    return (vector.index_select(-1, source) * sign).view(*vector.shape[:-1], b, b)
 
 
 def unskew(A: Tensor) -> Tensor:
     """The b(b-1)/2 entries of (..., b, b) above the diagonal, row by row."""
     check_square(A)
-    b = A.shape[-1]
-    rows, columns = torch.triu_indices(b, b, offset=1, device=A.device)
-    return A.flatten(-2).index_select(-1, rows * b + columns)
+    return A.flatten(-2).index_select(-1, _places(A, A.shape[-1])[2])
+
+
+def _places(x: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each entry of a skew matrix its place in the vector and its sign; for each entry of the vector its place."""
+    keeps = type(x) in (Tensor, nn.Parameter) and b <= _LARGEST_KEPT and not torch.compiler.is_compiling()
+    if keeps and (b, x.device) in _kept:
+        return _kept[b, x.device]
+    with torch.inference_mode(False):
+        n = torch.arange(b, device=x.device)
+        upper = (n * (2 * b - n - 3) // 2 - 1)[:, None] + n  # right above the diagonal
+        source = torch.where(n > n[:, None], upper, upper.mT).clamp_(min=0).flatten()
+        sign = (n - n[:, None]).sign().to(torch.int8).flatten()
+        rows, columns = torch.triu_indices(b, b, offset=1, device=x.device)
+        found = source, sign, rows * b + columns
+    if keeps and type(n) is Tensor and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _kept[b, x.device] = found
+    return found

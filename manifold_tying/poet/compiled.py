@@ -19,15 +19,9 @@ def _linear(
 
 @torch.library.triton_op("manifold_tying::poet_linear_backward", mutates_args={})
 def _linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    W0: Tensor,
-    skew_params: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    sizes: list[int],
+    grad: Tensor, x: Tensor, W0: Tensor, skew_params: Tensor, rows: Tensor, columns: Tensor, sizes: list[int],
     kept: list[Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return backward(grad, (x, W0, skew_params, rows, columns, _spec(sizes), True), kept[:1], kept[1:])
 
 

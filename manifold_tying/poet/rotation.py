@@ -62,10 +62,7 @@ _two_terms = autograd.custom_gradient(_TwoTerms, _plain_two_terms)
 def both_blocks(spec: RotationSpec, skew_params: Tensor, low: torch.dtype | None = None) -> tuple[Blocks, Blocks]:
     """Blocks of R and of P; ``low`` is the matmul dtype of :func:`orthogonal_blocks`."""
     of_R, of_P = spec.split(skew_params)
-    return (
-        orthogonal_blocks(spec.R, of_R, spec.terms, low),
-        orthogonal_blocks(spec.P, of_P, spec.terms, low),
-    )
+    return orthogonal_blocks(spec.R, of_R, spec.terms, low), orthogonal_blocks(spec.P, of_P, spec.terms, low)
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype | None:

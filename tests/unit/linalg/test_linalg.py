@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import conditioned, decompositions, orthonormal, scipy_polar
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manifold_tying import linalg, precision
 from manifold_tying.testing import tall_shapes
@@ -544,3 +545,15 @@ def test_errors_say_what_is_wrong(case: str) -> None:
     call, message = ERRORS[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_size_first_seen_without_gradients_or_values_trains_later() -> None:
+    with torch.inference_mode():
+        linalg.skew(torch.ones(37 * 18), 37)
+    given = torch.ones(41 * 20)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        linalg.skew(given, 41)
+    for b in (37, 41):
+        vector = torch.randn(b * (b - 1) // 2, requires_grad=True)
+        (grad,) = torch.autograd.grad(linalg.skew(vector, b).square().sum(), vector)
+        torch.testing.assert_close(grad, 4 * vector.detach())
