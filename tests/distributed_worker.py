@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_models import (
@@ -535,5 +536,5 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Forks, so that four processes pay for one import.
+    # Forks, so that four processes pay for one import; of torch._dynamo, too, which the first optimizer imports.
     start_processes(main, (Path(sys.argv[1]),), nprocs=PROCESSES, start_method="fork")

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 from training_runs import RUNS, STEPS, config
@@ -187,5 +188,5 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Forks, so that four processes pay for one import.
+    # Forks, so that four processes pay for one import; of torch._dynamo, too, which the first optimizer imports.
     start_processes(main, (Path(sys.argv[1]),), nprocs=PROCESSES, start_method="fork")

@@ -1,7 +1,6 @@
 """Assertions with tolerances derived from dtype, size and condition number."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +47,8 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, condition: float =
 
 def assert_gradient(function: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
     """The Jacobian of function() in float64 inputs, which it reads, is made of difference quotients to 1e-5."""
-    options: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6, "check_undefined_grad": False}
     try:
-        gradcheck(lambda *_: function(), list(inputs), **options)
+        gradcheck(lambda *_: function(), list(inputs), rtol=1e-5, atol=1e-6, check_undefined_grad=False)
     except GradcheckError as error:
         raise AssertionError(f"the gradient is not the difference quotient: {error}") from None
 

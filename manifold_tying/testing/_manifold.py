@@ -187,7 +187,8 @@ def _moves_along(name: str, subject: Subject, draw: Draw) -> None:
 
 
 def _retraction_has_a_gradient(subject: Subject, draw: Draw) -> None:
-    x, _ = subject.draw(draw)
+    batch = draw(st.sampled_from([(), (2,)]), "batch shape")  # the Jacobian's time grows with its square
+    x = draw(points(subject.manifold, (*batch, *subject.shape), device=subject.device), "point")
     u = draw(st.sampled_from([0.0, 0.3]), "length") * subject.unit_vector(draw, x)
     assert_gradient(partial(subject.manifold.retr, x, leaf := u.clone().requires_grad_()), [leaf])
 

@@ -129,6 +129,6 @@ def test_a_layer_that_turns_gradients_on_gets_them() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 def test_a_compiled_model_is_one_graph() -> None:
-    model = adapted(block_size=7)
+    model = adapted(1, block_size=7)  # seven layers, whose blocks are computed together
     whole = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(input_ids=IDS).logits, model(input_ids=IDS).logits)

@@ -37,36 +37,34 @@ from manifold_tying.optim import RiemannianAdam, RiemannianMuon, RiemannianSGD
 # ---- manifolds
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 2), (6, 1)])
+@pytest.mark.parametrize("shape", [(5, 2), (3, 3), (2, 2), (4, 1)])
 def test_stiefel(shape: tuple[int, int]) -> None:
     mtt.check_manifold(Stiefel(), shape, order=2, uniform=True)
 
 
 @pytest.mark.parametrize("manifold", [Stiefel("qr"), Stiefel("cayley"), Stiefel("cayley-neumann", terms=3)], ids=repr)
-@pytest.mark.parametrize("shape", [(7, 3), (4, 4)])
+@pytest.mark.parametrize("shape", [(5, 2), (3, 3)])
 def test_other_retractions(manifold: Stiefel, shape: tuple[int, int]) -> None:
     of_the_retraction = ("retr", "a batch", "dtype")
     others = [law.name for law in mtt.MANIFOLD_LAWS if not law.name.startswith(of_the_retraction)]
     mtt.check_manifold(manifold, shape, skip=others)
 
 
-@pytest.mark.parametrize("d", [1, 4])
+@pytest.mark.parametrize("d", [1, 3])
 def test_spd(d: int) -> None:
     mtt.check_manifold(SPD(), (d, d), order=2)
 
 
-RADII: dict[str, Any] = {
+RADII: dict[Any, Any] = {
     "rows": torch.tensor([[0.5], [1.0], [2.0], [3.0]]),
     "columns": torch.tensor([0.5, 1.0, 2.0]),
     "matrix": 2.5,
 }
 
 
-@pytest.mark.parametrize("radius", ["one", "several"])
-@pytest.mark.parametrize("of", RADII)
-def test_spheres(of: Any, radius: str) -> None:
-    manifold = Sphere(of, RADII[of]) if radius == "several" else Sphere(of)
-    mtt.check_manifold(manifold, (4, 3), order=2, uniform=of != "rows")
+@pytest.mark.parametrize("manifold", [Sphere("rows"), *(Sphere(of, radius) for of, radius in RADII.items())], ids=str)
+def test_spheres(manifold: Sphere) -> None:
+    mtt.check_manifold(manifold, (4, 3), order=2, uniform=manifold.of != "rows")
 
 
 class ForgettingRadius(Sphere):
@@ -182,7 +180,8 @@ POINTS: dict[str, tuple[Any, tuple[int, ...]]] = {
     **{name: (manifold, shape) for name, (manifold, shape, _) in GEOOPT.items()},
 }
 CASES = [
-    *(("Adam", points) for points in POINTS),
+    # of geoopt one manifold of each kind of point: to our optimizers its two Stiefel manifolds are strangers like these
+    *(("Adam", points) for points in POINTS if points not in ("EuclideanStiefel", "Stiefel")),
     *(("Adam by row", "polar"), ("SGD", "Sphere"), ("SGD, momentum", "polar"), ("slow SGD", "SPD")),
     ("SGD, momentum", "rows"),
     *(("Muon", "qr"), ("Muon", "rows"), ("Muon", "a user's"), ("Muon, tangent", "polar")),
@@ -217,8 +216,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]]
     "tall": (lambda: nn.Linear(3, 5), "weight", mtt.assert_orthonormal),
     "wide": (lambda: nn.Linear(5, 3), "weight", mtt.assert_orthonormal),
     "square": (lambda: nn.Linear(4, 4), "weight", mtt.assert_orthonormal),
-    "convolution": (lambda: nn.Conv2d(2, 4, 3), "weight", flat),
-    "transposed": (lambda: nn.ConvTranspose1d(1, 8, 3), "weight", flat),
+    "convolution": (lambda: nn.Conv2d(2, 3, 2), "weight", flat),
+    "transposed": (lambda: nn.ConvTranspose1d(1, 6, 2), "weight", flat),
 }
 
 
@@ -227,7 +226,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Tensor], None]]]
     ("constraint", "layer"),
     [
         *(("stiefel", layer) for layer in ("tall", "wide", "convolution", "transposed")),
-        *(("stiefel, cayley", "square"), ("polar", "wide"), ("qr", "tall"), ("cayley", "convolution")),
+        *(("stiefel, cayley", "square"), ("polar", "wide"), ("qr", "tall")),
         *((constraint, layer) for constraint in ("cayley", "cayley-neumann") for layer in ("tall", "square")),
     ],
 )
@@ -254,7 +253,7 @@ def test_weights_of_given_norms(of: Any) -> None:
 
 
 def test_weights_that_keep_their_norms() -> None:
-    mtt.check_parametrization(sphere, nn.Conv2d(2, 4, 3))
+    mtt.check_parametrization(sphere, nn.Conv2d(2, 3, 2))
 
 
 @pytest.mark.parametrize("diagonal", ["softplus", "exp"])
@@ -407,14 +406,14 @@ def test_parametrizations_of_users(put_on: Any, skipped: list[str]) -> None:
 # ---- token interfaces
 
 INTERFACES: dict[str, tuple[Callable[[], Any], bool]] = {
-    "untied": (lambda: Untied(11, 4), False),
+    "untied": (lambda: Untied(7, 3), False),
     "untied, one column": (lambda: Untied(5, 1), False),
-    "untied, scaled": (lambda: Untied(11, 4, logit_scale=True), False),
-    "transpose": (lambda: TransposeTying(11, 4), False),
-    "PIT, frozen": (lambda: PIT(11, 4, memory="frozen"), True),
-    "PIT, exp": (lambda: PIT(11, 4, memory="trainable", diagonal="exp", retraction="cayley"), True),
-    "PIT, free": (lambda: PIT(11, 4, std=0.3), True),
-    "PIT from a table": (lambda: PIT.from_embedding(torch.randn(11, 4), transform="head"), True),
+    "untied, scaled": (lambda: Untied(7, 3, logit_scale=True), False),
+    "transpose": (lambda: TransposeTying(7, 3), False),
+    "PIT, frozen": (lambda: PIT(7, 3, memory="frozen"), True),
+    "PIT, exp": (lambda: PIT(7, 3, memory="trainable", diagonal="exp", retraction="cayley"), True),
+    "PIT, free": (lambda: PIT(7, 3, std=0.3), True),
+    "PIT from a table": (lambda: PIT.from_embedding(torch.randn(7, 3), transform="head"), True),
 }
 
 
