@@ -58,7 +58,7 @@ def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold
     """This rank's part of a group's "scale" for p, a point of ``manifold`` or an ordinary parameter (None)."""
     if not isinstance(scale, Tensor):
         raise ValueError(f"expected a tensor as the scale of {name}, got {scale!r}; for one factor, set the group's lr")
-    scale = scale.detach().to(p.device, p.dtype)
+    scale = scale.detach().to(p.device, p.dtype.to_real())
     shape = p.shape if manifold is None else p.shape[-1:]
     if scale.shape != shape or (autograd.has_data(scale) and not (torch.isfinite(scale) & (scale >= 0)).all()):
         raise ValueError(

@@ -57,7 +57,7 @@ class MergeSchedule:
         if not 0 < clip_factor < math.inf:
             raise ValueError(f"expected clip_factor to be positive and finite, got {clip_factor!r}")
         self.model = model
-        self.optimizer = optimizer
+        self.optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own state is empty
         self.every = every
         self.clip_ramp_steps, self.clip_factor, self.clip_until_step = clip_ramp_steps, clip_factor, clip_until_step
         self.steps = 0

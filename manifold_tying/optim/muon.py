@@ -131,7 +131,7 @@ class RiemannianMuon(RiemannianAdam):
             part.mul_(1 - lr * keep * group["weight_decay"])
             rate = torch_muon._adjust_lr(lr, group["adjust_lr_fn"], p.shape) * keep
             if isinstance(rate, Tensor):
-                part.sub_(rate.to(part) * D)
+                part.sub_(rate.to(part) * D.to(part))
             else:
                 part.add_(D, alpha=-rate)
 

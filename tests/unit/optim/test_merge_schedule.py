@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -181,4 +182,23 @@ def test_momentum_starts_anew_as_in_torch() -> None:
             built.step()
             schedule.step()
         ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # at the import
+def test_moments_of_shared_out_parameters_start_anew() -> None:
+    """ZeroRedundancyOptimizer has a state of its own, which is empty."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ends = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for shares in (False, True):
+            model, built, _ = build()
+            if shares:
+                built = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.02)
+            train((model, built, MergeSchedule(model, built, every=2)), range(5))
+            ends.append([p.detach() for p in model.parameters()])
+    finally:
+        dist.destroy_process_group()
     assert all(map(torch.equal, *ends))

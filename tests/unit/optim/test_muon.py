@@ -130,6 +130,17 @@ def test_matrices_move_as_in_torch_and_the_rest_as_by_adamw(options: dict[str, A
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_a_tensor_as_the_rate_does_not_round_the_step() -> None:
+    start, ends = torch.randn(32, 16), []
+    for lr in (1e-2, torch.tensor(1e-2)):
+        p = nn.Parameter(start.clone())
+        drive(RiemannianMuon([p], lr=lr), [p], 1, seeded)
+        ends.append(p.detach() - start)
+    torch.testing.assert_close(
+        ends[1], ends[0], rtol=0, atol=1e-6
+    )  # bfloat16, in which torch finds D, would leave 1e-5
+
+
 def moved_by_muon(optimizer: RiemannianMuon) -> set[str]:
     for group in optimizer.param_groups:
         for p in group["params"]:

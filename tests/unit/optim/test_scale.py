@@ -27,6 +27,14 @@ def test_each_entry_moves_as_with_its_own_rate(ours: Any, theirs: Any, options: 
     torch.testing.assert_close(p.detach().flatten(), expected, rtol=1e-6, atol=0)
 
 
+def test_complex_entries_have_real_scales() -> None:
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    drive(
+        RiemannianSGD([{"params": [p], "scale": torch.tensor([0.0, 2.0])}], lr=0.1), [p], 1, lambda *_: p.detach() * 1j
+    )
+    torch.testing.assert_close(p.detach(), torch.tensor([1.0, 1.0 - 0.2j]))
+
+
 def nearest_tangent(X: np.ndarray, W: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Least squares over a basis of the tangent space, columns weighted by 1/scale."""
     n, p = X.shape
