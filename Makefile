@@ -89,7 +89,7 @@ test-oldest-transformers:
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable ".[huggingface,train]" "transformers==$(OLDEST)" "torch==$$(sed -n 's/^torch==//p' constraints.txt)" \
-		peft pytest hypothesis
+		peft bitsandbytes pytest hypothesis
 	$(VENV)-oldest/bin/python -m pytest --ignore tests/huggingface/test_huggingface_trl.py \
 		tests/huggingface tests/unit/training/test_continued_pretraining.py
 

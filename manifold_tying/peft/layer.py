@@ -100,7 +100,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """x W0ᵀ and the bias; channels last. The base layer runs on a bias of zeros: to subtract it would add its rounding."""
         base: Any = self.base_layer
         bias: Any = getattr(base, "bias", None)
-        zeros = {} if bias is None else {name: torch.zeros_like(p) for name, p in base.named_parameters() if p is bias}
+        named = () if bias is None or torch.jit.is_tracing() else base.named_parameters()  # TorchScript refuses it
+        zeros = {name: torch.zeros_like(p) for name, p in named if p is bias}
         inputs = x.movedim(-1, self.channels), *args
         y: Tensor = functional_call(base, zeros, inputs, kwargs) if zeros else base(*inputs, **kwargs)
         y = y.movedim(self.channels, -1)

@@ -283,6 +283,13 @@ def test_a_bias_is_added_to_the_rotated_product_alone(layer: nn.Module) -> None:
     same(model(x), without + (bias[:, None] if isinstance(layer, nn.Conv1d) else bias), 0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_layer_with_a_bias_can_be_traced() -> None:
+    model, x = adapted(MODELS["plain"](), block_size=4), torch.randn(3, 24)
+    traced: Any = torch.jit.trace(model, (x,), check_trace=False)
+    same(traced(2 * x), model(2 * x))
+
+
 def test_hooks_of_a_base_layer_run() -> None:
     base: Any = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)  # computes the weight in a hook
     model = turned(get_peft_model(nn.Sequential(base), PoetConfig(block_size=4, target_modules=["0"])), "default")
