@@ -22,7 +22,7 @@ import manifold_tying as mt
 from benchmarks._command import commit
 from benchmarks._figure import pyplot, save
 from experiments.comparison import markdown_table
-from manifold_tying.linalg import skew, unskew
+from manifold_tying.linalg import skew
 from manifold_tying.training.machine import machine
 
 TERMS: tuple[int | None, ...] = (1, 2, 3, 4, 5, 6, None)
@@ -69,8 +69,8 @@ def drifts(options: Options, terms: int | None) -> dict[int, float]:
 
 def _draw(options: Options, generator: torch.Generator) -> Tensor:
     b = options.block_size
-    A = skew(torch.randn(2 * options.size // b, b * (b - 1) // 2, generator=generator), b)
-    return unskew(A * (options.norm / torch.linalg.matrix_norm(A, 2)[:, None, None])).flatten()
+    vectors = torch.randn(2 * options.size // b, b * (b - 1) // 2, generator=generator)
+    return (vectors * (options.norm / torch.linalg.matrix_norm(skew(vectors, b), 2)[:, None])).flatten()
 
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:

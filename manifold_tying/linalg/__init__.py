@@ -7,7 +7,6 @@ and cast back; autocast and TF32 are off in the forward. Some gradients follow t
 from manifold_tying.linalg._cayley import cayley as cayley
 from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
-from manifold_tying.linalg._cayley import unskew as unskew
 from manifold_tying.linalg._cayley_at import cayley_at as cayley_at
 from manifold_tying.linalg._cayley_at import cayley_curve as cayley_curve
 from manifold_tying.linalg._msign import msign as msign

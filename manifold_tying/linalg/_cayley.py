@@ -1,17 +1,19 @@
 """Skew matrices and their Cayley maps."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from manifold_tying.autograd import custom_gradient, save, saved
+from manifold_tying.autograd import custom_gradient, in_transform, save, saved
 from manifold_tying.precision import check_int, check_square, compute_dtype, eye_like, full_precision
 
 # Matrices of up to this many entries are mapped in float64: overhead dominates there, not arithmetic.
 SMALL = 64 * 64
-_LARGEST_KEPT = 1024  # b up to which the places of entries are kept, 13 bytes for each of b²
-_kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+_LARGEST_KEPT = 1024  # b up to which the places of entries are kept, 9 bytes for each of b²
+_kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 _LEAF = 128  # torch's batched LU of larger matrices may be wrong on several CPU threads, and is slow on a GPU
 
 
@@ -158,33 +160,30 @@ inverse = custom_gradient(_Inverse, _inverse_by_halves, differentiable=True)
 
 
 def skew(vector: Tensor, b: int) -> Tensor:
-    """Skew matrix (..., b, b) from its b(b-1)/2 entries above the diagonal, row by row; inverse of :func:`unskew`."""
+    """Skew matrix (..., b, b) from its b(b-1)/2 entries above the diagonal, row by row."""
     if vector.shape[-1] != b * (b - 1) // 2:
         raise ValueError(f"expected {b * (b - 1) // 2} entries for b={b}, got {vector.shape[-1]}")
     if vector.numel() == 0:
         return vector.new_zeros(*vector.shape[:-1], b, b)
-    source, sign, _ = _places(vector, b)
+    source, sign = _places(vector, b)
     return (vector.index_select(-1, source) * sign).view(*vector.shape[:-1], b, b)
 
 
-def unskew(A: Tensor) -> Tensor:
-    """The b(b-1)/2 entries of (..., b, b) above the diagonal, row by row."""
-    check_square(A)
-    return A.flatten(-2).index_select(-1, _places(A, A.shape[-1])[2])
-
-
-def _places(x: Tensor, b: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each entry of a skew matrix its place in the vector and its sign; for each entry of the vector its place."""
-    keeps = type(x) in (Tensor, nn.Parameter) and b <= _LARGEST_KEPT and not torch.compiler.is_compiling()
-    if keeps and (b, x.device) in _kept:
-        return _kept[b, x.device]
-    with torch.inference_mode(False):
-        n = torch.arange(b, device=x.device)
+def _places(vector: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """For each entry of a skew matrix its place in the vector, and its sign."""
+    device, is_cuda = vector.device, vector.is_cuda
+    keeps = type(vector) in (Tensor, nn.Parameter) and b <= _LARGEST_KEPT
+    keeps = keeps and not (torch.compiler.is_compiling() or in_transform())
+    if keeps and (b, device) in _kept:
+        return _kept[b, device]
+    # Outside modes, which record operations: a checkpoint's second forward pass finds the places, and so must do as the first.
+    with _disable_current_modes() if keeps else nullcontext(), torch.inference_mode(False):
+        n = torch.arange(b, device=device)
         upper = (n * (2 * b - n - 3) // 2 - 1)[:, None] + n  # right above the diagonal
         source = torch.where(n > n[:, None], upper, upper.mT).clamp_(min=0).flatten()
         sign = (n - n[:, None]).sign().to(torch.int8).flatten()
-        rows, columns = torch.triu_indices(b, b, offset=1, device=x.device)
-        found = source, sign, rows * b + columns
-    if keeps and type(n) is Tensor and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _kept[b, x.device] = found
-    return found
+    if keeps and not (is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_cuda:  # other streams will read them
+            torch.cuda.current_stream(device).synchronize()
+        _kept[b, device] = source, sign
+    return source, sign

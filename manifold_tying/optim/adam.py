@@ -12,7 +12,7 @@ from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_range
+from manifold_tying.optim.checks import Group, check_range, options_in
 from manifold_tying.optim.nonfinite import NonFinite, is_captured
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -82,11 +82,7 @@ class RiemannianAdam(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "second_moment": second_moment,
-            "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, nonfinite)
+        super().__init__(params, options_in(locals()), nonfinite)
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, eps=0, weight_decay=0)

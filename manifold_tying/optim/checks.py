@@ -13,6 +13,11 @@ from manifold_tying.optim.rules import is_polar
 Group = dict[str, Any]
 
 
+def options_in(arguments: dict[str, Any]) -> Group:
+    """The options of a group among the ``locals()`` of an optimizer's constructor."""
+    return {k: v for k, v in arguments.items() if k not in ("self", "params", "nonfinite", "__class__")}
+
+
 def check_range(group: Group, **minimum: float) -> None:
     """ValueError unless every named option of the group is a number >= its minimum."""
     for name, low in minimum.items():

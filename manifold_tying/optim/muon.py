@@ -13,7 +13,7 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
 from manifold_tying.optim import rules
 from manifold_tying.optim.adam import RiemannianAdam
-from manifold_tying.optim.checks import Group
+from manifold_tying.optim.checks import Group, options_in
 from manifold_tying.optim.nonfinite import NonFinite
 
 AdjustLr = Literal["match_rms_adamw", "original"]
@@ -73,11 +73,7 @@ class RiemannianMuon(RiemannianAdam):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        defaults = {
-            "lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_muon": use_muon,
-            "nesterov": nesterov, "dual_steps": dual_steps, "adjust_lr_fn": adjust_lr_fn, "second_moment": "element",
-            "project_every": 1, "maximize": maximize, "foreach": foreach, "fused": fused,
-        }  # fmt: skip
+        defaults = {**options_in(locals()), "second_moment": "element", "project_every": 1}  # of Adam, for the rest
         super(RiemannianAdam, self).__init__(params, defaults, nonfinite)
 
     def _check_options(self, group: Group) -> None:

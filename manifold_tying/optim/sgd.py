@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 from manifold_tying import distributed
 from manifold_tying._geoopt import geoopt
 from manifold_tying.optim import rules
-from manifold_tying.optim.checks import Group, check_range
+from manifold_tying.optim.checks import Group, check_range, options_in
 from manifold_tying.optim.nonfinite import NonFinite
 from manifold_tying.optim.optimizer import RiemannianOptimizer, local_gradients
 
@@ -51,11 +51,7 @@ class RiemannianSGD(RiemannianOptimizer):
         fused: bool | None = None,
         nonfinite: NonFinite = "raise",
     ) -> None:
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-            "project_every": project_every, "maximize": maximize, "foreach": foreach, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults, nonfinite)
+        super().__init__(params, options_in(locals()), nonfinite)
 
     def _check_options(self, group: Group) -> None:
         check_range(group, lr=0, momentum=0, weight_decay=0)

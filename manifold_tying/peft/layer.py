@@ -1,6 +1,8 @@
 """A linear layer or convolution whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
 
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from manifold_tying import precision
 from manifold_tying.peft._blocks import Rotation, blocks_of
 from manifold_tying.poet import Blocks, RotationSpec, inverse_order, permute, transposed
 
+_one_by_one = threading.RLock()
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -99,11 +102,19 @@ class PoetLayer(nn.Module, BaseTunerLayer):
     def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """x W0ᵀ and the bias; channels last. The base layer runs on a bias of zeros: to subtract it would add its rounding."""
         base: Any = self.base_layer
-        bias: Any = getattr(base, "bias", None)
-        named = () if bias is None or torch.jit.is_tracing() else base.named_parameters()  # TorchScript refuses it
-        zeros = {name: torch.zeros_like(p) for name, p in named if p is bias}
         inputs = x.movedim(-1, self.channels), *args
-        y: Tensor = functional_call(base, zeros, inputs, kwargs) if zeros else base(*inputs, **kwargs)
+        hooks = base._forward_hooks, base._forward_pre_hooks, base._backward_hooks, base._backward_pre_hooks
+        compiling = torch.compiler.is_compiling()  # this, hooks and wrappers need the layer itself, not a copy
+        swaps = compiling or "bias" not in base._parameters or "forward" in vars(base) or any(hooks)
+        with _one_by_one if swaps and not compiling else nullcontext():
+            bias: Any = getattr(base, "bias", None)
+            named = () if bias is None or torch.jit.is_tracing() else base.named_parameters()  # TorchScript refuses it
+            zeros = {name: torch.zeros_like(p) for name, p in named if p is bias}
+            layer = base
+            if zeros and not swaps:  # a shallow copy: other threads may use the layer
+                layer = base.__new__(type(base))
+                vars(layer).update(vars(base), _parameters=base._parameters | zeros)
+            y: Tensor = functional_call(base, zeros, inputs, kwargs) if swaps and zeros else layer(*inputs, **kwargs)
         y = y.movedim(self.channels, -1)
         return (y - bias, bias) if bias is not None and not zeros else (y, bias)
 

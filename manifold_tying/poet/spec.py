@@ -87,7 +87,8 @@ class RotationSpec:
         dims = (m, n)
         blocks = [min(size, block_size if fraction is None else max(1, round(fraction * size))) for size in dims]
         if out_share is not None:
-            total = sum(_params_of(scheme, size, b) for b, size in zip(blocks, dims, strict=True))
+            rotated = [(b if scheme == "full" else size, b) for b, size in zip(blocks, dims, strict=True)]
+            total = sum(size * (b - 1) / 2 for size, b in rotated)  # if b divides size (POET, table 1)
             shares = (out_share * total, (1 - out_share) * total)
             blocks = [min(size, _block_for(scheme, size, share)) for share, size in zip(shares, dims, strict=True)]
         if sides != "both":
@@ -142,11 +143,6 @@ def hash_seed(*parts: int | str) -> int:
 
 def _pairs(b: int) -> int:
     return b * (b - 1) // 2
-
-
-def _params_of(scheme: Scheme, size: int, b: int) -> float:
-    """Skew parameters of one side if b divides size. (POET, table 1.)"""
-    return (size if scheme == "block" else b) * (b - 1) / 2
 
 
 def _block_for(scheme: Scheme, size: int, params: float) -> int:

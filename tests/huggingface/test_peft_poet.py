@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -288,6 +289,19 @@ def test_a_layer_with_a_bias_can_be_traced() -> None:
     model, x = adapted(MODELS["plain"](), block_size=4), torch.randn(3, 24)
     traced: Any = torch.jit.trace(model, (x,), check_trace=False)
     same(traced(2 * x), model(2 * x))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_threads_may_share_a_layer_with_a_bias(hooked: bool) -> None:
+    base: Any = nn.Linear(64, 64)
+    model, x = get_peft_model(nn.Sequential(base), PoetConfig(block_size=16, target_modules=["0"])), torch.randn(8, 64)
+    if hooked:
+        base.register_forward_hook(lambda *_: None)
+    expected, bias = model(x), base.bias.detach().clone()
+    with ThreadPoolExecutor(8) as threads:
+        for y in threads.map(model, [x] * 400):
+            same(y, expected, 0)
+    same(base.bias, bias, 0)
 
 
 def test_hooks_of_a_base_layer_run() -> None:

@@ -60,7 +60,6 @@ LINALG: dict[Callable[..., Any], tuple[Any, tuple[Any, ...], Callable[..., tuple
     linalg.sinkhorn: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
     linalg.orthostochastic: (SQUARE, (SQUARE,), lambda *s: (skew(*s),)),
     linalg.spd_log: (SQUARE, (SQUARE,), lambda *s: (spd(*s),)),
-    linalg.unskew: (FLOAT[Tensor, "*m p*(p-1)//2"], (SQUARE,), lambda *s: (skew(*s),)),
     linalg.skew: (
         FLOAT[Tensor, "*m {b} {b}"],
         (FLOAT[Tensor, "*m {b*(b-1)//2}"],),
