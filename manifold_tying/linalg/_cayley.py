@@ -1,6 +1,6 @@
 """Skew matrices and their Cayley maps."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -177,7 +177,10 @@ def _places(vector: Tensor, b: int) -> tuple[Tensor, Tensor]:
     if keeps and (b, device) in _kept:
         return _kept[b, device]
     # Outside modes, which record operations: a checkpoint's second forward pass finds the places, and so must do as the first.
-    with _disable_current_modes() if keeps else nullcontext(), torch.inference_mode(False):
+    with ExitStack() as outside, torch.inference_mode(False):
+        if keeps:
+            outside.enter_context(_disable_current_modes())
+            outside.enter_context(torch._C.DisableTorchFunction())
         n = torch.arange(b, device=device)
         upper = (n * (2 * b - n - 3) // 2 - 1)[:, None] + n  # right above the diagonal
         source = torch.where(n > n[:, None], upper, upper.mT).clamp_(min=0).flatten()

@@ -32,7 +32,8 @@ def blocks_of(rotation: Rotation) -> tuple[Blocks, Blocks]:
             return known
     vector, spec, factor = rotation
     with precision.full_precision(vector.device):
-        return both_blocks(spec, vector.to(precision.compute_dtype(vector.dtype)) * factor)
+        wide = vector.to(precision.compute_dtype(vector.dtype))
+        return both_blocks(spec, wide if factor == 1 else wide * factor)
 
 
 def all_blocks(rotations: Sequence[Rotation]) -> list[tuple[Blocks, Blocks]]:

@@ -1,21 +1,19 @@
 """A linear layer or convolution whose activations PEFT adapters rotate: y = R (W0 (P x)), without a copy of W0."""
 
-import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check_adapters_to_merge
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.nn.modules.module import _has_any_global_hook
 
-from manifold_tying import precision
+from manifold_tying import distributed, precision
 from manifold_tying.peft._blocks import Rotation, blocks_of
 from manifold_tying.poet import Blocks, RotationSpec, inverse_order, permute, transposed
 
-_one_by_one = threading.RLock()
 REFERENCE = 32  # block size at which the stored numbers are the skew entries
+_PLAIN = ("torch.nn.modules.", "transformers.pytorch_utils", "bitsandbytes.nn.")  # where layers are free of other state
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
@@ -77,21 +75,21 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """y (..., m) of x (..., n), in the base layer's dtype."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        names = self.names_in_use
-        if not names:
-            y: Tensor = self.base_layer(x, *args, **kwargs)
+        y: Tensor
+        if not (names := self.names_in_use):
+            y = self.base_layer(x, *args, **kwargs)
             return y
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
-        x = x.movedim(self.channels, -1)
+        x = x if self.channels == -1 else x.movedim(self.channels, -1)
         for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂
             x = _rotated(x, sides[name][1], self._orders(name, x)[2:])
         y, bias = self._product(x, *args, **kwargs)
         for name in names:
             y = _rotated(y, sides[name][0], self._orders(name, y)[:2])
             if name in self.poet_magnitude:
-                y = y * (1 + self.poet_magnitude[name]).to(y.dtype)
+                y = (y * (1 + self.poet_magnitude[name])).to(y.dtype)  # 16-bit numbers near 1 are coarse
         y = y if bias is None else y + bias.to(y.dtype)
-        return y.movedim(-1, self.channels)
+        return y if self.channels == -1 else y.movedim(-1, self.channels)
 
     @property
     def names_in_use(self) -> list[str]:
@@ -100,23 +98,16 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         return [] if off else [name for name in self.active_adapters if name in self.specs]
 
     def _product(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """x W0ᵀ and the bias; channels last. The base layer runs on a bias of zeros: to subtract it would add its rounding."""
+        """x W0ᵀ and the bias; channels last."""
         base: Any = self.base_layer
-        inputs = x.movedim(-1, self.channels), *args
-        hooks = base._forward_hooks, base._forward_pre_hooks, base._backward_hooks, base._backward_pre_hooks
-        compiling = torch.compiler.is_compiling()  # this, hooks and wrappers need the layer itself, not a copy
-        swaps = compiling or "bias" not in base._parameters or "forward" in vars(base) or any(hooks)
-        with _one_by_one if swaps and not compiling else nullcontext():
-            bias: Any = getattr(base, "bias", None)
-            named = () if bias is None or torch.jit.is_tracing() else base.named_parameters()  # TorchScript refuses it
-            zeros = {name: torch.zeros_like(p) for name, p in named if p is bias}
-            layer = base
-            if zeros and not swaps:  # a shallow copy: other threads may use the layer
-                layer = base.__new__(type(base))
-                vars(layer).update(vars(base), _parameters=base._parameters | zeros)
-            y: Tensor = functional_call(base, zeros, inputs, kwargs) if swaps and zeros else layer(*inputs, **kwargs)
-        y = y.movedim(self.channels, -1)
-        return (y - bias, bias) if bias is not None and not zeros else (y, bias)
+        x = x if self.channels == -1 else x.movedim(-1, self.channels)
+        layer = _without_bias(base)
+        y: Tensor = (base if layer is None else layer)(x, *args, **kwargs)
+        y = y if self.channels == -1 else y.movedim(self.channels, -1)
+        if (bias := getattr(base, "bias", None)) is not None:
+            bias = distributed.full_tensor(bias)
+            y = y - bias if layer is None else y
+        return y, bias
 
     def rotation(self, name: str) -> Rotation:
         """What :func:`blocks_of` takes for an adapter."""
@@ -174,13 +165,14 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         self._write(W)
 
     def base_weight(self) -> Tensor:
-        """W0 (m, n), of a convolution (m, ..., n), in float32 or wider. ValueError if it is quantized."""
+        """W0 (m, n), of a convolution (m, ..., n), in float32 or wider. ValueError if it is quantized or computed."""
         base: Any = self.get_base_layer()
-        weight: Tensor = base.weight
-        if not (weight.is_floating_point() and weight.dtype.itemsize >= 2 and type(weight.data) is Tensor):
+        weight: Tensor | None = base._parameters.get("weight")
+        plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize >= 2
+        if weight is None or not plain or type(weight.data) is not Tensor:
             raise ValueError(
-                f"cannot merge into a quantized weight, {type(weight).__name__} of {weight.dtype}; keep the adapter beside it, "
-                "or load the base model in bfloat16"
+                f"cannot merge into a weight that is quantized or computed (prune, weight_norm), that of {base}; keep the "
+                "adapter beside it, or load the base model in bfloat16"
             )
         weight = weight.T if self.transposed else weight.movedim(1, -1)
         return weight.to(precision.compute_dtype(weight.dtype))
@@ -214,3 +206,19 @@ def _rotated(x: Tensor, blocks: Blocks, orders: Sequence[Tensor]) -> Tensor:
         start += k * b
     rest = [flat[:, start:]] if start < x.shape[-1] else []
     return (parts[0] if len(parts) + len(rest) == 1 else torch.cat([*parts, *rest], 1)).view(x.shape)
+
+
+def _without_bias(base: Any) -> Any:
+    """A shallow copy of a layer without its bias; None if there is none, or only the layer itself computes its result.
+
+    To subtract a large bias instead leaves its rounding, which R would spread to other rows.
+    """
+    bias, kind = base._parameters.get("bias"), type(base)
+    hooks = base._forward_hooks, base._forward_pre_hooks, base._backward_hooks, base._backward_pre_hooks
+    watched = any(hooks) or _has_any_global_hook() or "forward" in vars(base) or base._compiled_call_impl is not None
+    if bias is None or watched or not kind.__module__.startswith(_PLAIN):
+        return None
+    copied = base.__new__(kind)
+    zeros = torch.zeros_like(bias) if kind.__name__ == "Conv1D" else None  # which cannot be without
+    vars(copied).update(vars(base), _parameters=base._parameters | {"bias": zeros})
+    return copied

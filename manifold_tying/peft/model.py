@@ -8,6 +8,7 @@ from typing import Any, Literal
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
+from torch import nn
 
 from manifold_tying.peft._blocks import Rotation, batched
 from manifold_tying.peft._method import peft_type
@@ -112,11 +113,12 @@ class PoetModel(BaseTuner):
         if isinstance(target, PoetLayer):
             return target.update_layer(adapter_name, peft_config)
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        known = hasattr(base, "in_features") or type(base).__name__ == "Conv1D"
+        linear = hasattr(base, "in_features") or type(base).__name__ == "Conv1D"
+        known = linear and not isinstance(parent, nn.MultiheadAttention)  # which reads the weight of its out_proj
         if not (known or (isinstance(base, Convolution) and base.groups == 1)):
             raise ValueError(
-                f"PoetConfig rotates linear layers and convolutions of one group, got {base} as {target_name!r}; leave it out "
-                "of target_modules"
+                f"PoetConfig rotates linear layers and convolutions of one group that are called, got {base} as "
+                f"{target_name!r}; leave it out of target_modules"
             )
         new = PoetLayer(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:

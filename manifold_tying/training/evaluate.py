@@ -37,12 +37,9 @@ def evaluate(
 
 @torch.no_grad()
 def validation_loss(
-    loss_fn: LossOf,
-    batches: list[Batch],
-    device: torch.device,
-    processes: Processes,
+    loss_fn: LossOf, batches: list[Batch], device: torch.device, processes: Processes,
     interrupted: Callable[[], bool] = lambda: False,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """Mean cross-entropy in nats per token; None if ``interrupted()`` is true on any rank before a batch."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for start in range(0, len(batches), processes.size):

@@ -41,11 +41,7 @@ class Log:
 
 
 def open_folder(
-    config: TrainConfig,
-    arm: str,
-    identity: dict[str, Any],
-    processes: Processes,
-    load: Callable[[Path], int],
+    config: TrainConfig, arm: str, identity: dict[str, Any], processes: Processes, load: Callable[[Path], int]
 ) -> "tuple[int, Record | None]":
     """Create the run's folder, or ``load`` its newest intact checkpoint. Returns the step and, on rank 0, the logs.
 

@@ -83,12 +83,7 @@ class PIT(TokenInterface):
 
     @classmethod
     def from_embedding(
-        cls,
-        weight: Tensor,
-        *,
-        transform: Transform = "identity",
-        memory: Memory = "free",
-        **options: str,
+        cls, weight: Tensor, *, transform: Transform = "identity", memory: Memory = "free", **options: str
     ) -> "PIT":
         """PIT from an existing table E0 = U H (polar factors): Z = U. (PIT, section 4.1.)
 

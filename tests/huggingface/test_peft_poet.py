@@ -14,6 +14,7 @@ import torch
 from peft import OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -291,6 +292,35 @@ def test_a_layer_with_a_bias_can_be_traced() -> None:
     same(traced(2 * x), model(2 * x))
 
 
+class _Stateful(nn.Linear):
+    """Its forward is a bound method that keeps its input."""
+
+    def __init__(self, m: int, n: int) -> None:
+        super().__init__(m, n)
+        self.run = self._run
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.newest = x
+        return super().forward(x)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.run(input)
+
+
+def _compiled() -> nn.Linear:
+    layer = nn.Linear(8, 8)
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("make", [_compiled, lambda: _Stateful(8, 8), lambda: weight_norm(nn.Linear(8, 8))])
+def test_any_base_layer_runs_itself(make: Callable[[], nn.Module]) -> None:
+    base: Any = make()
+    config, x = PoetConfig(block_size=4, target_modules=["first"]), torch.randn(3, 8)
+    same(get_peft_model(nn.Sequential(OrderedDict(first=base)), config)(x), base(x))
+    assert not isinstance(base, _Stateful) or base.newest.shape == (3, 8)
+
+
 @pytest.mark.parametrize("hooked", [False, True])
 def test_threads_may_share_a_layer_with_a_bias(hooked: bool) -> None:
     base: Any = nn.Linear(64, 64)
@@ -302,6 +332,26 @@ def test_threads_may_share_a_layer_with_a_bias(hooked: bool) -> None:
         for y in threads.map(model, [x] * 400):
             same(y, expected, 0)
     same(base.bias, bias, 0)
+
+
+def test_a_computed_weight_takes_no_merge() -> None:
+    model: Any = adapted(nn.Sequential(OrderedDict(first=weight_norm(nn.Linear(8, 8)))), block_size=4)
+    with pytest.raises(ValueError, match="quantized or computed"):
+        model.merge_and_unload()
+
+
+def test_a_projection_that_is_not_called_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"that are called, got .* as 'out_proj'"):
+        get_peft_model(nn.MultiheadAttention(8, 2), PoetConfig(block_size=4, target_modules=["out_proj"]))
+
+
+def test_a_small_magnitude_acts_in_low_precision() -> None:
+    base = nn.Linear(64, 64, bias=False).bfloat16()
+    model: Any = get_peft_model(nn.Sequential(base), PoetConfig(block_size=4, target_modules=["0"], magnitude=True))
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    before = model(x)
+    model.base_model.model[0].poet_magnitude["default"].data.fill_(3e-3)  # 1.003 is 1 in bfloat16
+    assert (model(x) != before).float().mean() > 0.3
 
 
 def test_hooks_of_a_base_layer_run() -> None:
@@ -337,7 +387,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: PoetConfig(map=cast(Any, "cayley")), "unknown map 'cayley'"),
     (
         lambda: get_peft_model(nn.Sequential(nn.Conv2d(2, 2, 1, groups=2)), PoetConfig(target_modules=["0"])),
-        "convolutions of one group, got Conv2d",
+        "convolutions of one group that are called, got Conv2d",
     ),
     (lambda: PoetConfig(module_dropout=1.0), "module_dropout"),
     (lambda: PoetConfig(module_dropout=cast(Any, "0")), "module_dropout"),

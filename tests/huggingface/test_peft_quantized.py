@@ -108,7 +108,7 @@ def test_a_rotation_is_not_merged_into_a_quantized_weight_nor_into_another(kind:
     adapted: Any = get_peft_model(
         model, PoetConfig(block_size=16, target_modules=["lm_head", "q_proj"], init_weights=False)
     )
-    with pytest.raises(ValueError, match="cannot merge into a quantized weight"):
+    with pytest.raises(ValueError, match="cannot merge into a weight that is quantized"):
         adapted.merge_adapter()
     assert torch.equal(adapted.get_base_model().lm_head.get_base_layer().weight, plain), "no layer is merged"
 

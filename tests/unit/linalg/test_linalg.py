@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from matrices import conditioned, decompositions, orthonormal, scipy_polar
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manifold_tying import linalg, precision
@@ -445,6 +446,18 @@ def test_a_selective_checkpoint_may_make_the_first_skew_matrix_of_a_size() -> No
     contexts = partial(create_selective_checkpoint_contexts, keep)
     (found,) = torch.autograd.grad(checkpoint(loss, v, use_reentrant=False, context_fn=contexts), v)
     assert torch.equal(found, torch.autograd.grad(loss(v), v)[0])
+
+
+def test_a_function_mode_does_not_reach_later_skew_matrices() -> None:
+    class Plus(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            return found + 1 if function in (torch.arange, torch.where) else found
+
+    with Plus():
+        linalg.skew(torch.randn(38 * 39 // 2), 39)
+    v, (i, j) = torch.randn(38 * 39 // 2), torch.triu_indices(39, 39, 1)
+    assert torch.equal(linalg.skew(v, 39)[i, j], v)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
