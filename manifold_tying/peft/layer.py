@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, _get_in_out_features, check
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from manifold_tying import distributed, precision
+from manifold_tying import precision
 from manifold_tying.peft._blocks import Rotation, blocks_of
 from manifold_tying.poet import Blocks, RotationSpec, inverse_order, permute, transposed
 
@@ -104,10 +104,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         layer = _without_bias(base)
         y: Tensor = (base if layer is None else layer)(x, *args, **kwargs)
         y = y if self.channels == -1 else y.movedim(self.channels, -1)
-        if (bias := getattr(base, "bias", None)) is not None:
-            bias = distributed.full_tensor(bias)
-            y = y - bias if layer is None else y
-        return y, bias
+        bias: Tensor | None = getattr(base, "bias", None)
+        return (y if bias is None or layer is not None else y - bias), bias
 
     def rotation(self, name: str) -> Rotation:
         """What :func:`blocks_of` takes for an adapter."""

@@ -34,7 +34,7 @@ def test_an_interrupted_call_resumes_and_no_piece_stops_the_others(
         "fails": script("print('this is why')", "raise SystemExit(3)"),
         "rows": script(
             f"out = pathlib.Path({str(results / 'rows.json')!r})", "known = out.exists()",
-            f"out.write_text({rest!r} if known else {half!r})", "if not known: time.sleep(99)",
+            f"out.write_text({rest!r} if known else {half!r})", "time.sleep(0.3 if known else 99)",  # tenths are shown
         ),
         "hangs": script(f"pathlib.Path({str(results / 'hangs.json')!r}).write_text('[]')", "time.sleep(99)"),
     }  # fmt: skip
