@@ -75,10 +75,9 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         """y (..., m) of x (..., n), in the base layer's dtype."""
         if self.disable_adapters and self.merged:
             self.unmerge()
-        y: Tensor
         if not (names := self.names_in_use):
-            y = self.base_layer(x, *args, **kwargs)
-            return y
+            of_base: Tensor = self.base_layer(x, *args, **kwargs)
+            return of_base
         sides = {name: self._dropped(name, self._sides(name)) for name in names}
         x = x if self.channels == -1 else x.movedim(self.channels, -1)
         for name in reversed(names):  # the last adapter is outermost: W = R₂ (R₁ W0 P₁) P₂
@@ -87,7 +86,8 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         for name in names:
             y = _rotated(y, sides[name][0], self._orders(name, y)[:2])
             if name in self.poet_magnitude:
-                y = (y * (1 + self.poet_magnitude[name])).to(y.dtype)  # 16-bit numbers near 1 are coarse
+                g = self.poet_magnitude[name]  # 16-bit numbers near 1 are coarse
+                y = (y * (1 + g.to(precision.compute_dtype(g.dtype)))).to(y.dtype)
         y = y if bias is None else y + bias.to(y.dtype)
         return y if self.channels == -1 else y.movedim(-1, self.channels)
 
@@ -105,7 +105,7 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         y: Tensor = (base if layer is None else layer)(x, *args, **kwargs)
         y = y if self.channels == -1 else y.movedim(self.channels, -1)
         bias: Tensor | None = getattr(base, "bias", None)
-        return (y if bias is None or layer is not None else y - bias), bias
+        return (y if bias is None or layer is not None else y - bias.to(y.dtype)), bias
 
     def rotation(self, name: str) -> Rotation:
         """What :func:`blocks_of` takes for an adapter."""
@@ -167,16 +167,18 @@ class PoetLayer(nn.Module, BaseTunerLayer):
         base: Any = self.get_base_layer()
         weight: Tensor | None = base._parameters.get("weight")
         plain = weight is not None and weight.is_floating_point() and weight.dtype.itemsize >= 2
-        if weight is None or not plain or type(weight.data) is not Tensor:
+        if weight is None or not plain or type(weight.data) is not Tensor or base is not self.base_layer:
             raise ValueError(
-                f"cannot merge into a weight that is quantized or computed (prune, weight_norm), that of {base}; keep the "
-                "adapter beside it, or load the base model in bfloat16"
+                f"cannot merge into a weight that is quantized, computed (prune, weight_norm) or adapted by an inner layer, "
+                f"that of {base}; keep the adapter beside it, or load the base model in bfloat16"
             )
         weight = weight.T if self.transposed else weight.movedim(1, -1)
         return weight.to(precision.compute_dtype(weight.dtype))
 
     def _factor(self, name: str, W: Tensor) -> Tensor | float:
-        return 1 + self.poet_magnitude[name].float().view(-1, *W[0].ndim * [1]) if name in self.poet_magnitude else 1.0
+        return (
+            1 + self.poet_magnitude[name].to(W.dtype).view(-1, *W[0].ndim * [1]) if name in self.poet_magnitude else 1.0
+        )
 
     def _turned(self, W: Tensor, name: str, R: Blocks, P: Blocks) -> Tensor:
         """R W P."""

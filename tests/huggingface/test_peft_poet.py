@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from peft import OFTConfig, PeftModel, get_peft_model
+from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
@@ -336,8 +336,22 @@ def test_threads_may_share_a_layer_with_a_bias(hooked: bool) -> None:
 
 def test_a_computed_weight_takes_no_merge() -> None:
     model: Any = adapted(nn.Sequential(OrderedDict(first=weight_norm(nn.Linear(8, 8)))), block_size=4)
-    with pytest.raises(ValueError, match="quantized or computed"):
+    with pytest.raises(ValueError, match=r"computed \(prune"):
         model.merge_and_unload()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT
+def test_a_rotation_around_another_adapter_is_not_merged() -> None:
+    inner = get_peft_model(nn.Sequential(OrderedDict(first=nn.Linear(8, 8))), LoraConfig(target_modules=["first"]))
+    model: Any = get_peft_model(inner, PoetConfig(block_size=4, target_modules=["first"]))
+    with pytest.raises(ValueError, match="adapted by an inner layer"):
+        model.merge_adapter()
+
+
+def test_autocast_keeps_its_dtype_around_any_base_layer() -> None:
+    model = adapted(nn.Sequential(OrderedDict(first=_Stateful(8, 8))), block_size=4, sides="in")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(3, 8)).dtype == torch.bfloat16
 
 
 def test_a_projection_that_is_not_called_is_refused() -> None:
@@ -350,7 +364,10 @@ def test_a_small_magnitude_acts_in_low_precision() -> None:
     model: Any = get_peft_model(nn.Sequential(base), PoetConfig(block_size=4, target_modules=["0"], magnitude=True))
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     before = model(x)
-    model.base_model.model[0].poet_magnitude["default"].data.fill_(3e-3)  # 1.003 is 1 in bfloat16
+    magnitude = model.base_model.model[0].poet_magnitude
+    magnitude["default"].data.fill_(3e-3)  # 1.003 is 1 in bfloat16
+    assert (model(x) != before).float().mean() > 0.3
+    magnitude.bfloat16()
     assert (model(x) != before).float().mean() > 0.3
 
 
