@@ -213,12 +213,12 @@ def _without_bias(base: Any) -> Any:
 
     To subtract a large bias instead leaves its rounding, which R would spread to other rows.
     """
-    bias, kind = base._parameters.get("bias"), type(base)
+    bias, kind = getattr(base, "bias", None), type(base)
     hooks = base._forward_hooks, base._forward_pre_hooks, base._backward_hooks, base._backward_pre_hooks
     watched = any(hooks) or _has_any_global_hook() or "forward" in vars(base) or base._compiled_call_impl is not None
     if bias is None or watched or not kind.__module__.startswith(_PLAIN):
         return None
     copied = base.__new__(kind)
     zeros = torch.zeros_like(bias) if kind.__name__ == "Conv1D" else None  # which cannot be without
-    vars(copied).update(vars(base), _parameters=base._parameters | {"bias": zeros})
+    vars(copied).update(vars(base), bias=zeros)  # comes before a parameter, and in the place of FSDP1's view of it
     return copied

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -369,6 +371,17 @@ def test_a_small_magnitude_acts_in_low_precision() -> None:
     assert (model(x) != before).float().mean() > 0.3
     magnitude.bfloat16()
     assert (model(x) != before).float().mean() > 0.3
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning", "ignore::FutureWarning")
+def test_a_model_within_fsdp1_computes_the_same() -> None:
+    model, x = adapted(MODELS["plain"](), block_size=4), torch.randn(3, 24)
+    expected = model(x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        same(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))(x), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hooks_of_a_base_layer_run() -> None:
