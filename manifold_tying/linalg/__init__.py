@@ -9,6 +9,7 @@ from manifold_tying.linalg._cayley import cayley_neumann as cayley_neumann
 from manifold_tying.linalg._cayley import skew as skew
 from manifold_tying.linalg._cayley_at import cayley_at as cayley_at
 from manifold_tying.linalg._cayley_at import cayley_curve as cayley_curve
+from manifold_tying.linalg._inverse_sqrt import spd_log as spd_log
 from manifold_tying.linalg._msign import msign as msign
 from manifold_tying.linalg._msign import tangent_msign as tangent_msign
 from manifold_tying.linalg._orthonormalize import Orthonormalization as Orthonormalization
@@ -20,4 +21,3 @@ from manifold_tying.linalg._reorthonormalize import reorthonormalize as reorthon
 from manifold_tying.linalg._reorthonormalize import reorthonormalize_ as reorthonormalize_
 from manifold_tying.linalg._sinkhorn import orthostochastic as orthostochastic
 from manifold_tying.linalg._sinkhorn import sinkhorn as sinkhorn
-from manifold_tying.linalg._spd_log import spd_log as spd_log

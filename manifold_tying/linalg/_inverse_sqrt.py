@@ -1,4 +1,4 @@
-"""G^(-1/2) of symmetric positive definite matrices by matmuls."""
+"""G^(-1/2) of symmetric positive definite matrices by matmuls, and their logarithm."""
 
 from functools import lru_cache
 from typing import Any
@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manifold_tying.precision import add_symmetric_product_, eye_like
+from manifold_tying.autograd import is_tracing
+from manifold_tying.precision import add_symmetric_product_, eye_like, full_precision
 
 _SERIES = [1.0]  # of (1 + x)^(-1/2)
 for _k in range(1, 9):
@@ -163,3 +164,22 @@ def series(E: Tensor, eps: float, sync_free: bool = False) -> tuple[Tensor, floa
 
 def _norm(A: Tensor) -> float:
     return float(torch.linalg.vector_norm(A) if A.ndim == 2 else torch.linalg.vector_norm(A, dim=(-2, -1)).amax())
+
+
+def spd_log(W: Tensor) -> Tensor:
+    """log W of symmetric positive definite W (..., d, d), symmetric. Three times differentiable, for all eigenvalues.
+
+    The gradient of an eigendecomposition divides by differences of eigenvalues. Here X solves exp X = W by Newton steps whose
+    Jacobian, that of exp at log W, is a constant: they leave X as it is, and each makes one more derivative right.
+    """
+    with full_precision(W.device):
+        eigenvalues, V = torch.linalg.eigh(W.detach())
+        x = eigenvalues.log()
+        X: Tensor = (V * x[..., None, :]) @ V.mT
+        half, mean = ((x[..., :, None] + sign * x[..., None, :]) / 2 for sign in (-1, 1))
+        # Daleckii and Krein: (exp a - exp b) / (a - b) = exp((a + b)/2) sinh(h) / h with h = (a - b)/2
+        inverse = torch.where(half == 0, 1, half / half.sinh()) * (-mean).exp()
+        for _ in range(3 if is_tracing() else 0):
+            off = W - torch.linalg.matrix_exp(X)
+            X = X + V @ (inverse * (V.mT @ (off - off.detach()) @ V)) @ V.mT
+        return X

@@ -1,5 +1,6 @@
 """Polar factors by matmuls, eigenvalues or singular values, with a closed-form gradient."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from manifold_tying.autograd import custom_gradient, flop_count, has_data, in_transform, is_exporting, save, saved
 from manifold_tying.linalg._inverse_sqrt import inverse_sqrt_by_matmuls, near_inverse_sqrt
-from manifold_tying.linalg._polar_derivatives import differentiable_polar
 from manifold_tying.precision import check_finite, check_tall, compute_dtype, eye_like, full_precision, gram, sym
 
 # Up to this many columns an eigendecomposition is as fast as the matmuls that replace it.
@@ -235,3 +235,32 @@ def _newton_schulz_step(U: Tensor) -> Tensor:
     """One Newton-Schulz step: removes the rounding of G, whose condition is that of Y squared."""
     G = gram(U)
     return U @ (1.5 * eye_like(G) - 0.5 * G)
+
+
+def differentiable_polar(
+    Y: Tensor, factors: Callable[[Tensor], tuple[Tensor, Tensor]], derivatives: int = 3
+) -> tuple[Tensor, Tensor]:
+    """U and H of Y = U H as ``factors`` computes them.
+
+    Newton steps for U H = Y and UᵀU = I, whose Jacobian is a constant, leave the values as they are; each makes one more
+    derivative right. The Jacobian divides by h_i + h_j only: equal singular values are harmless.
+    """
+    with full_precision(Y.device):
+        U0, H0 = U, H = factors(Y.detach())
+        h, V = torch.linalg.eigh(H0.double())
+        h = torch.maximum(h, h[..., -1:] * 1e-14)
+        sums = h[..., :, None] + h[..., None, :]
+        inverse = ((V / h[..., None, :]) @ V.mT).to(U0.dtype)
+        for _ in range(derivatives):
+            off, bent = _change(Y - U @ H), _change(U.mT @ U) / -2
+            M = U0.mT @ off
+            A = M - bent @ H0
+            Omega = (V @ ((V.mT @ (A - A.mT).double() @ V) / sums) @ V.mT).to(A.dtype)
+            U = U + U0 @ (Omega + bent) + (off - U0 @ M) @ inverse
+            H = H + sym(A - Omega @ H0)
+        return U, H
+
+
+def _change(A: Tensor) -> Tensor:
+    """0 with the derivatives of A."""
+    return A - A.detach()

@@ -108,10 +108,10 @@ class Sphere(Matrices):
         self.of = of
         is_number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
         values = torch.tensor(float(radius), dtype=torch.float64) if is_number else radius
-        known = isinstance(values, Tensor) and autograd.has_data(values)
-        if not (isinstance(values, Tensor) and values.is_floating_point()) or (
-            known and not ((values >= 1e-15) & (values <= 1e15)).all()
-        ):
+        fits = isinstance(values, Tensor) and values.is_floating_point()
+        if isinstance(values, Tensor) and fits and autograd.has_data(values):
+            fits = bool(((values >= 1e-15) & (values <= 1e15)).all())
+        if not fits:
             raise ValueError(f"expected radius to be a float from 1e-15 to 1e15 or a tensor of them, got {radius!r}")
         if isinstance(radius, Tensor):
             self.register_buffer("radius", radius.detach().clone())

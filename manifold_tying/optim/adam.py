@@ -56,8 +56,8 @@ class RiemannianAdam(RiemannianOptimizer):
         weight_decay: decoupled; never applied to points. AdamW's default is 0.01.
         second_moment: on Stiefel and Sphere, one second moment per "element", per "row" or per "matrix" (mean of squares).
             "row" and "matrix" make the trajectory independent of the basis of the columns.
-        project_every: project the gradient at every n-th step only, which saves two of the four matmuls at the others. The
-            point is retracted at every step. Polar retraction only. See docs/learning-rates.md.
+        project_every: project the gradient at every n-th step of a point only, which saves two of the four matmuls at the
+            others. The point is retracted at every step, but where it settles is not quite stationary. Polar retraction only.
         maximize: maximize the objective.
         foreach: as in torch.optim.AdamW, for ordinary parameters.
         fused: as in torch.optim.AdamW, for ordinary parameters.

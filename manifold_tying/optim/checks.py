@@ -22,8 +22,7 @@ def check_range(group: Group, **minimum: float) -> None:
     """ValueError unless every named option of the group is a number >= its minimum."""
     for name, low in minimum.items():
         if isinstance(group[name], Tensor) and group[name].numel() != 1:
-            shape = tuple(group[name].shape)
-            raise ValueError(f"expected {name} to be a number or a one-element tensor, got a tensor of shape {shape}")
+            raise ValueError(f"expected {name} to be a number or a one-element tensor, got {tuple(group[name].shape)}")
         if not group[name] >= low:
             raise ValueError(f"expected {name} >= {low:g}, got {group[name]}")
     precision.check_int("project_every", group["project_every"], 1)
@@ -37,8 +36,7 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
             f"{label} has shape {tuple(p.shape)}, which is not a point of {manifold}: {reason}. FSDP1 and ZeRO-3 flatten "
             "parameters; use FSDP2, which keeps their shapes"
         )
-    if p.is_floating_point() and p.dtype.itemsize < 4:
-        raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
+    check_width(p, label)
     if type(manifold) is Stiefel:
         manifold.check_placement(p, label)
     elif type(manifold) is Sphere:
@@ -57,6 +55,12 @@ def check_point(p: Tensor, manifold: geoopt.Manifold, label: str, group: Group) 
         raise ValueError(f"{label} needs eps > 0: a zero gradient would give 0 / 0")
     if group["project_every"] != 1 and not is_polar(manifold):
         raise ValueError(f"project_every > 1 works for Stiefel('polar') only, but {label} is on {manifold}")
+
+
+def check_width(p: Tensor, label: str) -> None:
+    """ValueError for a point in 16 bit, as the cast of a layer that was tied to it later leaves it."""
+    if p.is_floating_point() and p.dtype.itemsize < 4:
+        raise ValueError(f"{label} is {p.dtype}; keep points in float32 or wider and cast them where they are used")
 
 
 def checked_scale(p: Tensor, scale: Tensor, name: str, manifold: geoopt.Manifold | None, group: Group) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from manifold_tying import distributed, precision
 from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Sphere, Spheres, Stiefel
-from manifold_tying.optim.checks import Group, check_point, checked_scale
+from manifold_tying.optim.checks import Group, check_point, check_width, checked_scale
 from manifold_tying.optim.nonfinite import NonFinite, NonFiniteGuard, is_captured, rescale_to_range
 from manifold_tying.optim.rules import Batch, manifold_key
 from manifold_tying.parametrizations import home_of, homes, is_removed, manifold_of
@@ -42,6 +42,7 @@ class RiemannianOptimizer(Optimizer):
         self._manifolds: dict[Tensor, geoopt.Manifold] = {}
         self._homes: dict[Tensor, nn.Module | None] = {}
         self._versions: dict[Tensor, int] = {}  # version counters after the last step, to detect writes by others
+        self._updates: dict[Tensor, int] = {}  # of points whose gradient is not projected at every one
         self._names: dict[Tensor, str] = {}
         self._scales: dict[Tensor, Tensor] = {}
         self._guard = NonFiniteGuard(nonfinite)
@@ -115,6 +116,8 @@ class RiemannianOptimizer(Optimizer):
         compiled = torch.compiler.is_compiling()
         if not compiled:
             self._check_homes()
+            for p in self._manifolds:
+                check_width(p, self._names[p])
         with torch.no_grad():
             if compiled or self._gradients_usable():
                 for group in self.param_groups:
@@ -154,9 +157,8 @@ class RiemannianOptimizer(Optimizer):
 
     def _step_ordinary_scaled(self, group: Group, params: list[Tensor]) -> None:
         """With a scale, compute the update from zeros, then scale and add it: it may be tiny relative to the parameter."""
-        parts = [
-            torch.zeros_like(distributed.to_local(p)) if p in self._scales else distributed.to_local(p) for p in params
-        ]
+        local = [(p in self._scales, distributed.to_local(p)) for p in params]
+        parts = [torch.zeros_like(part) if scaled else part for scaled, part in local]
         self._step_ordinary(group, params, parts)
         for p, part in zip(params, parts, strict=True):
             if p in self._scales:
@@ -166,21 +168,21 @@ class RiemannianOptimizer(Optimizer):
         """The points of a group that have a gradient, grouped into batches that one call can update."""
         # What is recorded cannot depend on what the host counts or reads.
         recorded = torch.compiler.is_compiling() or is_captured()
-        every = group["project_every"]
-        project = every == 1 or recorded or group["steps_taken"] % every == 1
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for p in points:
+            if not (project := group["project_every"] == 1 or recorded):
+                self._updates[p] = self._updates.get(p, 0) + 1
+                project = self._updates[p] % group["project_every"] == 1
             if not recorded:
                 self._project_if_moved(p)
             if not self.state[p]:
                 self.state[p].update(self._new_state(p, self._manifolds[p], group))
-            placed: Any = p  # a DTensor has a mesh
-            where = (placed.device_mesh, placed.placements) if distributed.is_dtensor(p) else p.device
+            where = (p.device_mesh, p.placements) if distributed.is_dtensor(p) else p.device
             scale, manifold = id(self._scales[p]) if p in self._scales else None, self._manifolds[p]
             # Foreign points move one by one: their manifold's inner may drop dimensions.
-            together = isinstance(manifold, Stiefel | Sphere)
-            alike[manifold_key(manifold) if together else id(p), p.shape, p.dtype, where, scale].append(p)
-        return [self._batch(params, project) for params in alike.values()]
+            which = manifold_key(manifold) if isinstance(manifold, Stiefel | Sphere) else id(p)
+            alike[which, p.shape, p.dtype, where, scale, project].append(p)
+        return [self._batch(params, key[-1]) for key, params in alike.items()]
 
     def _batch(self, params: list[Tensor], project: bool) -> Batch:
         gradients = local_gradients(params)
@@ -195,9 +197,8 @@ class RiemannianOptimizer(Optimizer):
     def _project_if_moved(self, p: Tensor) -> None:
         """Project a point that something else, such as nn.init, moved off its manifold since the last step."""
         manifold = self._manifolds[p]
-        if self._versions.get(p, p._version) != p._version and not manifold.check_point_on_manifold(
-            p, atol=1e-3, rtol=1e-3
-        ):
+        written = self._versions.get(p, p._version) != p._version
+        if written and not manifold.check_point_on_manifold(p, atol=1e-3, rtol=1e-3):
             moved = manifold.projx(p)
             if not distributed.to_local(moved).isfinite().all():
                 raise ValueError(
@@ -236,6 +237,8 @@ class RiemannianOptimizer(Optimizer):
                         saved[key] = value.contiguous() if isinstance(value, Tensor) else value
                 if "step" in saved:
                     saved["step"] = self._step_count(p, saved["step"], group)
+                    if group["project_every"] > 1:
+                        self._updates[p] = int(saved["step"])
 
     def state_shapes(self, group: Group, p: Tensor) -> dict[str, torch.Size]:
         """Global shape of each state tensor that a point of this group has after its first step; {} for other parameters."""
@@ -278,6 +281,7 @@ class RiemannianOptimizer(Optimizer):
             "_manifolds": self._manifolds,
             "_homes": self._homes,
             "_versions": {},
+            "_updates": {},
             "_names": self._names,
             "_scales": self._scales,
             "_guard": NonFiniteGuard(self._guard.nonfinite),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from manifold_tying import autograd
+from manifold_tying import autograd, distributed
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
 from manifold_tying.parametrizations._layout import shared_parameters
 from manifold_tying.parametrizations._points import manifold_of
@@ -80,6 +80,15 @@ def _weight_of(name: str) -> property:
             )
         parts.right_inverse(value.detach())
         parametrize._cache.pop((id(self), name), None)
+        if is_weight and autograd.has_data(value):
+            with torch.no_grad():
+                moved = float((distributed.full_tensor(parts()) - value).norm() / value.norm())
+            if moved > max(1e-3, 4 * torch.finfo(value.dtype).eps):
+                warnings.warn(
+                    f"{parts.label} is constrained: projecting the assigned nn.Parameter moved it by {moved:.1e} of its norm. "
+                    "To fuse or merge into the weight, materialize first. A plain tensor is projected without this warning",
+                    stacklevel=3,
+                )
 
     return property(get, assign)
 
@@ -130,9 +139,8 @@ def _explain_plain_weights(kind: Any) -> None:
         *_, errors = rest
         lists = parametrized(self) if parametrize.is_parametrized(self) else {}  # torch may have removed them
         for name in [name for name, parts in lists.items() if isinstance(parts, Float32ParametrizationList)]:
-            if f"{prefix}{name}" in state and not any(
-                key.startswith(f"{prefix}parametrizations.{name}.") for key in state
-            ):
+            own = f"{prefix}parametrizations.{name}."
+            if f"{prefix}{name}" in state and not any(key.startswith(own) for key in state):
                 errors.append(
                     f"{prefix}{name} is constrained here and plain in the state dict. Load it before adding the constraint, or "
                     f"assign it, which projects: module.{name} = state[{prefix + name!r}]"
@@ -153,9 +161,8 @@ def _reset_plain_weights(kind: Any) -> None:
                     dtype, device = cast(Constraint, parts[0]).dtype, parts.stored[0].device
                     parametrize._cache[id(self), name] = torch.empty(parts.weight_shape, dtype=dtype, device=device)
             result = layer.reset_parameters(self, *args, **options)
-            if isinstance(
-                self, nn.RNNBase | nn.RNNCellBase
-            ):  # it draws into its parameters, which are the stored tensors
+            # A recurrent layer draws into its parameters, which are the stored tensors.
+            if isinstance(self, nn.RNNBase | nn.RNNCellBase):
                 for name in parametrized(self):
                     nn.init.uniform_(getattr(self, name), -(self.hidden_size**-0.5), self.hidden_size**-0.5)
             drawn = {name: getattr(self, name).detach().clone() for name in self.parametrizations}

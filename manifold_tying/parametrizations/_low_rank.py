@@ -104,6 +104,7 @@ def largest_singular(W: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return U, s[..., :rank].to(W.dtype).contiguous(), V
 
 
+@torch.inference_mode(False)
 def low_rank(module: M, name: str = "weight", *, rank: int | None = None, spectrum: Spectrum = "free") -> M:
     """Keep ``module.name`` of a given rank: W = U diag(s) Vᵀ, with U (m, r) and V (n, r) on Stiefel.
 

@@ -11,11 +11,11 @@ from manifold_tying._geoopt import geoopt
 from manifold_tying.manifolds import Of, Retraction, Sphere, Stiefel, norms
 from manifold_tying.parametrizations._constraint import Constraint
 from manifold_tying.parametrizations._layout import Layout
+from manifold_tying.parametrizations._project import OFF
 from manifold_tying.parametrizations._register import register
 
 M = TypeVar("M", bound=nn.Module)
 _STIEFEL = Stiefel | geoopt.Stiefel
-_OFF = 1e-3  # an optimizer refuses a point that is further off, too
 
 
 class OnManifold(Constraint):
@@ -54,7 +54,7 @@ class OnManifold(Constraint):
             )
         try:
             point: Tensor = self.manifold.projx(matrix)
-            ok, reason = self.manifold.check_point_on_manifold(point, atol=_OFF, rtol=_OFF, explain=True)
+            ok, reason = self.manifold.check_point_on_manifold(point, atol=OFF, rtol=OFF, explain=True)
         except (RuntimeError, TypeError) as error:  # such as a manifold of complex matrices on a real weight
             raise ValueError(
                 f"expected {self.manifold} to have points of {weight.dtype} and shape {tuple(weight.shape)}, but its projx or "
@@ -63,7 +63,7 @@ class OnManifold(Constraint):
         if not ok:
             raise ValueError(
                 f"expected projx of {self.manifold} to give a point of this weight of shape {tuple(weight.shape)}, but it is "
-                f"off by more than {_OFF}: {reason}. Give the weight values that have a nearest point (zeros may have none), "
+                f"off by more than {OFF}: {reason}. Give the weight values that have a nearest point (zeros may have none), "
                 "or correct the manifold; manifold_tying.testing.check_manifold tests it"
             )
         return point.clone(memory_format=torch.contiguous_format)  # projx may have returned the weight itself

@@ -14,7 +14,7 @@ from manifold_tying.parametrizations._orthonormal import CayleyFactor
 from manifold_tying.parametrizations._points import manifold_of, manifolds_in
 
 M = TypeVar("M", bound=nn.Module)
-_OFF = 1e-3  # an optimizer refuses a point that is further off, too
+OFF = 1e-3  # an optimizer refuses a point that is further off, too
 
 
 def points(module: nn.Module) -> Iterator[tuple[str, Tensor, geoopt.Manifold]]:
@@ -76,7 +76,7 @@ def warn_if_off(module: nn.Module) -> None:
     off = []
     for name, point, manifold in points(module):
         if autograd.has_data(point):
-            ok, reason = manifold.check_point_on_manifold(point.detach(), atol=_OFF, rtol=_OFF, explain=True)
+            ok, reason = manifold.check_point_on_manifold(point.detach(), atol=OFF, rtol=OFF, explain=True)
             off += [] if ok else [f"{name} ({reason})"]
     if off:
         warnings.warn(

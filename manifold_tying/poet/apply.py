@@ -94,6 +94,7 @@ def equivalence(
     return module
 
 
+@torch.inference_mode(False)
 def _start(module: nn.Module, name: str, layout: Layout, spec: RotationSpec, init: Init, seed: int) -> None:
     weight = getattr(module, name)
     device, dtype = weight.device, precision.compute_dtype(weight.dtype)

@@ -42,9 +42,8 @@ class Settings(  # a dataclass lists the fields of its last base first
         check_options("full", block_size, self.fraction, self.cayley_terms, self.init, None, self.out_share)
         for name, hint in _TYPES.items():
             check_value(name, getattr(self, name), hint)
-        if self.betas is not None and not (
-            isinstance(self.betas, tuple | list) and len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        ):
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if self.betas is not None and not (pair and all(0 <= beta < 1 for beta in self.betas)):
             raise ValueError(f"expected betas to be two numbers in [0, 1), got {self.betas}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"expected accumulate to divide batch_size={self.batch_size}, got {self.accumulate}")

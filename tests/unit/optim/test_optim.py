@@ -348,7 +348,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, "lr >= 0"),
-    ({"lr": torch.tensor([0.1, 0.2])}, r"lr to be a number or a one-element tensor, got a tensor of shape \(2,\)"),
+    ({"lr": torch.tensor([0.1, 0.2])}, r"lr to be a number or a one-element tensor, got \(2,\)"),
     ({"weight_decay": -0.1}, "weight_decay >= 0"),
     ({"fused": True, "foreach": True}, "fused"),
     ({"project_every": 0}, "project_every"),
@@ -392,6 +392,19 @@ def test_points_that_are_none_are_refused() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             RiemannianAdam([{"params": [nn.Parameter(x)], "manifold": manifold, "names": ["the.weight"]}])
         assert "the.weight" in str(caught.value)
+
+
+def test_a_point_that_a_cast_narrowed_is_refused_before_anything_moves() -> None:
+    """A layer tied to it after the constraint casts it as any weight."""
+    model = nn.ModuleList([mt.stiefel(nn.Embedding(20, 8)), nn.Linear(8, 20, bias=False), nn.Linear(2, 2)])
+    model[1].weight = model[0].weight
+    optimizer = RiemannianAdam(mt.optim.param_groups(model), lr=0.1)
+    before = [p.detach().clone() for p in model.bfloat16().parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"weight.original is torch.bfloat16; keep points in float32"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_project_every_is_for_polar_stiefel_alone() -> None:

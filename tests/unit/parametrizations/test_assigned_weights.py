@@ -1,5 +1,6 @@
 """Writing a constrained weight: an assignment projects, a write in place takes effect or is warned of."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import geoopt
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import fuse_conv_bn_eval
 
 import manifold_tying as mt
 from manifold_tying.optim import RiemannianAdam, RiemannianSGD
@@ -34,7 +36,8 @@ def nearest(weight: Tensor, blocks: int) -> Tensor:
 def test_an_assigned_weight_is_projected(name: str, as_parameter: bool) -> None:
     layer = LAYERS[name]()
     drawn = torch.randn(layer.weight.shape, dtype=layer.weight.dtype)
-    layer.weight = nn.Parameter(drawn) if as_parameter else drawn
+    with pytest.warns(UserWarning, match="moved it by") if as_parameter else contextlib.nullcontext():
+        layer.weight = nn.Parameter(drawn) if as_parameter else drawn
     accuracy = 1e-2 if drawn.dtype == torch.bfloat16 else 1e-5
     expected = nearest(drawn, 4 if "blocks" in name else 1).to(drawn.dtype)
     torch.testing.assert_close(layer.weight, expected, rtol=0, atol=accuracy)
@@ -72,6 +75,18 @@ def test_two_weights_that_are_added_have_gradients_of_their_own(make: Any) -> No
         nn.functional.linear(x, layers[0].weight + layers[1].weight).sum().backward()
     for layer in layers:
         torch.testing.assert_close(layer.parametrizations.weight.original.grad, 2 * x.sum(0).expand(16, 8))
+
+
+def test_a_fused_normalization_is_warned_of_where_it_is_lost() -> None:
+    normalization = nn.BatchNorm2d(8).eval()
+    normalization.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    x = torch.randn(2, 3, 6, 6)
+    for layer in (mt.stiefel(nn.Conv2d(3, 8, 3)), mt.equivalence(nn.Conv2d(3, 8, 3))):
+        expected, lost = normalization(layer.eval()(x)), "Stiefel" in str(layer)
+        with pytest.warns(UserWarning, match="materialize first") if lost else contextlib.nullcontext():
+            fused = fuse_conv_bn_eval(layer, normalization)
+        assert torch.allclose(fused(x), expected, atol=1e-5) != lost
+        torch.testing.assert_close(fuse_conv_bn_eval(mt.materialize(layer), normalization)(x), expected)
 
 
 def test_an_assigned_tensor_is_copied() -> None:

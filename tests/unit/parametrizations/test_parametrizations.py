@@ -16,8 +16,9 @@ from layers import ORTHONORMAL, Stack, assert_one_graph, stored
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from manifold_tying import equivalence, isospectral, materialize, orthogonal, spd, stiefel
+from manifold_tying import equivalence, isospectral, low_rank, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
+from manifold_tying.optim import RiemannianAdam
 from manifold_tying.parametrizations import constraints, manifold_of
 
 # name: how to build the layer, and the constrained tensor
@@ -312,6 +313,15 @@ def test_earlier_losses_are_alive(shaped: str, constrain: Callable[..., nn.Modul
     module(x).square().mean().backward()
     assert module.weight.grad.shape == module.weight.shape
     assert loss.isfinite() and earlier.isfinite()  # held to here
+
+
+@pytest.mark.parametrize("constrain", [low_rank, isospectral, equivalence, stiefel, orthogonal])
+def test_constrained_in_inference_mode_it_can_be_trained(constrain: Any) -> None:
+    module = nn.Linear(4, 6)
+    with torch.inference_mode():
+        constrain(module)
+    module(torch.randn(2, 4)).sum().backward()
+    RiemannianAdam(module.parameters()).step()
 
 
 @pytest.mark.parametrize("map", ["stiefel", "polar", "cayley"])
