@@ -469,6 +469,24 @@ def test_a_restored_optimizer_has_the_options_and_the_state_that_it_had(kind: An
     assert set(optimizer.param_groups[1]) == options - {"steps_taken"}
 
 
+@pytest.mark.parametrize("copied", ["load", "deepcopy"])
+def test_a_restored_optimizer_projects_at_the_steps_at_which_it_would_have(copied: str) -> None:
+    def moved(stop: int) -> Tensor:
+        torch.manual_seed(0)
+        X = point(8, 3)
+        optimizer = RiemannianAdam([X], lr=0.1, project_every=3)
+        drive(optimizer, [X], stop, seeded)
+        if copied == "load":
+            saved = copy.deepcopy(optimizer.state_dict())
+            (optimizer := RiemannianAdam([X], project_every=3)).load_state_dict(saved)
+        else:
+            X, optimizer = copy.deepcopy((X, optimizer))
+        drive(optimizer, [X], 7 - stop, seeded, stop)
+        return X.detach()
+
+    assert torch.equal(moved(0), moved(2)) and torch.equal(moved(0), moved(4))
+
+
 @pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
 def test_a_refused_group_leaves_no_trace(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(3))], lr=0.1)
