@@ -66,11 +66,14 @@ def grouped(rows: list[dict[str, Any]]) -> Runs:
 
 
 def table(found: Runs) -> str:
-    """The best rate of each body by seed 0, and its other trials."""
+    """The best rate of each body by seed 0, of those with the most seeds, and its other trials."""
     tables = []
     for (preset, tokens), bodies in found.items():
         body = []
-        best = {name: min(rates, key=lambda rate: rates[rate][0]["val_loss"]) for name, rates in bodies.items()}
+        best = {
+            name: min(rates, key=lambda rate: (-len(rates[rate]), rates[rate][0]["val_loss"]))
+            for name, rates in bodies.items()
+        }
         reference = max(run["tokens_per_second"] for run in bodies["adamw"][best["adamw"]])
         for name, rates in bodies.items():
             runs = rates[best[name]]

@@ -477,8 +477,8 @@ def test_a_restored_optimizer_projects_at_the_steps_at_which_it_would_have(copie
         optimizer = RiemannianAdam([X], lr=0.1, project_every=3)
         drive(optimizer, [X], stop, seeded)
         if copied == "load":
-            saved = copy.deepcopy(optimizer.state_dict())
-            (optimizer := RiemannianAdam([X], project_every=3)).load_state_dict(saved)
+            saved, optimizer = optimizer.state_dict(), RiemannianAdam([X], project_every=3)
+            optimizer.load_state_dict(saved)
         else:
             X, optimizer = copy.deepcopy((X, optimizer))
         drive(optimizer, [X], 7 - stop, seeded, stop)
