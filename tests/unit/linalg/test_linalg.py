@@ -315,6 +315,12 @@ def test_cayley_is_scipys_solve_and_a_rotation() -> None:
         assert torch.linalg.det(C).item() == pytest.approx(1.0)
 
 
+def test_cayley_of_an_odd_size_is_orthogonal_at_any_norm() -> None:
+    """A is singular there, and in float32 the defect grows to 1e-3."""
+    for b, norm in ((129, 1e3), (65, 1e5)):
+        assert linalg.defect(linalg.cayley(skew_of_norm(b, norm).float())) < 1e-7
+
+
 def test_cayley_neumann_is_the_cayley_map_less_its_tail() -> None:
     A = torch.stack([skew_of_norm(6, norm) for norm in (0.05, 0.3, 0.9, 1.5)])
     eye = torch.eye(6, dtype=torch.float64)

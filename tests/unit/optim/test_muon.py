@@ -73,6 +73,21 @@ def test_dual_steps_find_the_steepest_tangent_direction() -> None:
     assert slopes[0] < slopes[1] < slopes[2] < 1 and slopes[2] > 0.99
 
 
+def test_a_dual_step_is_the_formula() -> None:
+    X, M = point(12, 8, dtype=torch.float64).detach(), torch.randn(12, 8, dtype=torch.float64)
+    P = torch.from_numpy(tangent(X.numpy(), M.numpy())) / M.abs().max()
+    eps, A, L = 0.1 * P.norm() / 8**0.5, X.T @ P, torch.zeros(8, 8, dtype=torch.float64)
+
+    def inverse_sqrt() -> Tensor:
+        s, V = torch.linalg.eigh((P + X @ L).T @ (P + X @ L) + eps**2 * torch.eye(8))
+        return V @ torch.diag(s.rsqrt()) @ V.T
+
+    for steps in (1, 2):
+        V = (A + L) @ inverse_sqrt()
+        L = L - 0.75 * eps * (V + V.T)
+        torch.testing.assert_close(linalg.tangent_msign(X, M, steps), (P + X @ L) @ inverse_sqrt(), rtol=0, atol=2e-3)
+
+
 DIMS: dict[Any, Any] = {"rows": -1, "columns": -2, "matrix": (-2, -1)}
 
 
