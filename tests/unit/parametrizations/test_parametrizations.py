@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from manifold_tying import equivalence, isospectral, low_rank, materialize, orthogonal, spd, stiefel
 from manifold_tying.manifolds import Stiefel
-from manifold_tying.optim import RiemannianAdam
+from manifold_tying.optim import RiemannianAdam, param_groups
 from manifold_tying.parametrizations import constraints, manifold_of
 
 # name: how to build the layer, and the constrained tensor
@@ -110,6 +110,15 @@ def test_materialize_reaches_everything_below_and_only_ours() -> None:
     parametrize.register_parametrization(layer, "weight", nn.Identity())
     with pytest.raises(ValueError, match="weight has other parametrizations over ours; remove those first"):
         materialize(layer)
+
+
+def test_a_point_under_another_parametrization_stays_one() -> None:
+    layer = stiefel(nn.Linear(9, 4))
+    before = layer.weight.detach().clone()
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    layer(torch.randn(5, 9)).square().sum().backward()
+    RiemannianAdam(param_groups(layer), lr=0.1).step()
+    assert (layer.weight - before).norm() > 0.1 and defect(layer.weight) < 1e-6
 
 
 def test_a_gradient_of_the_plain_weight_does_not_survive() -> None:
