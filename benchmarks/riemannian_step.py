@@ -41,7 +41,7 @@ from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
 from manifold_tying.optim import RiemannianAdam, RiemannianMuon
 
 TITLE = "One optimizer step of an orthonormal matrix"
-SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (2048, 2048), (64, 256, 64))
+SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (4096, 1024), (1024, 1024), (2048, 2048), (64, 256, 64))
 QUICK_SIZES = ((96, 8), (16, 16), (4, 16, 4))
 SMALL_SIZES = ((8, 4), (64, 16), (256, 32))
 MANY_SHAPES = tuple((8 + 4 * i, min(8 + 4 * i, 4 + i % 29)) for i in range(60))
