@@ -18,7 +18,8 @@ step besides parameter, gradients and optimizer state, each measured in a separa
 zeros, which reads the device and cannot be captured, is left out there.
 
 Muon keeps X on no manifold, so its defect grows: its row is the price of an orthogonalized direction. Spel orthogonalizes the
-direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16.
+direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16 and Spel at "medium",
+its default; "highest" is Spel with float32 products.
 """
 
 import itertools
@@ -41,7 +42,16 @@ from benchmarks._peers import geotorch_orthogonal, load, torch_orthogonal
 from manifold_tying.optim import RiemannianAdam, RiemannianMuon
 
 TITLE = "One optimizer step of an orthonormal matrix"
-SIZES = ((8192, 256), (32000, 512), (32000, 1024), (151936, 1024), (4096, 1024), (1024, 1024), (2048, 2048), (64, 256, 64))
+SIZES = (
+    (8192, 256),
+    (32000, 512),
+    (32000, 1024),
+    (151936, 1024),
+    (4096, 1024),
+    (1024, 1024),
+    (2048, 2048),
+    (64, 256, 64),
+)
 QUICK_SIZES = ((96, 8), (16, 16), (4, 16, 4))
 SMALL_SIZES = ((8, 4), (64, 16), (256, 32))
 MANY_SHAPES = tuple((8 + 4 * i, min(8 + 4 * i, 4 + i % 29)) for i in range(60))
@@ -156,13 +166,14 @@ class Problem:
     def emerging_muon(self) -> Step:
         return self._of_a_matrix(self._emerging().Muon, self.rate)
 
-    def our_muon(self, dual_steps: int = 0) -> Step:
+    def our_muon(self, dual_steps: int = 0, precision: Literal["highest", "medium"] = "highest") -> Step:
         point = self._on_stiefel(self.point)
         optimizer = RiemannianMuon([point], lr=self.rate * self.shape[-2] ** 0.5, dual_steps=dual_steps)
-        return Optimizing([optimizer], [point], [self.gradients])
+        return Optimizing([optimizer], [point], [self.gradients], precision)
 
-    def emerging_spel(self) -> Step:
-        return self._of_a_matrix(self._emerging().Spel, self.rate * self.shape[-2] ** 0.5)
+    def emerging_spel(self, precision: Literal["highest", "medium"] = "medium") -> Step:
+        rate = self.rate * self.shape[-2] ** 0.5
+        return self._of_a_matrix(self._emerging().Spel, rate, fp32_matmul_prec=precision)
 
     def _emerging(self) -> Any:
         return load(
@@ -239,6 +250,7 @@ def _row(problem: Problem) -> Row:
         ]
     contenders += [
         Contender("our Muon", problem.our_muon, limit=LIMIT),
+        Contender("our Muon, medium", lambda: problem.our_muon(precision="medium"), limit=LIMIT),
         Contender("our Muon, dual_steps=4", lambda: problem.our_muon(4), limit=LIMIT),
         Contender("geoopt", problem.geoopt, limit=LIMIT),
         Contender("geoopt, medium", lambda: problem.geoopt("medium"), limit=LIMIT),
@@ -249,6 +261,7 @@ def _row(problem: Problem) -> Row:
         Contender("torch Muon", problem.torch_muon, limit=LIMIT),
         Contender("Emerging-Optimizers Muon", problem.emerging_muon, limit=LIMIT),
         Contender("Emerging-Optimizers Spel", problem.emerging_spel, limit=LIMIT),
+        Contender("Emerging-Optimizers Spel, highest", lambda: problem.emerging_spel("highest"), limit=LIMIT),
     ]
     label = f"{batch[0]} x ({n} x {p})" if batch else f"V={n} d={p}"
     return Row(label, "floor", contenders, problem.defects)

@@ -90,12 +90,16 @@ def mutants(text: str, number: int, seed: str) -> list[tuple[int, str]]:
 
 def tests_of(contexts: Iterable[str], file: Path, line: str, executed: bool) -> list[str]:
     package = f"unit/{file.parent.name}/".replace("poet", "parametrizations")
-    order = sorted((package not in t, file.stem.strip("_") not in t, "invariants" not in t, t) for t in contexts if t)
+    turn = Counter[str]()  # one test of each file comes before another of the same
+    order = []
+    for t in sorted(filter(None, contexts)):
+        turn[path := t.split("::")[0]] += 1
+        order.append((package not in t, file.stem.strip("_") not in t, "invariants" not in t, turn[path], t))
     also = ["tests/unit/test_public_api.py"]  # coverage sees neither defaults nor other processes
     sharded = file.name in ("_parallel.py", "_vocabulary.py", "rules.py") or "reduce" in line or "distributed" in line
     if sharded or not executed:
         also.append("tests/processes/test_distributed.py")
-    return [key[-1] for key in order[:100]] + also
+    return [key[-1] for key in sorted(order)[:100]] + also
 
 
 def attack(folder: Path, measure: coverage.Coverage, file: str, number: int, seed: int) -> Iterator[tuple]:

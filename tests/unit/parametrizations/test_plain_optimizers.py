@@ -65,6 +65,15 @@ def test_a_plain_optimizer_on_a_point_warns_once(name: str) -> None:
     assert defect(model) > 1e-6  # and it was right to warn
 
 
+def test_of_many_points_five_are_named() -> None:
+    for count, end in ((5, r"shape \(9, 4\) without"), (7, r"shape \(9, 4\) and 2 more without")):
+        model = nn.ModuleList(layer() for _ in range(count))
+        with pytest.warns(UserWarning, match=end) as caught:
+            sum(part(torch.ones(4)).sum() for part in model).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert str(caught[0].message).count("Linear.weight") == 5
+
+
 def test_geoopts_optimizers_keep_geoopts_own_parameters() -> None:
     model = nn.Linear(4, 9)
     model.weight = geoopt.ManifoldParameter(model.weight.detach().clone(), manifold=mt.Stiefel())
