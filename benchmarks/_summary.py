@@ -13,6 +13,10 @@ HOT_PATHS = (
     ("riemannian_step", "", "ours, project_every=8", "with `project_every=8`", "floor", "floor"),
     ("riemannian_step", "", "ours, medium", 'at float32 precision "medium"', "floor", "floor"),
     ("riemannian_step", "", "ours, medium", "the same", "geoopt, medium", "geoopt at the same"),
+    (
+        "riemannian_step", "", "our Muon", "`RiemannianMuon`",
+        "Emerging-Optimizers Spel, highest", "Spel with float32 products",
+    ),
     ("maps", "weight made orthonormal", "ours cayley", '`orthogonal(map="cayley")`', "torch cayley", "PyTorch's `cayley`"),
     ("maps", "", "ours polar", "`orthogonal`, polar", "torch cayley", "PyTorch's `cayley`"),
     (

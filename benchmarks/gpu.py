@@ -57,8 +57,9 @@ LAYERS = "nn.Linear 'ours block' 'PEFT OFT (P alone)'"
 GRAPHS = "'nn.Linear, CUDA graph' 'ours block, CUDA graph' 'PEFT OFT, CUDA graph' 'nn.Linear, compiled' 'ours block, compiled'"
 FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' geoopt 'geoopt, medium' POGO"
 REPLAYED = "'ours, CUDA graph' 'POGO, CUDA graph'"
-MUONS = "'our Muon' 'torch Muon' 'Emerging-Optimizers Muon' 'Emerging-Optimizers Spel'"
-LARGE = "V=8192 V=32000 V=151936 V=2048 '4 x (' 'V=96 d' 'V=16 d'"
+MUONS = "'our Muon' 'our Muon, medium' 'torch Muon' 'Emerging-Optimizers Muon'"
+SPEL = "'Emerging-Optimizers Spel' 'Emerging-Optimizers Spel, highest'"
+LARGE = "V=8192 V=32000 V=151936 V=2048 V=4096 '4 x (' 'V=96 d' 'V=16 d'"
 SIZE_60M = "--rows poet-60m --tokens 16384 --sequence-length 512"
 BODIES = "adamw 'poet-block 256' 'poet-block 256, two terms' 'poet-block 64' 'poet-full 1/2'"
 COMPILED = "'adamw, compiled' 'poet-block 256, two terms, compiled'"
@@ -68,7 +69,7 @@ LAST = "riemannian-step-slow"  # after the ablations, since a row takes minutes
 BENCHMARKS = {
     "equivalence": f"equivalence --dtype bfloat16 --rounds 10 --only {LAYERS} {GRAPHS}",
     "interface": "interface --dtype bfloat16 --rounds 10",
-    "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {REPLAYED} {MUONS}",
+    "riemannian-step": f"riemannian_step --rounds 10 --rows {LARGE} --only {FAST} {REPLAYED} {MUONS} {SPEL}",
     "riemannian-step-small": "riemannian_step --rounds 10 --rows 'V=8 d' 'V=64 d' 'V=256 d' shapes",
     "maps": "maps --rounds 8",
     "adapters": "adapters --dtype bfloat16 --rounds 10",

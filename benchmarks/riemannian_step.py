@@ -18,8 +18,8 @@ step besides parameter, gradients and optimizer state, each measured in a separa
 zeros, which reads the device and cannot be captured, is left out there.
 
 Muon keeps X on no manifold, so its defect grows: its row is the price of an orthogonalized direction. Spel orthogonalizes the
-direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16 and Spel at "medium",
-its default; "highest" is Spel with float32 products.
+direction and the point, as our RiemannianMuon. Both peers iterate in low precision, torch's Muon in bfloat16 and Spel, by
+default, at "medium"; "highest" is Spel with float32 products.
 """
 
 import itertools
