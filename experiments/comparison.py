@@ -16,7 +16,7 @@ from manifold_tying.training.arms import run_folder
 from manifold_tying.training.config import Settings
 from manifold_tying.training.numbers import DASH, fixed, mean, paired_differences, significant, summarize
 from manifold_tying.training.progress import Started
-from manifold_tying.training.records import read_lines
+from manifold_tying.training.report.load import read_lines
 from manifold_tying.training.rundir import METRICS
 
 

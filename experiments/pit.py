@@ -21,7 +21,7 @@ from manifold_tying.training.hf_model import OUT
 from manifold_tying.training.numbers import mean
 from manifold_tying.training.progress import Started
 from manifold_tying.training.recipes import UNTIED_STD, resolve
-from manifold_tying.training.records import read_lines
+from manifold_tying.training.report.load import read_lines
 from manifold_tying.training.rundir import METRICS
 from manifold_tying.training.sections import Interface
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from manifold_tying._json import read_object
 from manifold_tying._safetensors import DAMAGED, read_into, whole_shapes
 from manifold_tying.diagnostics.interface import interface_tables
-from manifold_tying.huggingface.checkpoint import load, load_stock
-from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.checkpoint import load, load_stock, recorded_mark
 from manifold_tying.huggingface.native import pit_embedding
 from manifold_tying.tying import PIT, FreePIT
 

@@ -123,7 +123,8 @@ def pit_embedding(model: nn.Module) -> PITEmbedding:
     owner: Any = model
     if not isinstance(embedding := embedding_of(owner), PITEmbedding):
         raise ValueError(f"{wrong} with its own embedding")
-    head = owner.get_output_embeddings()
+    if (head := owner.get_output_embeddings()) is None:
+        raise ValueError(f"{wrong} with a head on its vocabulary; save_pretrained keeps a model without one")
     if getattr(head, "weight", None) is not embedding.weight and not embedding.weight.is_meta:  # offloaded: one each
         raise ValueError(f"{wrong} whose head has another weight than its embedding, so W_out E = I does not hold")
     return embedding

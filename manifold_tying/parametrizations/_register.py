@@ -10,9 +10,8 @@ from torch.nn.utils import parametrize
 from manifold_tying import distributed, precision
 from manifold_tying.parametrizations._cholesky import CholeskySPD, Diagonal
 from manifold_tying.parametrizations._constraint import Constraint, Float32ParametrizationList
-from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized
+from manifold_tying.parametrizations._layer_class import adapt_class, own_class, parametrized, share_class
 from manifold_tying.parametrizations._layout import Layout
-from manifold_tying.parametrizations._linear_class import share_class
 from manifold_tying.parametrizations._orthonormal import CayleyFactor, OrthogonalMap, OrthonormalFactor
 from manifold_tying.parametrizations._points import manifold_of, manifolds_in, record
 from manifold_tying.parametrizations._project import warn_if_off

@@ -20,10 +20,10 @@ from manifold_tying.training.machine import called_as, machine
 from manifold_tying.training.processes import Processes
 from manifold_tying.training.recipes import resolve
 from manifold_tying.training.run_data import load_data, run_data
-from manifold_tying.training.rundir import CONFIG, RESULT, finite
+from manifold_tying.training.rundir import CONFIG, EXPERIMENT, METRICS, RESULT, check_alone, finite
 
 RATES = ("lr", "memory_lr", "table_lr", "transform_lr", "body_lr", "table_std", "embedding_norm")  # per arm
-EXPERIMENT = "experiment.json"
+OWN = ("arms", "settings")  # keys of an experiment.json of ours
 MOST_SEEDS = 1000  # every run is listed before the first one starts
 
 
@@ -90,9 +90,9 @@ def budgets_of(tokens: str, least: int) -> list[int]:
     """Parse comma-separated numbers of tokens; raises ValueError unless they differ and are at least ``least``."""
     words = [word.strip() for word in tokens.split(",")]
     counts = [int(word) for word in words if word.isdecimal() and int(word) >= least]
-    if len(set(counts)) < len(words):
+    if len({round(count / least) for count in counts}) < len(words):
         raise ValueError(
-            f"expected comma-separated, different numbers of tokens, each at least {least} (one step), got {tokens!r}"
+            f"expected different numbers of tokens, each at least {least} (one step) and as far apart, got {tokens!r}"
         )
     return counts
 
@@ -130,43 +130,55 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
             check_folder(run, corpus)
 
     def describe() -> None:
-        if left := [arm for arm in _earlier(config).get("arms", ()) if arm not in {arm for arm, _ in runs}]:
+        if left := [
+            arm for arm in read_own(config.out / EXPERIMENT, OWN).get("arms", ()) if arm not in {arm for arm, _ in runs}
+        ]:
             print(
                 f"{config.out} also holds {', '.join(left)}; the summary and the report have only the arms of this command"
             )
         with writing_to(config.out):
             write_atomic(config.out / EXPERIMENT, json.dumps(_describe(config), indent=1).encode())
 
-    rows: list[dict[str, Any]] = []
     processes.on_main(check_folders)
     with ExitStack() as stack:
         processes.on_main(lambda: stack.enter_context(locked(config.out)))
+        found = processes.from_main(lambda: [_finished(run) for _, run in runs])
         processes.on_main(describe)
-        for i, (arm, run) in enumerate(runs):
-            row = processes.from_main(lambda run=run: _finished(run))  # type: ignore[misc]
-            if row is None:
-                observer = started(run.out.name, i, len(runs)) if started else None
-                row = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
-            rows.append({**row, "arm": arm})
+
+        def write() -> list[dict[str, Any]]:
+            """The rows of all runs that have finished, whichever came first."""
+            rows = [{**row, "arm": arm} for (arm, _), row in zip(runs, found, strict=True) if row is not None]
             processes.on_main(lambda: write_atomic(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
-    return rows
+            return rows
 
-
-def _earlier(config: AblateConfig) -> dict[str, Any]:
-    return read_own(config.out / EXPERIMENT, ("arms", "settings"))
+        write()
+        for i, (arm, run) in enumerate(runs):
+            if found[i] is None:
+                observer = started(run.out.name, i, len(runs)) if started else None
+                found[i] = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
+                write()
+        return write()
 
 
 def _check_out(config: AblateConfig) -> None:
     """Raises ValueError if the folder cannot take the experiment; cheap, so that a corpus is not prepared in vain."""
     check_writable(config.out)
-    _earlier(config)
+    of_budgets = (EXPERIMENT, METRICS) if config.out.name.startswith("tokens-") else ()
+    check_alone(config.out, config.out / METRICS, *(config.out.parent / name for name in of_budgets))
+    read_own(config.out / EXPERIMENT, OWN)
     for _, run in config.runs():
         check_folder(run)
 
 
 def _finished(run: TrainConfig) -> dict[str, Any] | None:
     path = run.out / RESULT
-    return read_object(path, f"delete it, or the folder {run.out}, to train the run again") if path.exists() else None
+    if not path.exists():
+        return None
+    row = read_object(path, f"delete it, or the folder {run.out}, to train the run again")
+    whole = isinstance(row.get("val_loss"), float | None) and (run.out / METRICS).exists()
+    if not whole or row.get("seed") != run.seed:
+        raise ValueError(f"{run.out} has no whole run of seed {run.seed}; delete that folder to train it again")
+    return row
 
 
 def _trained(run: TrainConfig, arm: str, observer: Observer | None, processes: Processes) -> dict[str, Any]:
@@ -213,14 +225,13 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     resolved = {arm: run.as_json() for arm, run in runs.items()}
     first, *others = resolved.values()
     shared = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
-    shared = {k: v for k, v in shared.items() if k not in ("interface", "seed") and v is not None}
-    if not shared.get("body", "poet").startswith("poet"):
-        shared = {k: v for k, v in shared.items() if k not in POET_SETTINGS}
+    of_none = set.intersection(*(unused_settings(run.interface, run.settings) for run in runs.values()))
+    shared = {k: v for k, v in shared.items() if k not in ("interface", "seed", *of_none) and v is not None}
     arms: dict[str, dict[str, Any]] = {}
     for arm, own in resolved.items():
         settings = runs[arm].settings
         unused = unused_settings(runs[arm].interface, settings)
-        hidden = (*shared, "interface", "seed", *(() if own["body"].startswith("poet") else POET_SETTINGS))
+        hidden = (*shared, "interface", "seed", *of_none, *(() if own["body"].startswith("poet") else POET_SETTINGS))
         arms[arm] = {name: None if name in unused else getattr(settings, name) for name in RATES}
         arms[arm] |= {k: own[k] for k in own if k not in hidden}
     return {

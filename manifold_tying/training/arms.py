@@ -56,6 +56,8 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
             raise ValueError(
                 f"unknown change {change!r} in arm {name!r}{_near(key, fields)}; write name=value with one of {sorted(fields)}"
             )
+        if key in values:
+            raise ValueError(f"expected each setting once, got {key} twice in arm {name!r}; leave one out")
         values[key] = _value(text, key)
     settings = dataclasses.replace(shared, **values)
     if unused := sorted(unused_settings(interface, settings) & values.keys()):

@@ -15,7 +15,8 @@ from manifold_tying.parametrizations import isospectral, sphere, stiefel
 from manifold_tying.poet import equivalence_
 from manifold_tying.recipe import off_diagonal_scale
 from manifold_tying.training.checkpoint import STATE, checkpoints, load_checkpoint, read_state
-from manifold_tying.training.config import CORPUS, MEMORY_INTERFACES, Settings, TrainConfig
+from manifold_tying.training.config import CORPUS, HASHES, MEMORY_INTERFACES, Settings, TrainConfig
+from manifold_tying.training.files import digest
 from manifold_tying.training.hf_model import MEMORIES, HuggingFaceModel, Model, build_hugging_face_model
 from manifold_tying.training.sections import Interface
 from manifold_tying.tying import PIT, ManifoldPIT, TokenInterface, TransposeTying, Untied
@@ -83,6 +84,8 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
             **rates.get(memory, {}),
             "slows_after": settings.memory_slows_after or None,
             "use_muon": settings.memory_rule == "muon",
+            "second_moment": settings.second_moment,
+            "project_every": settings.project_every,
         }
     else:
         given = {"lr": settings.table_lr, "slows_after": settings.table_slows_after or None}
@@ -99,11 +102,10 @@ def build_optimizer(model: Model, settings: Settings) -> RiemannianAdam:
         "fused": True if torch.device(settings.device).type == "cuda" else None,
         "nonfinite": "ignore",  # the loop checks the norms before a step
     }
-    of_memory: dict[str, Any] = {"second_moment": settings.second_moment, "project_every": settings.project_every}
     if settings.body in BY_MUON or settings.memory_rule == "muon":
-        groups = [{**of_memory, "use_muon": False, **group} for group in groups]
+        groups = [{"use_muon": False, **group} for group in groups]
         return RiemannianMuon(groups, settings.lr, betas=settings.betas, **options)
-    return RiemannianAdam(groups, settings.lr, settings.betas, **of_memory, **options)
+    return RiemannianAdam(groups, settings.lr, settings.betas, **options)
 
 
 def transform_rates(hidden_size: int, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,6 +161,9 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
     config = read_state(folder)["config"]
     values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
     values |= {name: Path(values[name]) for name in ("init_from", "tokenizer") if values.get(name)}
+    start = values.get("init_from")
+    if start is not None and digest(start / "config.json") != config[CORPUS][HASHES[0]]:
+        raise ValueError(f"{start / 'config.json'} is not the one that the run {folder} started from; restore it")
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
     load_checkpoint(folder, model, None, config)

@@ -14,8 +14,7 @@ from rich.text import Text
 from manifold_tying import diagnostics, precision
 from manifold_tying.diagnostics import saved_interface
 from manifold_tying.huggingface import convert, export, load, save
-from manifold_tying.huggingface.checkpoint import load_stock
-from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.checkpoint import load_stock, recorded_mark
 from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import Settings, TrainConfig, unused_settings
@@ -121,6 +120,9 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
     with process_group(config.settings):
         processes = Processes.from_settings(config.settings)
         console.quiet = not processes.is_main
+        unused = set.intersection(*(unused_settings(run.interface, run.settings) for _, run in budgets[0].runs()))
+        if ignored := config.settings.changed(tuple(sorted(unused))):
+            console.print(f"note: no arm uses {ignored}")
         for budget in budgets:
             prepare_data(budget, console.print)
             with progress_bars(console, budget.settings.steps) as started:

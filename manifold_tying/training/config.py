@@ -1,22 +1,25 @@
 """A run's configuration, and which of its settings identify it."""
 
 import dataclasses
+import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from manifold_tying._safetensors import weight_map
-from manifold_tying.huggingface.folder import read_transformers_config, recorded_mark
+from manifold_tying._safetensors import check_readable, weight_map
+from manifold_tying.huggingface.checkpoint import read_transformers_config, recorded_mark
 from manifold_tying.models import LlamaConfig, preset
 from manifold_tying.poet import check_options
 from manifold_tying.training import sections
+from manifold_tying.training.files import digest
 from manifold_tying.training.machine import check_device
 from manifold_tying.training.sections import Interface, check_value
 
 ARM = "arm"  # key in config.json only: the same run may have another name
-CORPUS = "corpus"  # key of the text's fingerprint in config.json and checkpoints
+CORPUS = "corpus"  # key of the text's and the first checkpoint's fingerprints in config.json and checkpoints
+HASHES = ("config_sha256", "weights_sha256")  # of the first checkpoint
 NOT_RECORDED = ("parallel", "timeout", "on_nan", "keep_checkpoints")  # a resumed run may change these
 MEMORY_INTERFACES: tuple[Interface, ...] = ("pit-frozen", "pit-trainable")  # Z and T are separate
 
@@ -149,14 +152,16 @@ class TrainConfig:
 
 def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     """The settings that the interface and the body ignore."""
-    pit, has_memory = interface.startswith("pit"), interface in MEMORY_INTERFACES
-    unused = {
-        sections.Tables: has_memory, sections.Transform: not has_memory, sections.Memory: interface != "pit-trainable",
-        sections.Poet: not settings.poet,
+    has_memory, body = interface in MEMORY_INTERFACES, settings.body
+    unused: dict[tuple[str, ...], bool] = {
+        names_of(sections.Tables): has_memory,
+        names_of(sections.Transform): not has_memory,
+        names_of(sections.Memory): interface != "pit-trainable",
+        ("second_moment", "project_every"): settings.memory_rule == "muon",
+        POET_SETTINGS: not settings.poet, ("fraction",): body == "poet-block", ("block_size",): body == "poet-full",
+        ("body_lr",): body == "adamw", ("init_transform",): not interface.startswith("pit"),
     }  # fmt: skip
-    names = {name for section, is_unused in unused.items() if is_unused for name in names_of(section)}
-    names |= {"body_lr"} if settings.body == "adamw" else set()
-    return names if pit else names | {"init_transform"}
+    return {name for names, is_unused in unused.items() if is_unused for name in names}
 
 
 def read_shape(folder: Path) -> Any:
@@ -169,14 +174,24 @@ def read_shape(folder: Path) -> Any:
     return config
 
 
+def checkpoint_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of a transformers checkpoint's config.json, and of all its weights."""
+    check_readable(files := [folder / name for name in sorted(set(weight_map(folder).values()))])
+    weights = hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
+    return dict(zip(HASHES, (digest(folder / "config.json"), weights), strict=True))
+
+
 def check_same(where: str, differs: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises ValueError if a setting differs, or else the text, if ``current`` knows it: another ``data`` is another text."""
+    """Raises ValueError if a setting differs, or else the text or the first checkpoint, if ``current`` knows them."""
     if names := sorted(k for k in {*saved, *current} - {ARM, CORPUS} if saved.get(k) != current.get(k)):
         listed = ", ".join(f"{k} (saved {saved.get(k)!r}, now {current.get(k)!r})" for k in names)
         raise ValueError(f"{where} {differs} {listed}; choose another --out, or use its settings")
     before, now = saved.get(CORPUS) or {}, current.get(CORPUS) or {}
     if changed := [k for k in now if before.get(k) != now[k]]:
+        other, what = f"was trained on another text than {current['data']}", "text"
+        if changed[0] in HASHES:
+            other, what = f"started from another checkpoint than {current['init_from']}", "checkpoint"
         raise ValueError(
-            f"{where} was trained on another text than {current['data']} is now: {', '.join(changed)} differ, so losses are "
-            "not comparable. Restore the text, or choose another --out"
+            f"{where} {other} is now: {', '.join(changed)} differ, so losses are not comparable. Restore the {what}, or "
+            "choose another --out"
         )

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from manifold_tying._extra import needs_extra
 from manifold_tying.huggingface import convert, load, rotation_scales, save
-from manifold_tying.huggingface.checkpoint import load_stock, write
-from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.checkpoint import load_stock, recorded_mark, write
 from manifold_tying.huggingface.native import MARK, is_converted, pit_embedding
 from manifold_tying.huggingface.tables import read_tables
 from manifold_tying.models import Llama

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from manifold_tying.huggingface.folder import recorded_mark
+from manifold_tying.huggingface.checkpoint import recorded_mark
 from manifold_tying.optim import MERGE_EVERY
 from manifold_tying.recipe import ENTRY_STEP, OFF_DIAGONAL_SCALE, SLOWS_AFTER, TRANSFORM_FACTOR
 from manifold_tying.training.config import MEMORY_INTERFACES, Settings, TrainConfig, read_shape

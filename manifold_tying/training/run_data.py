@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from manifold_tying.training.config import Settings, TrainConfig
+from manifold_tying.training.config import Settings, TrainConfig, checkpoint_hashes
 from manifold_tying.training.data import Batches, TokenData, open_tokens, prepare, validation_batches
 from manifold_tying.training.data.tokens import identity_of
 from manifold_tying.training.evaluate import Batch
@@ -13,7 +13,7 @@ from manifold_tying.training.processes import ALONE, Processes
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's batches and its text's fingerprint."""
+    """A run's batches, and the fingerprint of its text and of the checkpoint that it starts from."""
 
     batches: Batches
     held_out: list[Batch]
@@ -29,7 +29,9 @@ def run_data(tokens: TokenData, settings: Settings, seed: int) -> RunData:
         sequence_length=settings.sequence_length,
         max_tokens=max(settings.val_tokens, settings.sequence_length),
     )
-    return RunData(batches, held_out, identity_of(tokens, sum(targets.numel() for _, targets in held_out)))
+    identity = identity_of(tokens, sum(targets.numel() for _, targets in held_out))
+    of_start = {} if settings.init_from is None else checkpoint_hashes(settings.init_from)
+    return RunData(batches, held_out, identity | of_start)
 
 
 def load_data(

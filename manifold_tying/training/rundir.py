@@ -24,6 +24,7 @@ from manifold_tying.training.machine import called_as, check_device, machine, pe
 from manifold_tying.training.processes import Processes
 
 CONFIG, RESULT = "config.json", "result.json"
+EXPERIMENT = "experiment.json"  # in the folder of an ablation
 ORIGIN = "run.json"  # not in config.json: a resumed run may have another command and machine
 TOKENIZER = "tokenizer.json"  # for sample, which must not need the corpus
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
@@ -82,6 +83,13 @@ def check_out(config: TrainConfig) -> None:
     """Raises ValueError if the folder cannot take the run; cheap, so that a corpus is not prepared in vain."""
     check_writable(config.out)
     _candidates(config)
+    check_alone(config.out, config.out / EXPERIMENT)
+
+
+def check_alone(out: Path, *others: Path) -> None:
+    """Raises ValueError if one of the files exists, or a budget's folder: a report of both would leave one out."""
+    if held := [path for path in (*others, *out.glob(f"tokens-*/{EXPERIMENT}")) if path.exists()]:
+        raise ValueError(f"{out} already belongs to other results, those of {held[0]}; choose another --out")
 
 
 def _candidates(config: TrainConfig) -> list[Path]:

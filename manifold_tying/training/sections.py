@@ -107,7 +107,7 @@ class Adam:
     betas: tuple[float, float] | None = None
     """Adam's betas; None is 0.9, 0.99, and 0.9, 0.95 with init_from."""
     weight_decay: NonNegative = 0.0
-    """Weight decay of the body's matrices; never applied to the memory, the transform or skew vectors."""
+    """Weight decay of ordinary matrices, tables included; never applied to the memory, the transform or a constrained body."""
     warmup_steps: Annotated[int, Bounds(0)] | None = None
     """Steps of linear warm-up, before a cosine to a tenth of the peak; None is a tenth of the steps, at most 1000."""
     clip: Positive = 1.0

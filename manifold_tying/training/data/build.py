@@ -17,6 +17,7 @@ from .tokenize import SMALLEST_VOCABULARY, Piece, encode, load_tokenizer, pieces
 from .tokens import DTYPES, FORMAT, Meta, open_tokens, sha256, write_meta
 
 HELD_OUT_EVERY = 20
+Progress = Callable[[str], None]  # receives messages
 Limit = tuple[int, int]  # training and held-out tokens after which to stop reading a stream
 _SAMPLE_CHARACTERS = 64_000_000  # most text that the tokenizer is trained on
 _PROGRESS_TOKENS = 1_000_000
@@ -38,7 +39,7 @@ def prepare(
     held_out_needed: int = 0,
     tokenizer: str | Path | None = None,
     cache: str | Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Return the token directory of a corpus from the cache; prepare it if it is missing.
 
@@ -77,6 +78,11 @@ def prepare(
         raise ValueError(f"expected vocab_size >= {SMALLEST_VOCABULARY}: all bytes and a separator; got {vocab_size}")
     corpus = open_corpus(spec)
     limit = None if tokens_needed is None or not corpus.streamed else (tokens_needed, held_out_needed)
+
+    def say(line: str) -> None:
+        if progress:
+            progress(f"{spec}: {line}")
+
     root = cache_directory() if cache is None else Path(cache)
     tokens_of = [FORMAT, corpus.identity, vocab_size, limit, None if given is None else sha256(given)]
     final = root / f"{kind}-{sha256(json.dumps(tokens_of).encode())[:20]}"
@@ -88,7 +94,7 @@ def prepare(
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir()
                 try:
-                    _build(draft, corpus, vocab_size, limit, given, str(tokenizer), progress or (lambda line: None))
+                    _build(draft, corpus, vocab_size, limit, given, str(tokenizer), say)
                     draft.rename(final)
                 finally:
                     shutil.rmtree(draft, ignore_errors=True)
@@ -106,18 +112,12 @@ def _check_given(directory: Path, vocab_size: int, given: bytes | None) -> Path:
 
 
 def _build(
-    directory: Path,
-    corpus: Corpus,
-    vocab_size: int,
-    limit: Limit | None,
-    given: bytes | None,
-    path: str,
-    progress: Callable[[str], None],
+    directory: Path, corpus: Corpus, vocab_size: int, limit: Limit | None, given: bytes | None, path: str, say: Progress
 ) -> None:
     """Fill an empty directory in one pass over the documents; ``path`` names the given tokenizer in errors."""
     texts = pieces(corpus.documents())
     if given is None:
-        progress(f"{corpus.spec}: training a tokenizer")
+        say("training a tokenizer")
         sample = list(_sample_of(texts))
         own = train_tokenizer((piece.text for piece in sample if not _held_out(piece.document)), vocab_size)
         given, path = own.to_str(pretty=True).encode(), "the tokenizer"
@@ -127,12 +127,10 @@ def _build(
     (directory / "tokenizer.json").write_bytes(given)
 
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    counts = _write_splits(
-        directory, encode(tokenizer, texts), DTYPES[dtype], limit, lambda line: progress(f"{corpus.spec}: {line}")
-    )
+    counts = _write_splits(directory, encode(tokenizer, texts), DTYPES[dtype], limit, say)
     if corpus.skipped:
         count = f"{len(corpus.skipped)} file{'s' if len(corpus.skipped) > 1 else ''}"
-        progress(f"{corpus.spec}: skipped {count} not in UTF-8, such as {corpus.skipped[0]}")
+        say(f"skipped {count} not in UTF-8, such as {corpus.skipped[0]}")
     if not counts["documents"]:
         raise ValueError(f"the corpus {corpus.spec!r} holds no text: no documents, or all are empty or not UTF-8")
     if not counts["val_tokens"]:
@@ -142,16 +140,9 @@ def _build(
                 f"expected at least {HELD_OUT_EVERY} tokens, got {counts['train_tokens']}; use a longer one"
             )
         _move_tail(directory, counts, DTYPES[dtype])
-    meta = Meta(
-        corpus=corpus.spec,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        **counts,
-        tokenizer_sha256=sha256(given),
-        train_sha256=digest(directory / "train.bin"),
-        val_sha256=digest(directory / "val.bin"),
-    )
-    write_meta(directory, meta)
+    found: dict[str, Any] = {"vocab_size": vocab_size, "dtype": dtype, "tokenizer_sha256": sha256(given), **counts}
+    found |= {f"{split}_sha256": digest(directory / f"{split}.bin") for split in ("train", "val")}
+    write_meta(directory, Meta(corpus=corpus.spec, **found))
 
 
 def _held_out(document: int) -> bool:
@@ -174,7 +165,7 @@ def _write_splits(
     encoded: Iterator[tuple[Piece, np.ndarray]],
     dtype: np.dtype[Any],
     limit: Limit | None,
-    report: Callable[[str], None],
+    say: Progress,
 ) -> dict[str, int]:
     """Write documents to their splits until both have reached their limits; returns the numbers of documents and tokens."""
     counts = dict.fromkeys(("documents", "train_tokens", "val_tokens"), 0)
@@ -187,7 +178,7 @@ def _write_splits(
             counts["documents"] += piece.ends_document
             if counts["train_tokens"] - reported >= _PROGRESS_TOKENS:
                 reported = counts["train_tokens"]
-                report(f"{reported / 1e6:.0f} million training tokens")
+                say(f"{reported / 1e6:.0f} million training tokens")
             enough = limit and counts["train_tokens"] >= limit[0] and counts["val_tokens"] >= limit[1]
             if enough and piece.ends_document:
                 break

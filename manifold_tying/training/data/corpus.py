@@ -155,14 +155,15 @@ _OPENERS = {
 
 
 def _expand(spec: str, paths: str, suffix: str) -> list[Path]:
-    """All files of a comma-separated list of files and folders, in order."""
-    files: list[Path] = []
+    """All files of a comma-separated list of files and folders, in order; each once, or it might be held out and trained on."""
+    files: dict[Path, Path] = {}
     for name in map(str.strip, paths.split(",")):
         path = Path(name).expanduser()
         if not name or not (path.is_dir() or path.is_file()):
             raise ValueError(f"no file or folder {name!r}, named in {spec!r}; separate several paths by commas")
-        files += _files_below(path, suffix, set()) if path.is_dir() else [path]
-    return files
+        for file in _files_below(path, suffix, set()) if path.is_dir() else [path]:
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
 
 
 def _files_below(root: Path, suffix: str, excluded: set[str]) -> list[Path]:

@@ -1,18 +1,18 @@
-"""Load and check the folder of an ablation or a run: rows, metrics as data frames, settings."""
+"""Load and check the folder of an ablation or a run: rows, metrics as data frames, settings. Errors name file and line."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
 
+from manifold_tying._json import NotJSON, parsed, read_bytes
 from manifold_tying.training.arms import run_folder
 from manifold_tying.training.config import ARM, CORPUS, POET_SETTINGS
-from manifold_tying.training.records import AGAIN, as_number, as_object, as_text, read_json, read_lines, type_name
 from manifold_tying.training.sections import Body, Interface
 
 Row = Mapping[str, Any]  # an entry of summary.json: the result of one arm with one seed
@@ -23,6 +23,7 @@ NULLABLE = ("peak_memory_bytes", "defect", "delta_ti", "cond_transform", "orthog
 LOSSES = ("val_loss", "train_loss")  # null if not finite
 QUANTITIES = (*LOSSES, "tokens", "seconds", "tokens_per_second", *NULLABLE, "trainable_parameters", "evaluated_tokens")
 COURSE = ("loss", "val_loss", "defect", "delta_ti", "cond_transform", "orthogonality_error")  # of metrics.jsonl
+AGAIN = "run the command that wrote the folder again"
 ABLATION, RUN = ("summary.json", "experiment.json"), ("config.json", "result.json", "metrics.jsonl")
 
 
@@ -75,7 +76,8 @@ def by_seed(rows: Iterable[Row], arm: str, quantity: str) -> dict[int, float]:
 
 def interface_of(arm: str) -> str:
     """The interface or body of an arm: pit-frozen for ``pit-frozen+lr=0.002``, untied for ``mine/untied``."""
-    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", arm)
+    plain = re.sub(r"\+(?:data|tokenizer)=[^+]*", "", arm)  # paths may end like an arm
+    named = re.findall(rf"(?:^|/)({'|'.join(TRAINED)})(?=\+|$)", plain)
     return named[-1] if named else arm.partition("+")[0]  # the last one: a folder may be named like an arm
 
 
@@ -226,3 +228,55 @@ def _flat(numbers: object, where: str) -> dict[str, float]:
         for name, one in named.items():
             flat[name] = _or_inf(as_number(one, name, where))
     return flat
+
+
+def read_lines(path: Path, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> Iterator[Mapping[str, Any]]:
+    """The objects of a .jsonl file. Required keys hold numbers; optional keys hold a number or null, or are missing."""
+    for count, text in enumerate(_content(path).splitlines(), start=1):
+        where = f"{path}, line {count}"
+        try:
+            line = as_object(parsed(text), where)
+        except NotJSON as error:
+            raise ValueError(f"{where}: not JSON ({error}); was the run interrupted? {AGAIN}") from None
+        for key in (*required, *(key for key in optional if line.get(key) is not None)):
+            as_number(line.get(key), key, where)
+        yield line
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return parsed(_content(path))
+    except NotJSON as error:
+        raise ValueError(f"{path}: not JSON ({error}); {AGAIN}") from None
+
+
+def _content(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the --out of a finished run or ablation, or {AGAIN}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {AGAIN}") from None
+
+
+def as_object(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected an object, got {type_name(value)}; {AGAIN}")
+    return value
+
+
+def as_text(values: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(text := values.get(key), str):
+        raise ValueError(f"{where}: expected a string under {key!r}, got {text!r}; {AGAIN}")
+    return text
+
+
+def as_number(value: Any, key: str, where: str) -> float:
+    # In Python bool is an int. NaN and infinity are valid: they come from a diverged run.
+    if isinstance(value, bool) or not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > 1e300):
+        raise ValueError(f"{where}: expected a number under {key!r}, got {value!r}; {AGAIN}")
+    return value
+
+
+def type_name(value: object) -> str:
+    return "null" if value is None else type(value).__name__

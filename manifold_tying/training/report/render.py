@@ -70,18 +70,13 @@ def page(experiment: Experiment) -> str:
 
 def text_of(value: Any) -> str:
     """A setting as text: a dash for None, six digits for a float, commas between nested values."""
-    match value:
-        case None:
-            return DASH
-        case str():
-            return value
-        case float():
-            return f"{value:.6g}"
-        case Mapping():
-            return ", ".join(f"{str(key).replace('_', ' ')} {text_of(inner)}" for key, inner in value.items())
-        case list():
-            return ", ".join(map(text_of, value))
-    return json.dumps(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{str(key).replace('_', ' ')} {text_of(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(text_of, value))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return DASH if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _settings(experiment: Experiment) -> Table:

@@ -173,6 +173,7 @@ def test_folders_are_called_by_as_much_of_their_path_as_tells_them_apart() -> No
 def test_the_interface_behind_a_folder() -> None:
     interfaces = {
         "runs/pit-frozen+lr=0.002": "pit-frozen", "transpose/untied": "untied", "transpose+lr=1/untied": "untied",
+        "untied+data=text:/corpora/transpose": "untied", "pit-free+tokenizer=/tok/muon+lr=0.1": "pit-free",
         "a+b/poet-block": "poet-block", "untied+body=poet-block": "untied", "other+lr=1": "other",
     }  # fmt: skip
     assert {arm: interface_of(arm) for arm in interfaces} == interfaces

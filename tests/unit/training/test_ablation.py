@@ -11,7 +11,7 @@ import torch
 from training_runs import SHAPE, TINY, config
 
 from manifold_tying.cli import main
-from manifold_tying.training import AblateConfig, Settings, ablate, loop
+from manifold_tying.training import AblateConfig, Settings, ablate, loop, train
 from manifold_tying.training.arms import parse_arm
 
 KEYS = {
@@ -79,6 +79,52 @@ def test_the_same_command_again_does_only_what_is_missing(tmp_path: Path, corpus
         ablate(dataclasses.replace(more, settings=settings(corpus, lr=0.5)))
 
 
+def test_a_damaged_run_is_named_before_the_summary_is_written(tmp_path: Path, corpus: Path) -> None:
+    config = AblateConfig(out=tmp_path, arms="untied", seeds=1, settings=settings(corpus, steps=1))
+    (row,) = ablate(config)
+    summary, result = (tmp_path / name for name in ("summary.json", "untied-0/result.json"))
+    before = summary.read_bytes()
+    for damage in ({}, {**row, "seed": 1}, {**row, "val_loss": "low"}):
+        result.write_text(json.dumps(damage))
+        with pytest.raises(ValueError, match=r"untied-0 has no whole run of seed 0; delete that folder"):
+            ablate(config)
+    result.write_text(json.dumps(row))
+    (tmp_path / "untied-0/metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="delete that folder"):
+        ablate(config)
+    assert summary.read_bytes() == before
+
+
+def test_a_folder_has_results_of_one_kind(tmp_path: Path, corpus: Path) -> None:
+    """A report would show one kind and leave the other out."""
+    experiment = AblateConfig(out=tmp_path / "a", arms="untied", seeds=1, settings=settings(corpus, steps=1))
+    budgets = dataclasses.replace(experiment, tokens="64", settings=settings(corpus, steps=Settings.steps))
+    run = config(tmp_path / "a", corpus, steps=1)
+
+    def start(what: Any, out: str) -> Any:
+        what = dataclasses.replace(what, out=tmp_path / out)
+        return train(what) if what.__class__ is run.__class__ else ablate(what)
+
+    for first, *others in ((experiment, budgets, run), (budgets, experiment, run), (run, experiment, budgets)):
+        out = f"{len(list(tmp_path.iterdir()))}"
+        start(first, out)
+        for other in others:
+            with pytest.raises(ValueError, match=r"already belongs to other results, those of .*choose another --out"):
+                start(other, out)
+
+
+def test_an_interrupted_command_keeps_the_rows_of_what_has_finished(tmp_path: Path, corpus: Path) -> None:
+    first = AblateConfig(out=tmp_path, arms="untied,transpose", seeds=2, settings=settings(corpus, steps=1))
+    rows = ablate(first)
+
+    def started(name: str, index: int, count: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ablate(dataclasses.replace(first, arms="untied,pit-frozen,transpose"), started=started)
+    assert json.loads((tmp_path / "summary.json").read_text()) == rows
+
+
 def test_arms_that_an_earlier_command_left_are_named(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,9 +136,11 @@ def test_arms_that_an_earlier_command_left_are_named(
 
 
 def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path) -> None:
-    ablate(AblateConfig(out=tmp_path, arms="untied,transpose", seeds=1, settings=settings(corpus, steps=1)))
+    values = settings(corpus, steps=1, body_lr=0.5, memory_lr=9.0)
+    ablate(AblateConfig(out=tmp_path, arms="untied,transpose", seeds=1, settings=values))
     described = json.loads((tmp_path / "experiment.json").read_text())
-    assert not {"init", "block_size", "merge_every"} & {*described["settings"], *described["arms"]["untied"]}
+    assert not {"init", "block_size", "merge_every", "body_lr", "memory_lr"} & set(described["settings"])
+    assert not {"init", "block_size", "merge_every"} & set(described["arms"]["untied"])
 
 
 @pytest.mark.parametrize(
@@ -102,11 +150,15 @@ def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path)
         ("pit-trainble", r"unknown arm 'pit-trainble' \(did you mean pit-trainable\?\); choose from"),
         ("untied+tabel_lr=3", r"unknown change 'tabel_lr=3' in arm 'untied\+tabel_lr=3' \(did you mean table_lr\?\)"),
         ("untied+speed=3", r"unknown change 'speed=3' in arm 'untied\+speed=3'"),
+        ("untied+lr=1+lr=2", r"each setting once, got lr twice in arm 'untied\+lr=1\+lr=2'"),
         ("untied+lr=fast", r"expected lr to be of type .*float.*, got 'fast'"),
         ("untied+lr=1e+3", r"write 1e3 for 1e\+3"),
         ("untied,untied", r"different arms"),
         (" , ", r"different arms"),
         ("poet-full+body=adamw", r"unknown change 'body=adamw'"),
+        ("poet-block+fraction=0.1", r"poet-block does not use fraction"),
+        ("poet-full+block_size=7", r"poet-full does not use block_size"),
+        ("pit-trainable+memory_rule=muon+project_every=3", r"pit-trainable does not use project_every"),
     ],
 )
 def test_bad_arms_are_refused_before_anything_is_written(arms: str, message: str, tmp_path: Path) -> None:
@@ -123,7 +175,8 @@ def test_several_budgets_each_in_its_folder(tmp_path: Path, corpus: Path, capsys
     main(["ablate", *shared, "--dry-run"])
     assert [re.findall(r"--steps (\d+)", line) for line in capsys.readouterr().out.splitlines()] == [["2"], ["4"]]
     assert not out.exists()
-    main(["ablate", *shared])
+    main(["ablate", *shared, "--memory-lr", "9"])
+    assert "note: no arm uses memory_lr" in capsys.readouterr().out
     for tokens in (128, 256):
         rows = json.loads((out / f"tokens-{tokens}/summary.json").read_text())
         assert [(row["arm"], row["tokens"]) for row in rows] == [("transpose", tokens)]
@@ -133,6 +186,7 @@ def test_several_budgets_each_in_its_folder(tmp_path: Path, corpus: Path, capsys
 
 @pytest.mark.parametrize(("tokens", "changes", "message"), [
     ("64,64", {}, "different numbers of tokens"),
+    ("64,70", {}, "as far apart"),
     ("63", {}, r"each at least 64 \(one step\)"),
     ("64", {"steps": 3}, "expected steps or tokens, got both"),
 ])  # fmt: skip

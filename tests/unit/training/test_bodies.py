@@ -67,6 +67,17 @@ def test_muon_moves_what_was_asked_for_at_its_rate(body: str, memory_rule: str, 
     assert all(found[name] not in (0.123, 0.456) for name in names.values() if name not in memory | matrices)
 
 
+@pytest.mark.parametrize("body", ["adamw", "stiefel", "hyperball"])
+def test_the_memorys_options_are_its_own(body: str, tmp_path: Path, corpus: Path) -> None:
+    options = {"second_moment": "row", "project_every": 3}
+    run = run_of(tmp_path, corpus, body, "pit-trainable", **options)
+    optimizer = build_optimizer(build_model(run), run.settings)
+    found = [{name: group[name] for name in options} for group in optimizer.param_groups]
+    assert found.count(options) == 1 and all(
+        of in (options, {"second_moment": "element", "project_every": 1}) for of in found
+    )
+
+
 def test_a_body_by_muon_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     whole = run_of(tmp_path / "whole", corpus, "stiefel-muon", "pit-trainable", memory_rule="muon")
     train(whole)

@@ -142,6 +142,27 @@ def test_resumed_run_equals_uninterrupted_run(
         assert (whole.out / name).read_bytes() == (parts.out / name).read_bytes()
 
 
+def test_a_run_does_not_go_on_from_another_checkpoint(tmp_path: Path, source: Path, corpus: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "source")
+    config = run(tmp_path / "run", folder, corpus, "transpose", steps=2, eval_every=2)
+    train(config)
+    weights, shape = (folder / name for name in ("model.safetensors", "config.json"))
+    before = weights.read_bytes()
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"started from another checkpoint than .*source is now: weights_sha256 differ"
+    ):
+        train(dataclasses.replace(config, resume=True))
+    load_model(config.out)  # which reads no weights of the folder
+    weights.write_bytes(before)
+    train(dataclasses.replace(config, resume=True))
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), "rms_norm_eps": 0.1}))
+    with pytest.raises(ValueError, match=r"config_sha256 differ.*Restore the checkpoint"):
+        train(dataclasses.replace(config, resume=True))
+    with pytest.raises(ValueError, match=r"source/config.json is not the one that the run .* started from; restore it"):
+        load_model(config.out)
+
+
 @pytest.mark.parametrize("interface", ["transpose", "pit-trainable", "pit-free"])
 def test_what_is_written_is_what_was_trained(
     interface: Interface, tmp_path: Path, source: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch

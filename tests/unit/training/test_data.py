@@ -191,6 +191,14 @@ def test_a_folder_with_a_fifo_and_a_link_to_nothing_is_read(tmp_path: Path) -> N
     assert list(filter(None, documents)) == DOCUMENTS
 
 
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    """Its text could otherwise be held out and trained on."""
+    spec = text_files(tmp_path, DOCUMENTS)
+    (tmp_path / "0/link.txt").symlink_to(tmp_path / "1/010.txt")
+    documents = ["".join(parts) for parts in open_corpus(f"{spec},{tmp_path / '0'},{tmp_path / '1'}").documents()]
+    assert sorted(filter(None, documents)) == sorted(DOCUMENTS)
+
+
 def test_a_subfolder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text_folder(tmp_path, DOCUMENTS)
     scandir = os.scandir
