@@ -27,11 +27,11 @@ class Bounds(NamedTuple):
     open: bool = False
 
 
-LARGEST_RATE = 1e34  # Adam's first step sizes, lr / (1 - beta), must fit into float32
-Count = Annotated[int, Bounds(1)]
-Rate = Annotated[float, Bounds(0, LARGEST_RATE)]
-NonNegative = Annotated[float, Bounds(0)]
-Positive = Annotated[float, Bounds(0, open=True)]
+LARGEST = 1e34  # Adam's first step sizes, lr / (1 - beta), must fit into float32
+Count = Annotated[int, Bounds(1, 2**31 - 1)]
+Rate = Annotated[float, Bounds(0, LARGEST)]
+NonNegative = Annotated[float, Bounds(0, LARGEST)]
+Positive = Annotated[float, Bounds(0, LARGEST, open=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,4 +213,4 @@ def check_value(name: str, value: object, hint: Any) -> None:
             if not (low < value if is_open else low <= value) or value == math.inf:
                 raise ValueError(f"expected {name} {'>' if is_open else '>='} {low:g}, got {value}")
             if value > high:
-                raise ValueError(f"expected {name} <= {high:g}, got {value}: larger steps overflow float32")
+                raise ValueError(f"expected {name} <= {high:g}, got {value}; larger numbers overflow")

@@ -41,6 +41,8 @@ def test_every_number_has_a_bound_and_every_choice_is_checked(name: str) -> None
         ({"device": "meta"}, r"unknown device 'meta'; use cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, r"'cuda:99' does not exist"),
         ({"lr": 1e38}, r"expected lr <= 1e\+34, got 1e\+38"),
+        ({"off_diagonal_scale": 1e300}, r"expected off_diagonal_scale <= 1e\+34, got 1e\+300; larger numbers overflow"),
+        ({"vocabulary": 2 * 10**10}, r"expected vocabulary <= 2.14748e\+09, got 20000000000"),
         ({"betas": (0.9, 1.0)}, r"betas to be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
         ({"fraction": 0.0}, r"0 < fraction <= 1, got 0"),
         ({"out_share": 1.5}, r"0 <= out_share <= 1"),
