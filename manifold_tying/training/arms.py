@@ -66,7 +66,7 @@ def parse_arm(name: str, shared: Settings) -> tuple[Interface, Settings]:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    return "".join(f" (did you mean {near}?)" for near in get_close_matches(name, known, 1))
+    return "".join(f" (did you mean {near}?)" for near in get_close_matches(name, known, 1) if near != name)
 
 
 def _value(text: str, key: str) -> Any:

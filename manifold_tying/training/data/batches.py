@@ -64,7 +64,7 @@ def _window_count(tokens: np.ndarray, batch_size: int, sequence_length: int, wha
     if windows < 1:
         raise ValueError(
             f"expected at least {sequence_length + 1} {what} for one sequence and the token after it, got {len(tokens)}; "
-            "use a larger corpus (a twentieth is held out) or a smaller sequence_length"
+            "use a larger corpus (every 20th document is held out) or a smaller sequence_length"
         )
     return windows
 

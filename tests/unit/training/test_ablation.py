@@ -149,6 +149,7 @@ def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path)
         ("memory", r"unknown arm 'memory'; choose from untied, transpose, pit-frozen, pit-trainable"),
         ("pit-trainble", r"unknown arm 'pit-trainble' \(did you mean pit-trainable\?\); choose from"),
         ("untied+tabel_lr=3", r"unknown change 'tabel_lr=3' in arm 'untied\+tabel_lr=3' \(did you mean table_lr\?\)"),
+        ("untied+lr", r"unknown change 'lr' in arm 'untied\+lr'; write name=value"),
         ("untied+speed=3", r"unknown change 'speed=3' in arm 'untied\+speed=3'"),
         ("untied+lr=1+lr=2", r"each setting once, got lr twice in arm 'untied\+lr=1\+lr=2'"),
         ("untied+lr=fast", r"expected lr to be of type .*float.*, got 'fast'"),
