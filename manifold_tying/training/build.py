@@ -161,10 +161,10 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
     config = read_state(folder)["config"]
     values: dict[str, Any] = {k: v for k, v in config.items() if k not in ("interface", "seed", CORPUS)}
     values |= {name: Path(values[name]) for name in ("init_from", "tokenizer") if values.get(name)}
-    start = values.get("init_from")
-    if start is not None and digest(start / "config.json") != config[CORPUS][HASHES[0]]:
-        raise ValueError(f"{start / 'config.json'} is not the one that the run {folder} started from; restore it")
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
+    start = settings.init_from
+    if start is not None and digest(start / "config.json") != config[CORPUS][HASHES[0]]:
+        raise ValueError(f"{start / 'config.json'} is not the one that the run {folder} started from; restore it")
     load_checkpoint(folder, model, None, config)
     return folder, model, settings

@@ -161,6 +161,9 @@ def test_a_run_does_not_go_on_from_another_checkpoint(tmp_path: Path, source: Pa
         train(dataclasses.replace(config, resume=True))
     with pytest.raises(ValueError, match=r"source/config.json is not the one that the run .* started from; restore it"):
         load_model(config.out)
+    shape.unlink()
+    with pytest.raises(ValueError, match=r"source/config.json does not exist"):
+        load_model(config.out)
 
 
 @pytest.mark.parametrize("interface", ["transpose", "pit-trainable", "pit-free"])
