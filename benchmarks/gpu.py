@@ -59,7 +59,7 @@ FAST = "floor 'floor (fused Adam)' ours 'ours, project_every=8' 'ours, medium' g
 REPLAYED = "'ours, CUDA graph' 'POGO, CUDA graph'"
 MUONS = "'our Muon' 'our Muon, medium' 'torch Muon' 'Emerging-Optimizers Muon'"
 SPEL = "'Emerging-Optimizers Spel' 'Emerging-Optimizers Spel, highest'"
-LARGE = "V=8192 V=32000 V=151936 V=2048 V=4096 '4 x (' 'V=96 d' 'V=16 d'"
+LARGE = "V=8192 V=32000 V=151936 V=2048 V=4096 'V=1024 d' '4 x (' 'V=96 d' 'V=16 d'"
 SIZE_60M = "--rows poet-60m --tokens 16384 --sequence-length 512"
 BODIES = "adamw 'poet-block 256' 'poet-block 256, two terms' 'poet-block 64' 'poet-full 1/2'"
 COMPILED = "'adamw, compiled' 'poet-block 256, two terms, compiled'"
@@ -83,7 +83,7 @@ BENCHMARKS = {
     "training-step-poet-1.3b-pit-free": f"{STEP} {BILLION} --only pit-free",
     "training-step-poet-1.3b-transformers": f"{STEP} {BILLION} --only transformers",
     "poet-step-1.3b": f"{POET_STEP} --rows poet-1.3b --tokens 4096 --only {BODIES}",
-    LAST: "riemannian_step --rounds 10 --rows V=8192 V=2048 '4 x (' --only 'torch orthogonal' geotorch",
+    LAST: "riemannian_step --rounds 10 --rows V=8192 V=2048 V=4096 'V=1024 d' '4 x (' --only 'torch orthogonal' geotorch",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from manifold_tying._json import read_object
 from manifold_tying.training.arms import ARMS, BODIES, parse_arm, run_folder
-from manifold_tying.training.config import CORPUS, POET_SETTINGS, Settings, TrainConfig, check_same, unused_settings
+from manifold_tying.training.config import CORPUS, Settings, TrainConfig, check_same, unused_settings
 from manifold_tying.training.evaluate import Diverged
 from manifold_tying.training.files import check_writable, locked, read_own, write_atomic, writing_to
 from manifold_tying.training.loop import Observer, train
@@ -85,6 +85,10 @@ class AblateConfig:
         _check_different(dict(runs[: len(arms)]))
         return runs
 
+    def unused(self) -> set[str]:
+        """The settings that no arm uses."""
+        return set.intersection(*(unused_settings(run.interface, run.settings) for _, run in self.runs()))
+
 
 def budgets_of(tokens: str, least: int) -> list[int]:
     """Parse comma-separated numbers of tokens; raises ValueError unless they differ and are at least ``least``."""
@@ -130,9 +134,8 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
             check_folder(run, corpus)
 
     def describe() -> None:
-        if left := [
-            arm for arm in read_own(config.out / EXPERIMENT, OWN).get("arms", ()) if arm not in {arm for arm, _ in runs}
-        ]:
+        earlier = read_own(config.out / EXPERIMENT, OWN).get("arms", ())
+        if left := [arm for arm in earlier if arm not in dict(runs)]:
             print(
                 f"{config.out} also holds {', '.join(left)}; the summary and the report have only the arms of this command"
             )
@@ -151,13 +154,13 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
             processes.on_main(lambda: write_atomic(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
             return rows
 
-        write()
+        rows = write()
         for i, (arm, run) in enumerate(runs):
             if found[i] is None:
                 observer = started(run.out.name, i, len(runs)) if started else None
                 found[i] = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
-                write()
-        return write()
+                rows = write()
+        return rows
 
 
 def _check_out(config: AblateConfig) -> None:
@@ -225,13 +228,13 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     resolved = {arm: run.as_json() for arm, run in runs.items()}
     first, *others = resolved.values()
     shared = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
-    of_none = set.intersection(*(unused_settings(run.interface, run.settings) for run in runs.values()))
+    of_none = config.unused()
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed", *of_none) and v is not None}
     arms: dict[str, dict[str, Any]] = {}
     for arm, own in resolved.items():
         settings = runs[arm].settings
         unused = unused_settings(runs[arm].interface, settings)
-        hidden = (*shared, "interface", "seed", *of_none, *(() if own["body"].startswith("poet") else POET_SETTINGS))
+        hidden = (*shared, "interface", "seed", *unused)
         arms[arm] = {name: None if name in unused else getattr(settings, name) for name in RATES}
         arms[arm] |= {k: own[k] for k in own if k not in hidden}
     return {

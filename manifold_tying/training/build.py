@@ -163,8 +163,7 @@ def load_run(folder: Path, device: str = "cpu") -> tuple[Path, Model, Settings]:
     values |= {name: Path(values[name]) for name in ("init_from", "tokenizer") if values.get(name)}
     settings = Settings(**(values | {"betas": tuple(values["betas"]), "device": device}))
     model = build_model(TrainConfig(out=folder, interface=config["interface"], seed=config["seed"], settings=settings))
-    start = settings.init_from
-    if start is not None and digest(start / "config.json") != config[CORPUS][HASHES[0]]:
+    if (start := settings.init_from) and digest(start / "config.json") != config[CORPUS][HASHES[0]]:
         raise ValueError(f"{start / 'config.json'} is not the one that the run {folder} started from; restore it")
     load_checkpoint(folder, model, None, config)
     return folder, model, settings

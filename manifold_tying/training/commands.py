@@ -120,8 +120,7 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
     with process_group(config.settings):
         processes = Processes.from_settings(config.settings)
         console.quiet = not processes.is_main
-        unused = set.intersection(*(unused_settings(run.interface, run.settings) for _, run in budgets[0].runs()))
-        if ignored := config.settings.changed(tuple(sorted(unused))):
+        if ignored := config.settings.changed(tuple(sorted(budgets[0].unused()))):
             console.print(f"note: no arm uses {ignored}")
         for budget in budgets:
             prepare_data(budget, console.print)

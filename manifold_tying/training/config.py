@@ -154,8 +154,7 @@ def unused_settings(interface: Interface, settings: Settings) -> set[str]:
     """The settings that the interface and the body ignore."""
     has_memory, body = interface in MEMORY_INTERFACES, settings.body
     unused: dict[tuple[str, ...], bool] = {
-        names_of(sections.Tables): has_memory,
-        names_of(sections.Transform): not has_memory,
+        names_of(sections.Tables): has_memory, names_of(sections.Transform): not has_memory,
         names_of(sections.Memory): interface != "pit-trainable",
         ("second_moment", "project_every"): settings.memory_rule == "muon",
         POET_SETTINGS: not settings.poet, ("fraction",): body == "poet-block", ("block_size",): body == "poet-full",

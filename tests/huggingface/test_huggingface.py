@@ -146,6 +146,8 @@ def test_every_way_of_building_the_model_again_divides(tmp_path: Path) -> None:
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "plain")(ids()).last_hidden_state, hidden)
     other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
     assert torch.equal(other.model(ids()).last_hidden_state, hidden)
+    with pytest.raises(ValueError, match="with a head on its vocabulary; save_pretrained keeps"):
+        mt.save(other, tmp_path / "classifier")
     assert torch.equal(logits(pickle.loads(pickle.dumps(model))), before)
 
 

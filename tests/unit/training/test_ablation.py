@@ -141,6 +141,9 @@ def test_settings_without_effect_are_not_described(tmp_path: Path, corpus: Path)
     described = json.loads((tmp_path / "experiment.json").read_text())
     assert not {"init", "block_size", "merge_every", "body_lr", "memory_lr"} & set(described["settings"])
     assert not {"init", "block_size", "merge_every"} & set(described["arms"]["untied"])
+    ablate(AblateConfig(out=tmp_path / "two", arms="untied,pit-trainable+memory_lr=8.0", seeds=1, settings=values))
+    own = json.loads((tmp_path / "two/experiment.json").read_text())["arms"]
+    assert own["untied"]["memory_lr"] is None and own["pit-trainable+memory_lr=8.0"]["memory_lr"] == 8.0
 
 
 @pytest.mark.parametrize(
