@@ -85,9 +85,10 @@ class AblateConfig:
         _check_different(dict(runs[: len(arms)]))
         return runs
 
-    def unused(self) -> set[str]:
-        """The settings that no arm uses."""
-        return set.intersection(*(unused_settings(run.interface, run.settings) for _, run in self.runs()))
+
+def used_by_none(config: AblateConfig) -> set[str]:
+    """The settings that no arm uses."""
+    return set.intersection(*(unused_settings(run.interface, run.settings) for _, run in config.runs()))
 
 
 def budgets_of(tokens: str, least: int) -> list[int]:
@@ -148,18 +149,17 @@ def ablate(config: AblateConfig, *, started: Callable[[str, int, int], Observer]
         found = processes.from_main(lambda: [_finished(run) for _, run in runs])
         processes.on_main(describe)
 
-        def write() -> list[dict[str, Any]]:
-            """The rows of all runs that have finished, whichever came first."""
+        def write_finished() -> list[dict[str, Any]]:
             rows = [{**row, "arm": arm} for (arm, _), row in zip(runs, found, strict=True) if row is not None]
             processes.on_main(lambda: write_atomic(config.out / "summary.json", json.dumps(rows, indent=1).encode()))
             return rows
 
-        rows = write()
+        rows = write_finished()
         for i, (arm, run) in enumerate(runs):
             if found[i] is None:
                 observer = started(run.out.name, i, len(runs)) if started else None
                 found[i] = _trained(dataclasses.replace(run, resume=True), arm, observer, processes)
-                rows = write()
+                rows = write_finished()
         return rows
 
 
@@ -228,7 +228,7 @@ def _describe(config: AblateConfig) -> dict[str, Any]:
     resolved = {arm: run.as_json() for arm, run in runs.items()}
     first, *others = resolved.values()
     shared = {k: v for k, v in first.items() if all(other[k] == v for other in others)}
-    of_none = config.unused()
+    of_none = used_by_none(config)
     shared = {k: v for k, v in shared.items() if k not in ("interface", "seed", *of_none) and v is not None}
     arms: dict[str, dict[str, Any]] = {}
     for arm, own in resolved.items():

@@ -15,7 +15,7 @@ from manifold_tying import diagnostics, precision
 from manifold_tying.diagnostics import saved_interface
 from manifold_tying.huggingface import convert, export, load, save
 from manifold_tying.huggingface.checkpoint import load_stock, recorded_mark
-from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data
+from manifold_tying.training.ablation import AblateConfig, ablate, prepare_data, used_by_none
 from manifold_tying.training.checkpoint import STATE, checkpoints
 from manifold_tying.training.config import Settings, TrainConfig, unused_settings
 from manifold_tying.training.evaluate import health_warnings
@@ -120,7 +120,7 @@ def run_ablate(config: AblateConfig, console: Console) -> None:
     with process_group(config.settings):
         processes = Processes.from_settings(config.settings)
         console.quiet = not processes.is_main
-        if ignored := config.settings.changed(tuple(sorted(budgets[0].unused()))):
+        if ignored := config.settings.changed(tuple(sorted(used_by_none(budgets[0])))):
             console.print(f"note: no arm uses {ignored}")
         for budget in budgets:
             prepare_data(budget, console.print)
